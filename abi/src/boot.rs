@@ -1,0 +1,118 @@
+//! What root finds at start: the boot page, its first capabilities, and the layout of its address space.
+
+/// Address of [`BootInfo`] in root, mapped read-only.
+pub const BOOT_INFO_ADDRESS: u64 = 0x0000_7fff_0000_0000;
+/// Address of the message page of root's first thread.
+pub const ROOT_MESSAGE_PAGE: u64 = 0x0000_7fff_0010_0000;
+/// Top of root's first stack (grows down, [`ROOT_STACK_PAGES`] pages).
+pub const ROOT_STACK_TOP: u64 = 0x0000_7fff_0030_0000;
+/// Pages of root's first stack.
+pub const ROOT_STACK_PAGES: u64 = 16;
+/// Physical address `p` that root owns is mapped at `PHYSICAL_WINDOW + p`:
+/// RAM write-back, device regions uncached.
+pub const PHYSICAL_WINDOW: u64 = 0x0000_4000_0000_0000;
+
+/// Root's first capabilities.
+pub mod slot {
+    /// Root's own task.
+    pub const TASK: u64 = 1;
+    /// Root's first thread.
+    pub const THREAD: u64 = 2;
+    /// The scheduling context that it runs on.
+    pub const SCHED_CONTEXT: u64 = 3;
+    /// All of the kernel's memory.
+    pub const FACTORY: u64 = 4;
+    /// The machine.
+    pub const PLATFORM: u64 = 5;
+    /// First free slot.
+    pub const FREE: u64 = 16;
+}
+
+/// "PARADOR" and the ABI generation.
+pub const BOOT_MAGIC: u64 = 0x0152_4f44_4152_4150;
+
+/// What a [`Region`] is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum RegionKind {
+    /// Free RAM: root's to give away.
+    Ram = 1,
+    /// The boot bundle (`bundle` format), in RAM.
+    Bundle = 2,
+    /// Device memory, mapped uncached.
+    Device = 3,
+}
+
+/// A physical range that root owns, mapped at `PHYSICAL_WINDOW + base`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Region {
+    /// First byte.
+    pub base: u64,
+    /// Length in bytes, a multiple of the page size.
+    pub length: u64,
+    /// [`RegionKind`] as a number; 0 marks an unused entry.
+    pub kind: u32,
+    /// Reserved, 0.
+    pub reserved: u32,
+}
+
+/// Regions in [`BootInfo`].
+pub const MAX_REGIONS: usize = 128;
+
+/// The boot page.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(4096))]
+pub struct BootInfo {
+    /// [`BOOT_MAGIC`].
+    pub magic: u64,
+    /// [`crate::ABI_VERSION`].
+    pub abi_version: u32,
+    /// CPUs that were started, numbered from 0.
+    pub cpus: u32,
+    /// TSC frequency in kHz.
+    pub tsc_khz: u64,
+    /// Physical address of the ACPI RSDP, 0 if none.
+    pub rsdp: u64,
+    /// Pages of kernel memory in root's factory at start.
+    pub quota_pages: u64,
+    /// Bit 0: nested-paging VMs are possible.
+    pub features: u64,
+    /// `XCR0` bits that guests may enable.
+    pub xcr0_mask: u64,
+    /// Physical base of the bundle.
+    pub bundle_base: u64,
+    /// Length of the bundle in bytes.
+    pub bundle_length: u64,
+    /// Used entries of `regions`.
+    pub region_count: u64,
+    /// What root owns.
+    pub regions: [Region; MAX_REGIONS],
+}
+
+/// Bit of [`BootInfo::features`]: SVM with nested paging.
+pub const FEATURE_NESTED: u64 = 1;
+
+const _: () = assert!(core::mem::size_of::<BootInfo>() == 4096);
+
+/// Kernel counters, written to the message page by `PlatformAction::Stats`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct KernelStats {
+    /// Entries by system call.
+    pub system_calls: u64,
+    /// Host interrupts.
+    pub interrupts: u64,
+    /// World switches into guests.
+    pub vm_entries: u64,
+    /// Exits settled without the VMM.
+    pub settled_exits: u64,
+    /// Kernel pages in use.
+    pub pages_used: u64,
+    /// Kernel pages in all.
+    pub pages_total: u64,
+    /// Context switches between threads.
+    pub switches: u64,
+    /// TLB shootdowns sent to other CPUs.
+    pub shootdowns: u64,
+}

@@ -1,0 +1,183 @@
+//! The state page of a vCPU on x86-64, shared between the kernel and the VMM.
+//!
+//! General registers live here and nowhere else: the world switch loads and saves them in place.
+//! Everything else is copied by *groups*: on exit the kernel fills the groups that the exit needs
+//! and sets [`VcpuState::valid`]; before the next `vcpu_run` the VMM sets [`VcpuState::dirty`] for
+//! the groups it changed. Field and attribute formats are those of the VMCB (AMD APM vol. 2, appendix B).
+
+/// State groups.
+pub mod group {
+    /// `rip`, `rsp`, `rflags`, `interrupt_shadow`.
+    pub const IP: u64 = 1 << 0;
+    /// `cr0`, `cr2`, `cr3`, `cr4`, `efer`, `cpl`.
+    pub const CONTROL: u64 = 1 << 1;
+    /// All segment and table registers.
+    pub const SEGMENTS: u64 = 1 << 2;
+    /// `star` … `pat`.
+    pub const MSRS: u64 = 1 << 3;
+    /// `dr6`, `dr7`.
+    pub const DEBUG: u64 = 1 << 4;
+    /// `tsc_offset`.
+    pub const TSC: u64 = 1 << 5;
+    /// `xcr0`.
+    pub const XCR0: u64 = 1 << 6;
+    /// `inject`, `window`. On exit always valid.
+    pub const INJECT: u64 = 1 << 7;
+    /// Every group.
+    pub const ALL: u64 = 0xff;
+}
+
+/// Indices into [`VcpuState::gpr`], in instruction-encoding order.
+pub mod gpr {
+    #![allow(missing_docs)]
+    pub const RAX: usize = 0;
+    pub const RCX: usize = 1;
+    pub const RDX: usize = 2;
+    pub const RBX: usize = 3;
+    /// `gpr[RSP]` is not used by the world switch; the stack pointer is [`super::VcpuState::rsp`].
+    pub const RSP: usize = 4;
+    pub const RBP: usize = 5;
+    pub const RSI: usize = 6;
+    pub const RDI: usize = 7;
+}
+
+/// Exit codes that the kernel adds to the processor's own (`EXITCODE`, AMD APM vol. 2, appendix C).
+pub mod exit {
+    /// The notification bound to the vCPU has events; they are in [`super::VcpuState::events`].
+    pub const RECALL: u64 = 0x1_0000_0000;
+    /// [`super::VcpuState::deadline`] has passed.
+    pub const DEADLINE: u64 = 0x1_0000_0001;
+    /// The requested interrupt window is open.
+    pub const WINDOW: u64 = 0x1_0000_0002;
+}
+
+/// `rax` of a `VMMCALL` that the kernel itself answers: returns [`crate::ABI_VERSION`] in `rax`.
+pub const HYPERCALL_VERSION: u64 = 0x5041_5241_0000;
+
+/// A segment register as the VMCB holds it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Segment {
+    /// Selector.
+    pub selector: u16,
+    /// Attributes: descriptor bits 47:40 in bits 7:0, bits 55:52 in bits 11:8.
+    pub attrib: u16,
+    /// Limit in bytes, granularity applied.
+    pub limit: u32,
+    /// Base address.
+    pub base: u64,
+}
+
+/// The state page.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(4096))]
+pub struct VcpuState {
+    /// General registers by encoding ([`gpr`]); slot 4 is unused.
+    pub gpr: [u64; 16],
+
+    /// `EXITCODE` or one of [`exit`]. Out.
+    pub exit_code: u64,
+    /// `EXITINFO1`. Out.
+    pub exit_info1: u64,
+    /// `EXITINFO2`. Out.
+    pub exit_info2: u64,
+    /// `nRIP`, address of the next instruction; 0 where the processor does not say. Out.
+    pub next_rip: u64,
+    /// Number of valid bytes in `bytes`; 0 where the processor does not say. Out.
+    pub bytes_len: u64,
+    /// Bytes of the faulting instruction (nested page faults, decode assist). Out.
+    pub bytes: [u8; 16],
+    /// Events taken from the notification with [`exit::RECALL`]. Out.
+    pub events: u64,
+
+    /// Groups that the kernel filled on this exit. Out.
+    pub valid: u64,
+    /// Groups that the VMM changed; the kernel clears it. In.
+    pub dirty: u64,
+    /// Absolute TSC value at which to leave the guest with [`exit::DEADLINE`];
+    /// [`crate::FOREVER`] for none. Read at every `vcpu_run`. In.
+    pub deadline: u64,
+
+    /// Event to inject at the next entry, in the format of `EVENTINJ`. On exit: the event whose
+    /// delivery the exit cut short (`EXITINTINFO`), to be injected again, or 0. It must not be lost.
+    pub inject: u64,
+    /// Not 0: leave the guest with [`exit::WINDOW`] as soon as it can take an interrupt.
+    /// Cleared by the kernel when the window has been reported.
+    pub window: u64,
+
+    /// Instruction pointer.
+    pub rip: u64,
+    /// Stack pointer.
+    pub rsp: u64,
+    /// Flags.
+    pub rflags: u64,
+    /// Bit 0: the guest is in an interrupt shadow (`STI`, `MOV SS`).
+    pub interrupt_shadow: u64,
+
+    /// Control registers and `EFER` (without `SVME`, which the kernel adds).
+    pub cr0: u64,
+    /// Page-fault address.
+    pub cr2: u64,
+    /// Page-table root.
+    pub cr3: u64,
+    /// Control register 4.
+    pub cr4: u64,
+    /// Extended features.
+    pub efer: u64,
+    /// Current privilege level.
+    pub cpl: u64,
+
+    /// `es, cs, ss, ds, fs, gs`, in encoding order.
+    pub segments: [Segment; 6],
+    /// Global descriptor table.
+    pub gdtr: Segment,
+    /// Local descriptor table.
+    pub ldtr: Segment,
+    /// Interrupt descriptor table.
+    pub idtr: Segment,
+    /// Task register.
+    pub tr: Segment,
+
+    /// `STAR`.
+    pub star: u64,
+    /// `LSTAR`.
+    pub lstar: u64,
+    /// `CSTAR`.
+    pub cstar: u64,
+    /// `SFMASK`.
+    pub sfmask: u64,
+    /// `KernelGSbase`.
+    pub kernel_gs_base: u64,
+    /// `SYSENTER_CS`.
+    pub sysenter_cs: u64,
+    /// `SYSENTER_ESP`.
+    pub sysenter_esp: u64,
+    /// `SYSENTER_EIP`.
+    pub sysenter_eip: u64,
+    /// Guest `PAT`.
+    pub pat: u64,
+
+    /// Debug status.
+    pub dr6: u64,
+    /// Debug control.
+    pub dr7: u64,
+    /// Added to the TSC that the guest reads.
+    pub tsc_offset: u64,
+    /// Extended state that the guest has enabled; the kernel refuses bits the machine lacks.
+    pub xcr0: u64,
+
+    /// World switches into this vCPU so far. Out.
+    pub entries: u64,
+    /// Exits that the kernel settled without the VMM: host interrupts, kernel hypercalls. Out.
+    pub settled: u64,
+}
+
+impl VcpuState {
+    /// Encoding index of `cs` in [`VcpuState::segments`].
+    pub const CS: usize = 1;
+    /// Encoding index of `ss` in [`VcpuState::segments`].
+    pub const SS: usize = 2;
+}
+
+const _: () = assert!(core::mem::size_of::<VcpuState>() == 4096);
+const _: () = assert!(core::mem::offset_of!(VcpuState, gpr) == 0);

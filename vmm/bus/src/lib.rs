@@ -1,0 +1,100 @@
+//! The contract between a device model and whatever hosts it, and dispatch of accesses to devices.
+//!
+//! A device model is a struct of registers. It holds no lock, clock, thread, file or callback:
+//! all effects go through [`Env`], so the order of inputs determines the outputs. Tests are
+//! scripts of accesses, and a snapshot is the struct itself.
+#![cfg_attr(not(test), no_std)]
+#![forbid(unsafe_code)]
+
+/// A time in nanoseconds of the virtual machine's monotonic clock.
+pub type Nanos = u64;
+/// A deadline that never comes.
+pub const NEVER: Nanos = u64::MAX;
+
+/// One access to a register of a device: already split so that `offset..offset + size` lies in
+/// the device's region.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Access {
+    /// First byte, from the start of the device's region.
+    pub offset: u64,
+    /// 1, 2, 4 or 8 bytes.
+    pub size: u8,
+}
+
+impl Access {
+    /// An access of `size` bytes at `offset`.
+    pub const fn new(offset: u64, size: u8) -> Self {
+        Self { offset, size }
+    }
+
+    /// What an access reads where nothing answers: all ones of its size.
+    pub const fn open_bus(self) -> u64 {
+        u64::MAX >> (64 - 8 * self.size as u32)
+    }
+}
+
+/// What a device asks of the whole machine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MachineEvent {
+    /// Soft power-off (ACPI S5).
+    PowerOff,
+    /// System reset (ACPI reset register, keyboard controller, port CF9).
+    Reset,
+}
+
+/// An interrupt message as a local APIC receives it (AMD APM vol. 2, section 16.6).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct InterruptMessage {
+    /// Destination APIC id or logical mask.
+    pub destination: u32,
+    /// Logical (else physical) destination mode.
+    pub logical: bool,
+    /// Delivery mode: 0 fixed, 1 lowest priority, 2 SMI, 4 NMI, 5 INIT, 6 start-up, 7 ExtINT.
+    pub delivery: u8,
+    /// Vector.
+    pub vector: u8,
+    /// Level (else edge) triggered.
+    pub level: bool,
+}
+
+/// Everything that a device model can do to the world.
+pub trait Env {
+    /// Now.
+    fn now(&self) -> Nanos;
+    /// Sets an output line of the device. Lines are numbered per device (its card says which is
+    /// what); the board connects them.
+    fn set_line(&mut self, line: u8, level: bool);
+    /// Arms the device's timer `timer` (numbered per device) to call [`Device::wake`] at `deadline`, or disarms
+    /// it with [`NEVER`]. A newer call replaces an older one.
+    fn arm(&mut self, timer: u8, deadline: Nanos);
+    /// Puts a byte to the device's outside (a serial line). `false`: not taken, keep it.
+    fn put(&mut self, byte: u8) -> bool;
+    /// Takes a byte from the outside, if there is one.
+    fn take(&mut self) -> Option<u8>;
+    /// Sends an interrupt message (from an I/O APIC or a local APIC).
+    fn message(&mut self, message: InterruptMessage);
+    /// Tells the machine something.
+    fn machine(&mut self, event: MachineEvent);
+    /// Counts an access to a feature that the model lacks, and logs it once per device and `what`.
+    fn missing(&mut self, what: &'static str, value: u64);
+}
+
+/// A device model.
+///
+/// Life cycle: a device is made in its reset state; [`Device::reset`] returns it there. Between calls
+/// nothing happens: pausing a machine is not calling its devices, and deadlines are in machine
+/// time, which stands still meanwhile.
+pub trait Device {
+    /// The register value, zero-extended; bits beyond the access size are ignored.
+    fn read(&mut self, access: Access, env: &mut dyn Env) -> u64;
+    /// Writes a register.
+    fn write(&mut self, access: Access, value: u64, env: &mut dyn Env);
+    /// Something that the device waits for has happened: timer `timer` has reached its deadline, or (for
+    /// [`WAKE_INPUT`]) bytes wait outside or room for output returned.
+    fn wake(&mut self, timer: u8, env: &mut dyn Env);
+    /// Back to the state after power-on.
+    fn reset(&mut self, env: &mut dyn Env);
+}
+
+/// Pseudo timer number of [`Device::wake`]: the outside has bytes, or takes bytes again.
+pub const WAKE_INPUT: u8 = 0xff;
