@@ -1,1 +1,320 @@
-//! (to be written)
+//! Virtual machine control block of AMD SVM: APM vol. 2 (24593), chapter 15 and appendix B
+//! (layout), appendix C (exit codes).
+
+use core::mem::{offset_of, size_of};
+
+/// A segment register in the state save area (APM vol. 2, table B-2).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct VmcbSegment {
+    /// Selector.
+    pub selector: u16,
+    /// Attributes: descriptor bits 47:40 in 7:0, bits 55:52 in 11:8.
+    pub attrib: u16,
+    /// Limit in bytes.
+    pub limit: u32,
+    /// Base address.
+    pub base: u64,
+}
+
+/// Control area (APM vol. 2, table B-1).
+#[allow(missing_docs, reason = "the fields carry the manual's names")]
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ControlArea {
+    /// Offset 000h: intercepts of CR reads (15:0) and writes (31:16).
+    pub intercept_cr: u32,
+    /// Offset 004h: intercepts of DR reads and writes.
+    pub intercept_dr: u32,
+    /// Offset 008h: intercepted exceptions, one bit per vector.
+    pub intercept_exceptions: u32,
+    /// Offset 00Ch: [`intercept3`].
+    pub intercept3: u32,
+    /// Offset 010h: [`intercept4`].
+    pub intercept4: u32,
+    pub intercept5: u32,
+    reserved_018: [u8; 0x24],
+    /// Offset 03Ch.
+    pub pause_filter_threshold: u16,
+    pub pause_filter_count: u16,
+    /// Offset 040h: physical address of the I/O permission map (12 KiB).
+    pub iopm_base_pa: u64,
+    /// Offset 048h: physical address of the MSR permission map (8 KiB).
+    pub msrpm_base_pa: u64,
+    pub tsc_offset: u64,
+    /// Offset 058h: address space identifier; 0 is the host's.
+    pub guest_asid: u32,
+    /// Offset 05Ch: [`tlb_control`].
+    pub tlb_control: u32,
+    /// Offset 060h: virtual interrupt control, [`v_intr`].
+    pub v_intr: u64,
+    /// Offset 068h: bit 0 interrupt shadow, bit 1 guest interrupt mask.
+    pub interrupt_shadow: u64,
+    pub exit_code: u64,
+    pub exit_info1: u64,
+    pub exit_info2: u64,
+    /// Offset 088h: event whose delivery the exit interrupted, [`event`].
+    pub exit_int_info: u64,
+    /// Offset 090h: bit 0 NP_ENABLE.
+    pub nested_control: u64,
+    pub avic_apic_bar: u64,
+    pub ghcb_pa: u64,
+    /// Offset 0A8h: event to inject, [`event`].
+    pub event_inj: u64,
+    /// Offset 0B0h: physical address of the nested page table root.
+    pub n_cr3: u64,
+    /// Offset 0B8h: bit 0 LBR virtualization.
+    pub lbr_control: u64,
+    /// Offset 0C0h: clean bits; a set bit says that the cached group is unchanged.
+    pub clean: u64,
+    /// Offset 0C8h: address of the next instruction, where the processor saves it.
+    pub n_rip: u64,
+    /// Offset 0D0h: number of valid bytes in `instruction_bytes`.
+    pub fetched_bytes: u8,
+    pub instruction_bytes: [u8; 15],
+    reserved_0e0: [u8; 0x400 - 0xe0],
+}
+
+/// State save area (APM vol. 2, table B-2).
+#[allow(missing_docs, reason = "the fields carry the manual's names")]
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct SaveArea {
+    /// `es, cs, ss, ds, fs, gs`.
+    pub segments: [VmcbSegment; 6],
+    pub gdtr: VmcbSegment,
+    pub ldtr: VmcbSegment,
+    pub idtr: VmcbSegment,
+    pub tr: VmcbSegment,
+    reserved_0a0: [u8; 0xcb - 0xa0],
+    pub cpl: u8,
+    reserved_0cc: u32,
+    pub efer: u64,
+    reserved_0d8: [u8; 0x148 - 0xd8],
+    pub cr4: u64,
+    pub cr3: u64,
+    pub cr0: u64,
+    pub dr7: u64,
+    pub dr6: u64,
+    pub rflags: u64,
+    pub rip: u64,
+    reserved_180: [u8; 0x1d8 - 0x180],
+    pub rsp: u64,
+    reserved_1e0: [u8; 0x1f8 - 0x1e0],
+    pub rax: u64,
+    pub star: u64,
+    pub lstar: u64,
+    pub cstar: u64,
+    pub sfmask: u64,
+    pub kernel_gs_base: u64,
+    pub sysenter_cs: u64,
+    pub sysenter_esp: u64,
+    pub sysenter_eip: u64,
+    pub cr2: u64,
+    reserved_248: [u8; 0x268 - 0x248],
+    pub g_pat: u64,
+    pub dbgctl: u64,
+    reserved_278: [u8; 0xc00 - 0x278],
+}
+
+/// The control block: one page, naturally aligned.
+#[derive(Clone, Copy)]
+#[repr(C, align(4096))]
+pub struct Vmcb {
+    /// What the hypervisor asks and learns.
+    pub control: ControlArea,
+    /// The guest's registers.
+    pub save: SaveArea,
+}
+
+const _: () = {
+    assert!(size_of::<ControlArea>() == 0x400);
+    assert!(size_of::<SaveArea>() == 0xc00);
+    assert!(size_of::<Vmcb>() == 0x1000);
+    assert!(offset_of!(ControlArea, pause_filter_threshold) == 0x3c);
+    assert!(offset_of!(ControlArea, iopm_base_pa) == 0x40);
+    assert!(offset_of!(ControlArea, guest_asid) == 0x58);
+    assert!(offset_of!(ControlArea, v_intr) == 0x60);
+    assert!(offset_of!(ControlArea, exit_code) == 0x70);
+    assert!(offset_of!(ControlArea, exit_int_info) == 0x88);
+    assert!(offset_of!(ControlArea, nested_control) == 0x90);
+    assert!(offset_of!(ControlArea, event_inj) == 0xa8);
+    assert!(offset_of!(ControlArea, n_cr3) == 0xb0);
+    assert!(offset_of!(ControlArea, clean) == 0xc0);
+    assert!(offset_of!(ControlArea, n_rip) == 0xc8);
+    assert!(offset_of!(ControlArea, fetched_bytes) == 0xd0);
+    assert!(offset_of!(SaveArea, cpl) == 0xcb);
+    assert!(offset_of!(SaveArea, efer) == 0xd0);
+    assert!(offset_of!(SaveArea, cr4) == 0x148);
+    assert!(offset_of!(SaveArea, rflags) == 0x170);
+    assert!(offset_of!(SaveArea, rip) == 0x178);
+    assert!(offset_of!(SaveArea, rsp) == 0x1d8);
+    assert!(offset_of!(SaveArea, rax) == 0x1f8);
+    assert!(offset_of!(SaveArea, cr2) == 0x240);
+    assert!(offset_of!(SaveArea, g_pat) == 0x268);
+};
+
+/// Bits of [`ControlArea::intercept3`] (offset 00Ch).
+#[allow(missing_docs, reason = "the manual's names")]
+pub mod intercept3 {
+    pub const INTR: u32 = 1 << 0;
+    pub const NMI: u32 = 1 << 1;
+    pub const SMI: u32 = 1 << 2;
+    pub const INIT: u32 = 1 << 3;
+    pub const VINTR: u32 = 1 << 4;
+    pub const RDPMC: u32 = 1 << 15;
+    pub const CPUID: u32 = 1 << 18;
+    pub const INVD: u32 = 1 << 22;
+    pub const HLT: u32 = 1 << 24;
+    pub const INVLPGA: u32 = 1 << 26;
+    pub const IOIO_PROT: u32 = 1 << 27;
+    pub const MSR_PROT: u32 = 1 << 28;
+    pub const TASK_SWITCH: u32 = 1 << 29;
+    pub const FERR_FREEZE: u32 = 1 << 30;
+    pub const SHUTDOWN: u32 = 1 << 31;
+}
+
+/// Bits of [`ControlArea::intercept4`] (offset 010h).
+#[allow(missing_docs, reason = "the manual's names")]
+pub mod intercept4 {
+    pub const VMRUN: u32 = 1 << 0;
+    pub const VMMCALL: u32 = 1 << 1;
+    pub const VMLOAD: u32 = 1 << 2;
+    pub const VMSAVE: u32 = 1 << 3;
+    pub const STGI: u32 = 1 << 4;
+    pub const CLGI: u32 = 1 << 5;
+    pub const SKINIT: u32 = 1 << 6;
+    pub const WBINVD: u32 = 1 << 9;
+    pub const MONITOR: u32 = 1 << 10;
+    pub const MWAIT: u32 = 1 << 11;
+    pub const MWAIT_ARMED: u32 = 1 << 12;
+    pub const XSETBV: u32 = 1 << 13;
+    pub const RDPRU: u32 = 1 << 14;
+}
+
+/// Values of [`ControlArea::tlb_control`] (APM vol. 2, section 15.16.2).
+pub mod tlb_control {
+    /// Keep the TLB.
+    pub const NOTHING: u32 = 0;
+    /// Flush the whole TLB.
+    pub const FLUSH_ALL: u32 = 1;
+    /// Flush this guest's entries (CPUID Fn8000_000A_EDX\[FlushByAsid\]).
+    pub const FLUSH_ASID: u32 = 3;
+}
+
+/// Fields of [`ControlArea::v_intr`] (APM vol. 2, section 15.21).
+pub mod v_intr {
+    /// V_IRQ: a virtual interrupt is pending.
+    pub const IRQ: u64 = 1 << 8;
+    /// V_INTR_PRIO, lowest bit.
+    pub const PRIO_SHIFT: u32 = 16;
+    /// V_IGN_TPR.
+    pub const IGNORE_TPR: u64 = 1 << 20;
+    /// V_INTR_MASKING: the guest's `RFLAGS.IF` masks virtual interrupts only.
+    pub const INTR_MASKING: u64 = 1 << 24;
+}
+
+/// Format of `EVENTINJ` and `EXITINTINFO` (APM vol. 2, section 15.20).
+pub mod event {
+    /// The vector.
+    pub const VECTOR: u64 = 0xff;
+    /// Type, bits 10:8: external interrupt.
+    pub const TYPE_INTR: u64 = 0 << 8;
+    /// Type: non-maskable interrupt.
+    pub const TYPE_NMI: u64 = 2 << 8;
+    /// Type: exception.
+    pub const TYPE_EXCEPTION: u64 = 3 << 8;
+    /// Type: software interrupt.
+    pub const TYPE_SOFT: u64 = 4 << 8;
+    /// All type bits.
+    pub const TYPE_MASK: u64 = 7 << 8;
+    /// An error code is in bits 63:32.
+    pub const ERROR_VALID: u64 = 1 << 11;
+    /// The field holds an event.
+    pub const VALID: u64 = 1 << 31;
+}
+
+/// Exit codes (APM vol. 2, appendix C).
+#[allow(missing_docs, reason = "the manual's names")]
+pub mod exit {
+    pub const CR0_READ: u64 = 0x00;
+    pub const CR15_WRITE: u64 = 0x1f;
+    pub const DR0_READ: u64 = 0x20;
+    pub const DR15_WRITE: u64 = 0x3f;
+    pub const EXCEPTION_BASE: u64 = 0x40;
+    pub const EXCEPTION_LAST: u64 = 0x5f;
+    pub const INTR: u64 = 0x60;
+    pub const NMI: u64 = 0x61;
+    pub const SMI: u64 = 0x62;
+    pub const INIT: u64 = 0x63;
+    pub const VINTR: u64 = 0x64;
+    pub const CR0_SEL_WRITE: u64 = 0x65;
+    pub const IDTR_READ: u64 = 0x66;
+    pub const RDTSC: u64 = 0x6e;
+    pub const RDPMC: u64 = 0x6f;
+    pub const PUSHF: u64 = 0x70;
+    pub const POPF: u64 = 0x71;
+    pub const CPUID: u64 = 0x72;
+    pub const RSM: u64 = 0x73;
+    pub const IRET: u64 = 0x74;
+    pub const SWINT: u64 = 0x75;
+    pub const INVD: u64 = 0x76;
+    pub const PAUSE: u64 = 0x77;
+    pub const HLT: u64 = 0x78;
+    pub const INVLPG: u64 = 0x79;
+    pub const INVLPGA: u64 = 0x7a;
+    pub const IOIO: u64 = 0x7b;
+    pub const MSR: u64 = 0x7c;
+    pub const TASK_SWITCH: u64 = 0x7d;
+    pub const FERR_FREEZE: u64 = 0x7e;
+    pub const SHUTDOWN: u64 = 0x7f;
+    pub const VMRUN: u64 = 0x80;
+    pub const VMMCALL: u64 = 0x81;
+    pub const VMLOAD: u64 = 0x82;
+    pub const VMSAVE: u64 = 0x83;
+    pub const STGI: u64 = 0x84;
+    pub const CLGI: u64 = 0x85;
+    pub const SKINIT: u64 = 0x86;
+    pub const RDTSCP: u64 = 0x87;
+    pub const ICEBP: u64 = 0x88;
+    pub const WBINVD: u64 = 0x89;
+    pub const MONITOR: u64 = 0x8a;
+    pub const MWAIT: u64 = 0x8b;
+    pub const MWAIT_ARMED: u64 = 0x8c;
+    pub const XSETBV: u64 = 0x8d;
+    pub const RDPRU: u64 = 0x8e;
+    pub const NPF: u64 = 0x400;
+    pub const INVALID: u64 = u64::MAX;
+}
+
+/// `EXITINFO1` of an IOIO exit (APM vol. 2, section 15.10.2).
+pub mod ioio {
+    /// Input (else output).
+    pub const IN: u64 = 1 << 0;
+    /// String instruction.
+    pub const STRING: u64 = 1 << 2;
+    /// `REP` prefix.
+    pub const REP: u64 = 1 << 3;
+    /// Operand size 1, 2, 4 bytes.
+    pub const SIZE_8: u64 = 1 << 4;
+    /// Operand of two bytes.
+    pub const SIZE_16: u64 = 1 << 5;
+    /// Operand of four bytes.
+    pub const SIZE_32: u64 = 1 << 6;
+    /// Lowest bit of the port number.
+    pub const PORT_SHIFT: u32 = 16;
+}
+
+/// `EXITINFO1` of a nested page fault (APM vol. 2, section 15.25.6): page-fault error code plus these.
+pub mod npf {
+    /// The page was present.
+    pub const PRESENT: u64 = 1 << 0;
+    /// The access was a write.
+    pub const WRITE: u64 = 1 << 1;
+    /// The access was an instruction fetch.
+    pub const FETCH: u64 = 1 << 4;
+    /// The fault came on the guest's final physical address.
+    pub const FINAL: u64 = 1 << 32;
+    /// The fault came on a guest page-table walk.
+    pub const WALK: u64 = 1 << 33;
+}
