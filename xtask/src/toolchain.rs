@@ -1,0 +1,104 @@
+//! Which compiler builds for bare metal.
+//!
+//! Two are supported: a rustup toolchain that has the `x86_64-unknown-none` target, and Debian's
+//! own packages, which have no such target but ship the standard library's sources, from which
+//! cargo builds `core` and `alloc` for it. Nothing is ever installed here; `install.sh` does that.
+
+use crate::process::{output, succeeds};
+use anyhow::{Result, bail};
+use std::path::Path;
+use std::process::Command;
+
+/// The target triple of the kernel, the native programs and the micro-guests.
+pub const TARGET: &str = "x86_64-unknown-none";
+
+const DEBIAN_CARGO: &str = "/usr/bin/cargo";
+const DEBIAN_RUSTC: &str = "/usr/bin/rustc";
+const DEBIAN_SOURCES: &str = "/usr/lib/rustlib/src/rust/library/core/Cargo.toml";
+const LINKER: &str = "/usr/bin/ld.lld";
+
+/// A compiler that can build for [`TARGET`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bare {
+    /// The toolchain that runs this program, with its precompiled `core`.
+    Rustup,
+    /// Debian's packages, with `core` and `alloc` built from source.
+    Debian,
+}
+
+impl Bare {
+    /// Picks a compiler, or says how to get one.
+    pub fn choose() -> Result<Self> {
+        if rustup_has_target() {
+            return Ok(Self::Rustup);
+        }
+        let needed = [DEBIAN_CARGO, DEBIAN_RUSTC, DEBIAN_SOURCES, LINKER];
+        let missing: Vec<&str> =
+            needed.into_iter().filter(|path| !Path::new(path).exists()).collect();
+        if missing.is_empty() {
+            return Ok(Self::Debian);
+        }
+        bail!(
+            "no compiler for {TARGET}: neither `rustup target add {TARGET}` was done, nor are \
+             Debian's rustc-web, cargo-web, rust-web-src and lld installed (missing: {}); \
+             run ./install.sh",
+            missing.join(", ")
+        )
+    }
+
+    /// `cargo SUBCOMMAND` for [`TARGET`], with these compiler flags in addition to the common ones.
+    pub fn cargo(self, subcommand: &str, flags: &[&str]) -> Command {
+        let mut all = vec!["-Clink-arg=-zmax-page-size=4096"];
+        let mut command = match self {
+            Self::Rustup => host_cargo(),
+            Self::Debian => {
+                all.push("-Clinker=ld.lld");
+                let mut command = Command::new(DEBIAN_CARGO);
+                // `-Zbuild-std` is not yet stable: the variable lets this released compiler use it.
+                command
+                    .env("RUSTC_BOOTSTRAP", "1")
+                    .env("RUSTC", DEBIAN_RUSTC)
+                    .env_remove("RUSTUP_TOOLCHAIN");
+                command
+            }
+        };
+        all.extend_from_slice(flags);
+        command
+            .arg(subcommand)
+            .args(["--release", "--target", TARGET])
+            .env("CARGO_ENCODED_RUSTFLAGS", all.join("\u{1f}"))
+            .env_remove("RUSTFLAGS");
+        if self == Self::Debian {
+            command.args([
+                "-Zbuild-std=core,alloc,compiler_builtins",
+                "-Zbuild-std-features=compiler-builtins-mem",
+            ]);
+        }
+        command
+    }
+}
+
+/// The cargo that runs this program: it builds everything for the host.
+pub fn host_cargo() -> Command {
+    let mut command =
+        Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(crate::process::workspace());
+    command
+}
+
+fn rustup_has_target() -> bool {
+    let compiler = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let Ok(path) = output(Command::new(compiler).args([
+        "--print",
+        "target-libdir",
+        "--target",
+        TARGET,
+    ])) else {
+        return false;
+    };
+    let directory = Path::new(path.trim());
+    let has_core = std::fs::read_dir(directory).is_ok_and(|entries| {
+        entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("libcore-"))
+    });
+    has_core && succeeds(host_cargo().arg("--version"))
+}
