@@ -1,0 +1,265 @@
+//! The compiled system description: what `parador system build` makes of a TOML file and `root`
+//! reads from the bundle file `system`.
+//!
+//! The description is already checked when it is encoded: names are unique, everything a name refers to exists,
+//! no device has two owners and guest memory fits the machine that was described. `root` still
+//! compares it with the machine it finds (memory, CPUs), because that may be another one.
+//!
+//! Encoding: one version number, then the structs below, in postcard's format. Strings are borrowed from
+//! the bundle, lists have fixed capacity, nothing allocates.
+
+use heapless::Vec;
+use serde::{Deserialize, Serialize};
+
+/// Version of the encoding. Incremented by every change of a type in this module.
+pub const VERSION: u32 = 1;
+/// Most virtual machines in a system.
+pub const MAX_VMS: usize = 16;
+/// Most vCPUs of one virtual machine.
+pub const MAX_VCPUS: usize = 16;
+/// Most native programs in a system.
+pub const MAX_TASKS: usize = 16;
+/// Most arguments of a native program.
+pub const MAX_ARGUMENTS: usize = 8;
+/// Most servers in a system.
+pub const MAX_SERVERS: usize = 4;
+/// Longest name of a virtual machine, task or server, in bytes.
+pub const MAX_NAME: usize = 31;
+/// Longest guest kernel command line in bytes, without a terminating zero
+/// (`COMMAND_LINE_SIZE` of Linux/x86 is 2048).
+pub const MAX_COMMAND_LINE: usize = 2047;
+/// Highest priority (see `Kind::SchedContext` in `abi::ops`).
+pub const MAX_PRIORITY: u8 = 63;
+
+/// A whole system.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct System<'a> {
+    /// The machine that the description was checked against.
+    pub board: Board,
+    /// Where the kernel's log goes; no server may own that port.
+    pub log: SerialPort,
+    /// Number of CPUs that the description was checked against; 0: not known (board `pc`).
+    pub cpus: u32,
+    /// Device servers, started first, in this order.
+    #[serde(borrow)]
+    pub servers: Vec<Server<'a>, MAX_SERVERS>,
+    /// Native programs, started second.
+    #[serde(borrow)]
+    pub tasks: Vec<Task<'a>, MAX_TASKS>,
+    /// Virtual machines, started last.
+    #[serde(borrow)]
+    pub vms: Vec<Vm<'a>, MAX_VMS>,
+}
+
+/// A machine that Parador runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Board {
+    /// QEMU's `q35` with `isa-debug-exit` at port 0xf4: the outcome is written there, then the machine ends.
+    QemuQ35,
+    /// Any PC with SVM and nested paging; at the end it is powered off or halted.
+    Pc,
+}
+
+/// A serial port of the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SerialPort {
+    /// No port.
+    None,
+    /// Port 0x3f8, ISA interrupt 4.
+    Com1,
+    /// Port 0x2f8, ISA interrupt 3.
+    Com2,
+}
+
+/// A device server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Server<'a> {
+    /// Unique among servers.
+    pub name: &'a str,
+    /// What it serves.
+    pub kind: ServerKind,
+    /// The device that it owns alone.
+    pub device: SerialPort,
+    /// Bundle name of its program.
+    pub binary: &'a str,
+    /// 0..=[`MAX_PRIORITY`], highest first.
+    pub priority: u8,
+}
+
+/// What a server serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ServerKind {
+    /// `proto`'s console over a serial port.
+    Console,
+}
+
+/// A virtual machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vm<'a> {
+    /// Unique among virtual machines and tasks.
+    pub name: &'a str,
+    /// Guest memory in bytes, a multiple of 1 MiB.
+    pub memory: u64,
+    /// Number of vCPUs, 1..=[`MAX_VCPUS`].
+    pub vcpus: u32,
+    /// CPU of each vCPU, `vcpus` entries; empty: `root` chooses.
+    pub pins: Vec<u32, MAX_VCPUS>,
+    /// Bundle name of the VMM program.
+    pub binary: &'a str,
+    /// Bundle name of the kernel: bzImage or PVH ELF.
+    pub kernel: &'a str,
+    /// Bundle name of the initial RAM disk.
+    pub initrd: Option<&'a str>,
+    /// Kernel command line.
+    pub command_line: &'a str,
+    /// Index into [`System::servers`] of the console its first serial port is connected to.
+    /// Without one, output is discarded.
+    pub console: Option<u8>,
+    /// 0..=[`MAX_PRIORITY`], highest first.
+    pub priority: u8,
+    /// Which ends make `root` start it again.
+    pub restart: Restart,
+    /// What a reset by the guest does.
+    pub on_reset: OnReset,
+    /// The system ends when every essential virtual machine and task has ended.
+    pub essential: bool,
+}
+
+/// Which ends of a virtual machine make `root` start it again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Restart {
+    /// None.
+    Never,
+    /// Guest panic, triple fault, a fault of the VMM.
+    OnCrash,
+    /// Every end, power-off included.
+    Always,
+}
+
+/// What a reset by the guest does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OnReset {
+    /// Ends the virtual machine; its exit code is 83 (reset).
+    Exit,
+    /// Starts the virtual machine from the beginning.
+    Reset,
+}
+
+/// A native program started by `root`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Task<'a> {
+    /// Unique among virtual machines and tasks.
+    pub name: &'a str,
+    /// Bundle name of the program.
+    pub binary: &'a str,
+    /// Arguments; the meaning is the program's.
+    #[serde(borrow)]
+    pub arguments: Vec<&'a str, MAX_ARGUMENTS>,
+    /// CPU of its first thread.
+    pub cpu: u32,
+    /// 0..=[`MAX_PRIORITY`], highest first.
+    pub priority: u8,
+    /// The system ends when every essential virtual machine and task has ended.
+    pub essential: bool,
+}
+
+/// Why a compiled description cannot be read or written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DescriptionError {
+    /// Made by a `parador` of another version; holds that version.
+    Version(u32),
+    /// Cut short, damaged, or longer than the lists here can hold.
+    Malformed,
+    /// The buffer to encode into is too short.
+    BufferFull,
+}
+
+impl<'a> System<'a> {
+    /// Reads a compiled description. Bytes after it are ignored.
+    pub fn decode(bytes: &'a [u8]) -> Result<Self, DescriptionError> {
+        let (version, rest) =
+            postcard::take_from_bytes::<u32>(bytes).map_err(|_| DescriptionError::Malformed)?;
+        if version != VERSION {
+            return Err(DescriptionError::Version(version));
+        }
+        postcard::from_bytes(rest).map_err(|_| DescriptionError::Malformed)
+    }
+
+    /// Writes the description into `buffer` and returns the written part.
+    pub fn encode<'b>(&self, buffer: &'b mut [u8]) -> Result<&'b mut [u8], DescriptionError> {
+        postcard::to_slice(&(VERSION, self), buffer).map_err(|_| DescriptionError::BufferFull)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn example() -> System<'static> {
+        System {
+            board: Board::QemuQ35,
+            log: SerialPort::Com2,
+            cpus: 2,
+            servers: Vec::from_iter([Server {
+                name: "console",
+                kind: ServerKind::Console,
+                device: SerialPort::Com1,
+                binary: "console",
+                priority: 40,
+            }]),
+            tasks: Vec::from_iter([Task {
+                name: "neighbour",
+                binary: "check",
+                arguments: Vec::from_iter(["neighbour", "1000"]),
+                cpu: 1,
+                priority: 5,
+                essential: true,
+            }]),
+            vms: Vec::from_iter([Vm {
+                name: "linux",
+                memory: 256 << 20,
+                vcpus: 2,
+                pins: Vec::from_iter([0, 1]),
+                binary: "vmm",
+                kernel: "linux.kernel",
+                initrd: Some("linux.initrd"),
+                command_line: "console=ttyS0",
+                console: Some(0),
+                priority: 10,
+                restart: Restart::OnCrash,
+                on_reset: OnReset::Exit,
+                essential: true,
+            }]),
+        }
+    }
+
+    #[test]
+    fn round_trip() {
+        let mut buffer = [0; 512];
+        let system = example();
+        let bytes = system.encode(&mut buffer).unwrap();
+        assert_eq!(System::decode(bytes), Ok(system));
+    }
+
+    #[test]
+    fn every_truncation_is_refused() {
+        let mut buffer = [0; 512];
+        let bytes = example().encode(&mut buffer).unwrap();
+        for length in 0..bytes.len() {
+            assert_eq!(
+                System::decode(&bytes[..length]),
+                Err(DescriptionError::Malformed),
+                "{length}"
+            );
+        }
+    }
+
+    #[test]
+    fn other_versions_and_short_buffers_are_refused() {
+        assert_eq!(
+            System::decode(&[VERSION as u8 + 1, 0, 0]),
+            Err(DescriptionError::Version(VERSION + 1))
+        );
+        assert_eq!(example().encode(&mut [0; 16]), Err(DescriptionError::BufferFull));
+    }
+}
