@@ -6,6 +6,15 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+#[cfg(any(test, feature = "testing"))]
+extern crate std;
+
+mod map;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+
+pub use map::{Map, MapError, Piece, Region};
+
 /// A time in nanoseconds of the virtual machine's monotonic clock.
 pub type Nanos = u64;
 /// A deadline that never comes.
@@ -29,7 +38,7 @@ impl Access {
 
     /// What an access reads where nothing answers: all ones of its size.
     pub const fn open_bus(self) -> u64 {
-        u64::MAX >> (64 - 8 * self.size as u32)
+        if self.size >= 8 { u64::MAX } else { (1 << (8 * self.size)) - 1 }
     }
 }
 
@@ -40,6 +49,12 @@ pub enum MachineEvent {
     PowerOff,
     /// System reset (ACPI reset register, keyboard controller, port CF9).
     Reset,
+    /// The guest's kernel has panicked and says so (pvpanic event 0).
+    GuestPanic,
+    /// The guest's kernel has crashed and its crash kernel takes over (pvpanic event 1). The machine runs on.
+    GuestCrashLoaded,
+    /// The guest ends the machine with an exit code of its own, 0 to 63 (debug exit port).
+    ExitCode(u8),
 }
 
 /// An interrupt message as a local APIC receives it (AMD APM vol. 2, section 16.6).
@@ -65,7 +80,8 @@ pub trait Env {
     /// what); the board connects them.
     fn set_line(&mut self, line: u8, level: bool);
     /// Arms the device's timer `timer` (numbered per device) to call [`Device::wake`] at `deadline`, or disarms
-    /// it with [`NEVER`]. A newer call replaces an older one.
+    /// it with [`NEVER`]. A newer call replaces an older one. A deadline that has passed already wakes as soon
+    /// as the host can, after the current call, so a device need not compare it with [`Env::now`].
     fn arm(&mut self, timer: u8, deadline: Nanos);
     /// Puts a byte to the device's outside (a serial line). `false`: not taken, keep it.
     fn put(&mut self, byte: u8) -> bool;
