@@ -65,12 +65,8 @@ pub fn build(arguments: &[String]) -> Result<()> {
     std::fs::create_dir_all(&artifacts)
         .with_context(|| format!("cannot make {}", artifacts.display()))?;
     for group in GROUPS {
-        let packages: Vec<&str> = group
-            .packages
-            .iter()
-            .copied()
-            .filter(|package| is_wanted(group, package))
-            .collect();
+        let packages: Vec<&str> =
+            group.packages.iter().copied().filter(|package| is_wanted(group, package)).collect();
         if !packages.is_empty() {
             build_group(group, &packages, &artifacts)?;
         }
@@ -89,7 +85,10 @@ pub fn artifacts() -> PathBuf {
 /// Cargo for the programs of a group, with its flags and its own target directory.
 pub fn group_cargo(group: &Group, subcommand: &str, packages: &[&str]) -> Result<Command> {
     let mut command = Bare::choose()?.cargo(subcommand, group.flags);
-    command.current_dir(workspace()).arg("--target-dir").arg(target().join("bare").join(group.name));
+    command
+        .current_dir(workspace())
+        .arg("--target-dir")
+        .arg(target().join("bare").join(group.name));
     for package in packages {
         command.args(["--package", package]);
     }

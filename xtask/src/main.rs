@@ -5,15 +5,32 @@
 #![forbid(unsafe_code)]
 
 mod build;
+mod check;
 mod process;
+mod rules;
+mod source;
+mod spec;
 mod toolchain;
+mod workspace;
 
 use anyhow::{Result, bail};
 
 const USAGE: &str = "\
 usage: cargo xtask COMMAND
 
-  build [PACKAGE...]   build everything, or only these packages, into target/artifacts
+  build [PACKAGE...]      build everything, or only these packages, into target/artifacts
+  run [FILE] [ARGUMENT..] build, then emulate a system (examples/one-linux.toml)
+  image [FILE]            build, then make a bootable ISO image
+  test [FILTER]           unit tests, device scripts, and systems in QEMU
+  bench [ARGUMENT...]     measure on the emulated machine; write target/bench.json
+  check                   format, clippy, deps, unsafe, spec, size
+  ci                      check and test
+
+  deps                    check the import rules of the top folders' READMEs
+  unsafe [--write]        compare the count of unsafe code with docs/spec/unsafe.txt
+  spec [--write]          compare docs/spec/system-calls.md with what abi says
+  size                    lines of code, and the kernel's budget
+  artifacts               print the directory of finished programs
 ";
 
 fn main() {
@@ -34,6 +51,20 @@ fn dispatch(arguments: &[String]) -> Result<()> {
     };
     match command {
         "build" => build::build(rest),
+        "run" => check::emulate(rest),
+        "image" => check::image(rest),
+        "test" => check::test(rest),
+        "bench" => check::bench(rest),
+        "check" => check::check(),
+        "ci" => check::ci(),
+        "deps" => rules::deps(),
+        "unsafe" => rules::unsafe_code(rest),
+        "spec" => spec::spec(rest),
+        "size" => rules::size(),
+        "artifacts" => {
+            check::print_artifacts();
+            Ok(())
+        }
         "help" | "--help" | "-h" => {
             print!("{USAGE}");
             Ok(())

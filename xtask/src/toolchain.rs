@@ -15,6 +15,7 @@ pub const TARGET: &str = "x86_64-unknown-none";
 const DEBIAN_CARGO: &str = "/usr/bin/cargo";
 const DEBIAN_RUSTC: &str = "/usr/bin/rustc";
 const DEBIAN_SOURCES: &str = "/usr/lib/rustlib/src/rust/library/core/Cargo.toml";
+const DEBIAN_CLIPPY: &str = "/usr/bin/cargo-clippy";
 const LINKER: &str = "/usr/bin/ld.lld";
 
 /// A compiler that can build for [`TARGET`].
@@ -44,6 +45,14 @@ impl Bare {
              run ./install.sh",
             missing.join(", ")
         )
+    }
+
+    /// Whether this compiler's own clippy is there; one of another version cannot read its `core`.
+    pub fn has_clippy(self) -> bool {
+        match self {
+            Self::Rustup => succeeds(host_cargo().args(["clippy", "--version"])),
+            Self::Debian => Path::new(DEBIAN_CLIPPY).exists(),
+        }
     }
 
     /// `cargo SUBCOMMAND` for [`TARGET`], with these compiler flags in addition to the common ones.
@@ -80,20 +89,16 @@ impl Bare {
 
 /// The cargo that runs this program: it builds everything for the host.
 pub fn host_cargo() -> Command {
-    let mut command =
-        Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(crate::process::workspace());
     command
 }
 
 fn rustup_has_target() -> bool {
     let compiler = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
-    let Ok(path) = output(Command::new(compiler).args([
-        "--print",
-        "target-libdir",
-        "--target",
-        TARGET,
-    ])) else {
+    let Ok(path) =
+        output(Command::new(compiler).args(["--print", "target-libdir", "--target", TARGET]))
+    else {
         return false;
     };
     let directory = Path::new(path.trim());

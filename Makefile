@@ -1,0 +1,22 @@
+# The front door. Each rule installs what is missing and then runs one command of `cargo xtask`.
+
+XTASK := scripts/cargo xtask
+
+.PHONY: help run test bench image check clean setup
+
+help:
+	@echo "make run      build Parador, boot it on an emulated machine, and enter a Debian guest"
+	@echo "make test     run every test: units, device scripts, micro-guests, Linux boots"
+	@echo "make bench    measure and compare with native Linux, KVM and Xen"
+	@echo "make image    build a bootable ISO image"
+	@echo "make check    format, lints, import rules, unsafe counts, generated documents"
+	@echo "make clean    remove everything that was built"
+
+run test bench image check: setup
+	@$(XTASK) $@
+
+setup:
+	@./install.sh
+
+clean:
+	rm -rf target

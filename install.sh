@@ -1,0 +1,45 @@
+#!/bin/sh
+# Installs the Debian packages that building and running Parador needs. Does nothing, quickly, when
+# they are all there. Uses apt only; asks sudo when not run as root.
+set -eu
+cd "$(dirname "$0")"
+
+# Emulated machine, boot image, guest kernel and root file system; a C compiler links host programs.
+packages="ca-certificates cpio gcc git grub-common grub-pc-bin kmod libc6-dev make mtools
+    qemu-system-x86 xorriso busybox-static"
+
+# A rustup toolchain with the bare-metal target serves as it is. Otherwise Debian's rustc for
+# browsers is the newest that Debian 12 has, and builds the bare-metal `core` from its sources.
+target=x86_64-unknown-none
+rustup_has_target() {
+    directory=$(rustc --print target-libdir --target $target 2>/dev/null) || return 1
+    ls "$directory"/libcore-*.rlib >/dev/null 2>&1
+}
+if ! rustup_has_target || ! scripts/cargo --version >/dev/null 2>&1; then
+    packages="$packages rustc-web cargo-web rust-web-src lld"
+fi
+
+missing=
+for package in $packages; do
+    status=$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null) || status=none
+    [ "$status" = installed ] || missing="$missing $package"
+done
+[ -n "$missing" ] || exit 0
+
+if ! command -v apt-get >/dev/null; then
+    echo "install.sh: this system has no apt; install these by hand:$missing" >&2
+    exit 1
+fi
+as_root=
+if [ "$(id -u)" != 0 ]; then
+    if ! command -v sudo >/dev/null; then
+        echo "install.sh: not root and no sudo; run as root: apt-get install$missing" >&2
+        exit 1
+    fi
+    as_root=sudo
+fi
+
+echo "installing:$missing"
+$as_root apt-get update -q
+$as_root env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -q -y --no-install-recommends $missing

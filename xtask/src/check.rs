@@ -1,0 +1,115 @@
+//! Running, testing and checking everything.
+
+use crate::build::{self, GROUPS, artifacts, build, group_cargo};
+use crate::process::{run, target, workspace};
+use crate::rules;
+use crate::spec;
+use crate::toolchain::{Bare, host_cargo};
+use crate::workspace::packages;
+use anyhow::{Context, Result};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::time::Instant;
+
+const EXAMPLE: &str = "examples/one-linux.toml";
+const TESTS: &str = "parador-tests";
+const BENCH: &str = "parador-bench";
+
+/// `parador` as built, told where the native programs are.
+fn parador() -> Command {
+    let mut command = Command::new(target().join("release").join("parador"));
+    command.current_dir(workspace()).env("PARADOR_ARTIFACTS", artifacts());
+    command
+}
+
+/// `cargo xtask run [FILE] [ARGUMENT...]`: builds everything and emulates a system.
+pub fn emulate(arguments: &[String]) -> Result<()> {
+    build(&[])?;
+    let mut command = parador();
+    command.args(["system", "emulate"]);
+    if arguments.is_empty() {
+        command.arg(EXAMPLE);
+    }
+    // In place of this program: signals of the terminal then reach `parador` and nobody else.
+    Err(command.args(arguments).exec()).context("cannot start parador")
+}
+
+/// `cargo xtask image [FILE]`: builds everything and a bootable ISO image.
+pub fn image(arguments: &[String]) -> Result<()> {
+    build(&[])?;
+    let system = arguments.first().map_or(EXAMPLE, String::as_str);
+    let iso = target().join("parador.iso");
+    run(parador().args(["system", "build", system, "--iso"]).arg(&iso))?;
+    println!("{}", iso.display());
+    Ok(())
+}
+
+/// `cargo xtask test [FILTER]`: unit tests and device scripts on the host, then systems in QEMU.
+/// The second part runs even if the first fails, so that one run shows everything.
+pub fn test(arguments: &[String]) -> Result<()> {
+    let start = Instant::now();
+    build(&[])?;
+    println!("built in {} s", start.elapsed().as_secs());
+    let units = Instant::now();
+    let mut command = host_cargo();
+    command.args(["test", "--workspace", "--no-fail-fast"]);
+    for package in packages()?.iter().filter(|package| !package.on_host || package.name == TESTS) {
+        command.args(["--exclude", &package.name]);
+    }
+    let unit_result = run(&mut command);
+    println!("unit tests: {} s", units.elapsed().as_secs());
+    let systems = Instant::now();
+    let mut command = host_cargo();
+    command.args(["test", "--package", TESTS]).env("PARADOR_ARTIFACTS", artifacts());
+    if !arguments.is_empty() {
+        command.arg("--").args(arguments);
+    }
+    let system_result = run(&mut command);
+    println!("system tests: {} s", systems.elapsed().as_secs());
+    unit_result.and(system_result)
+}
+
+/// `cargo xtask bench [ARGUMENT...]`.
+pub fn bench(arguments: &[String]) -> Result<()> {
+    build(&[])?;
+    run(host_cargo()
+        .args(["run", "--release", "--package", BENCH, "--"])
+        .args(arguments)
+        .env("PARADOR_ARTIFACTS", artifacts()))
+}
+
+/// `cargo xtask check`: everything that can be said without running the system.
+pub fn check() -> Result<()> {
+    run(host_cargo().args(["fmt", "--all", "--check"]))?;
+    let mut host = host_cargo();
+    host.args(["clippy", "--workspace", "--all-targets"]);
+    for package in packages()?.iter().filter(|package| !package.on_host) {
+        host.args(["--exclude", &package.name]);
+    }
+    run(host.args(["--", "-D", "warnings"]))?;
+    let bare = Bare::choose()?;
+    if bare.has_clippy() {
+        for group in GROUPS {
+            let mut command = group_cargo(group, "clippy", group.packages)?;
+            run(command.args(["--bins", "--", "-D", "warnings"]))?;
+        }
+    } else {
+        // Not having the linter of the second compiler must not hide that the code was not linted.
+        println!("clippy: SKIPPED for bare metal, package rust-web-clippy is not installed");
+    }
+    rules::deps()?;
+    rules::unsafe_code(&[])?;
+    spec::spec(&[])?;
+    rules::size()
+}
+
+/// `cargo xtask ci`: what must pass before a change is merged.
+pub fn ci() -> Result<()> {
+    check()?;
+    test(&[])
+}
+
+/// `cargo xtask artifacts`: prints the directory of finished programs, for scripts.
+pub fn print_artifacts() {
+    println!("{}", build::artifacts().display());
+}

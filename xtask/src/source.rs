@@ -1,0 +1,184 @@
+//! Reading the project's own source text: files, lines of code, uses of `unsafe`.
+
+use anyhow::{Context, Result, anyhow};
+use proc_macro2::{TokenStream, TokenTree};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+/// All files with one of these extensions below a directory, in a fixed order.
+pub fn files(directory: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    let mut pending = vec![directory.to_path_buf()];
+    while let Some(directory) = pending.pop() {
+        let entries = std::fs::read_dir(&directory)
+            .with_context(|| format!("cannot list {}", directory.display()))?;
+        for entry in entries {
+            let path = entry?.path();
+            if path.is_dir() {
+                pending.push(path);
+            } else if path
+                .extension()
+                .and_then(|extension| extension.to_str())
+                .is_some_and(|extension| extensions.contains(&extension))
+            {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Reads a text file; the error names it.
+pub fn read(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// Lines of a source file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lines {
+    /// Every line.
+    pub total: usize,
+    /// Lines that hold code: not blank, not only comment, not of the unit tests.
+    pub code: usize,
+    /// Lines of code in unit tests.
+    pub tests: usize,
+}
+
+impl std::ops::AddAssign for Lines {
+    fn add_assign(&mut self, other: Self) {
+        self.total += other.total;
+        self.code += other.code;
+        self.tests += other.tests;
+    }
+}
+
+/// Counts the lines of Rust or assembly text. Unit tests are what follows `#[cfg(test)]` on an
+/// inline module at the left margin, up to its closing brace.
+pub fn lines(text: &str) -> Lines {
+    let mut count = Lines::default();
+    let mut comment_depth = 0usize;
+    let mut attribute = false;
+    let mut in_tests = false;
+    for line in text.lines() {
+        count.total += 1;
+        let code = strip_comments(line, &mut comment_depth);
+        if code.trim().is_empty() {
+            continue;
+        }
+        if attribute && !in_tests && line.contains("mod ") && line.trim_end().ends_with('{') {
+            in_tests = true;
+            // The attribute's own line was counted as code.
+            count.code -= 1;
+            count.tests += 1;
+        }
+        attribute = line.trim_end() == "#[cfg(test)]";
+        if in_tests {
+            count.tests += 1;
+            in_tests = !line.starts_with('}');
+        } else {
+            count.code += 1;
+        }
+    }
+    count
+}
+
+/// A line without its comments. A comment mark in a string is taken for a comment, which at most
+/// cuts the end of a line that still counts.
+fn strip_comments(line: &str, depth: &mut usize) -> String {
+    let mut rest = line;
+    let mut code = String::new();
+    loop {
+        if *depth > 0 {
+            let Some(end) = rest.find("*/") else { return code };
+            rest = &rest[end + 2..];
+            *depth -= 1;
+            continue;
+        }
+        let line_comment = rest.find("//");
+        let block_comment = rest.find("/*");
+        match (line_comment, block_comment) {
+            (Some(line), block) if block.is_none_or(|block| line < block) => {
+                code.push_str(&rest[..line]);
+                return code;
+            }
+            (_, Some(block)) => {
+                code.push_str(&rest[..block]);
+                rest = &rest[block + 2..];
+                *depth += 1;
+            }
+            _ => {
+                code.push_str(rest);
+                return code;
+            }
+        }
+    }
+}
+
+/// Uses of the keyword `unsafe` in a crate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Unsafe {
+    /// Blocks: places where a contract is claimed to hold.
+    pub blocks: usize,
+    /// Functions, traits, implementations, foreign modules and attributes: places where one is made.
+    pub items: usize,
+}
+
+impl std::ops::AddAssign for Unsafe {
+    fn add_assign(&mut self, other: Self) {
+        self.blocks += other.blocks;
+        self.items += other.items;
+    }
+}
+
+/// Counts the keyword in the tokens of a file, inside macros too.
+pub fn count_unsafe(path: &Path) -> Result<Unsafe> {
+    let tokens = TokenStream::from_str(&read(path)?)
+        .map_err(|error| anyhow!("{}: {error}", path.display()))?;
+    Ok(count_in(tokens))
+}
+
+fn count_in(tokens: TokenStream) -> Unsafe {
+    let mut count = Unsafe::default();
+    let mut tokens = tokens.into_iter().peekable();
+    while let Some(token) = tokens.next() {
+        match token {
+            TokenTree::Ident(word) if word == "unsafe" => {
+                let block = matches!(tokens.peek(), Some(TokenTree::Group(group))
+                    if group.delimiter() == proc_macro2::Delimiter::Brace);
+                if block {
+                    count.blocks += 1;
+                } else {
+                    count.items += 1;
+                }
+            }
+            TokenTree::Group(group) => count += count_in(group.stream()),
+            _ => {}
+        }
+    }
+    count
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_lines() {
+        let text = "//! Head.\n\nfn a() {} // why\n/* long\n   comment */ fn b() {}\n#[cfg(test)]\nmod tests {\n    fn c() {}\n}\n";
+        assert_eq!(lines(text), Lines { total: 9, code: 2, tests: 4 });
+    }
+
+    #[test]
+    fn code_after_tests_counts() {
+        let text = "#[cfg(test)]\nmod tests {\n}\nfn a() {}\n#[cfg(test)]\nextern crate std;\n";
+        assert_eq!(lines(text), Lines { total: 6, code: 3, tests: 3 });
+    }
+
+    #[test]
+    fn counts_unsafe() {
+        let text = "#[unsafe(no_mangle)] unsafe fn f() { unsafe { g() } } macro_rules! m { () => { unsafe { h() } } } // unsafe";
+        let tokens = TokenStream::from_str(text).unwrap();
+        assert_eq!(count_in(tokens), Unsafe { blocks: 2, items: 2 });
+    }
+}

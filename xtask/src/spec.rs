@@ -1,0 +1,260 @@
+//! The specification of the system-call interface, generated from `abi`.
+//!
+//! Operations come from `abi::OPERATIONS`; the tables of kinds, rights, status values and the
+//! state page come from the text of `abi`, because only that has the descriptions.
+
+use crate::process::workspace;
+use crate::rules::compare_or_write;
+use crate::source;
+use anyhow::{Context, Result, anyhow, bail};
+use std::fmt::Write;
+use std::path::Path;
+use syn::{Attribute, Expr, Fields, Item, ItemEnum, ItemMod, ItemStruct, Lit, Meta, Type};
+
+const PATH: &str = "docs/spec/system-calls.md";
+
+/// `cargo xtask spec [--write]`.
+pub fn spec(arguments: &[String]) -> Result<()> {
+    compare_or_write("spec", Path::new(PATH), &generate()?, arguments)
+}
+
+fn generate() -> Result<String> {
+    let interface = parse("abi/src/lib.rs")?;
+    let vcpu = parse("abi/src/vcpu.rs")?;
+    let boot = parse("abi/src/boot.rs")?;
+    let mut out = String::new();
+    writeln!(out, "# System calls\n")?;
+    writeln!(out, "Generated from `abi` by `cargo xtask spec --write`. Do not edit.\n")?;
+    writeln!(out, "Interface version {}.\n", abi::ABI_VERSION)?;
+    let head = documentation(&interface.attrs);
+    let convention = head.find("# Register convention").context("abi: no register convention")?;
+    writeln!(
+        out,
+        "{}\n",
+        head[convention..]
+            .replacen("# ", "## ", 1)
+            .replace("[`Op`]", "operation")
+            .replace("[`Status`]", "status")
+    )?;
+
+    writeln!(out, "## Operations\n")?;
+    for operation in abi::OPERATIONS {
+        writeln!(out, "### {} `{}`\n", operation.code, operation.name)?;
+        writeln!(out, "- in: {}", or_none(operation.args))?;
+        writeln!(out, "- out: {}\n", or_none(operation.results))?;
+        writeln!(
+            out,
+            "{}\n",
+            operation.text.lines().map(str::trim).collect::<Vec<_>>().join("\n").trim()
+        )?;
+    }
+
+    for (title, name) in [
+        ("Status values", "Status"),
+        ("Kinds of object", "Kind"),
+        ("Kinds of delegation item", "ItemKind"),
+    ] {
+        enumeration(&mut out, title, find_enum(&interface, name)?)?;
+    }
+    for item in &interface.items {
+        if let Item::Enum(item) = item
+            && !["Status", "Kind", "ItemKind"].contains(&item.ident.to_string().as_str())
+        {
+            enumeration(&mut out, &format!("`{}`", item.ident), item)?;
+        }
+    }
+    constants(&mut out, "Rights", find_module(&interface, "rights")?)?;
+    constants(&mut out, "First capabilities of root", find_module(&boot, "slot")?)?;
+    writeln!(out, "## Virtual CPU\n")?;
+    writeln!(out, "{}\n", documentation(&vcpu.attrs))?;
+    constants(&mut out, "State groups", find_module(&vcpu, "group")?)?;
+    constants(&mut out, "Exit codes added to the processor's", find_module(&vcpu, "exit")?)?;
+    structure(&mut out, "State page", find_struct(&vcpu, "VcpuState")?)?;
+    structure(&mut out, "Boot page", find_struct(&boot, "BootInfo")?)?;
+    Ok(out.trim_end().to_owned() + "\n")
+}
+
+fn or_none(text: &str) -> String {
+    if text.is_empty() { "nothing".to_owned() } else { format!("`{text}`") }
+}
+
+fn parse(path: &str) -> Result<syn::File> {
+    let text = source::read(&workspace().join(path))?;
+    syn::parse_file(&text).map_err(|error| anyhow!("{path}: {error}"))
+}
+
+/// The text of documentation comments, links written as plain names.
+fn documentation(attributes: &[Attribute]) -> String {
+    let mut lines = Vec::new();
+    for attribute in attributes {
+        if let Meta::NameValue(pair) = &attribute.meta
+            && pair.path.is_ident("doc")
+            && let Expr::Lit(literal) = &pair.value
+            && let Lit::Str(text) = &literal.lit
+        {
+            let line = text.value();
+            lines.push(line.strip_prefix(' ').unwrap_or(&line).trim_end().to_owned());
+        }
+    }
+    lines.join("\n")
+}
+
+/// Documentation as one cell of a table.
+fn cell(attributes: &[Attribute]) -> String {
+    documentation(attributes)
+        .replace('\n', " ")
+        .replace("[`super::", "[`")
+        .replace("[`crate::", "[`")
+        .replace("[`", "`")
+        .replace("`]", "`")
+        .replace('|', "\\|")
+}
+
+fn find_enum<'a>(file: &'a syn::File, name: &str) -> Result<&'a ItemEnum> {
+    file.items
+        .iter()
+        .find_map(|item| match item {
+            Item::Enum(item) if item.ident == name => Some(item),
+            _ => None,
+        })
+        .with_context(|| format!("abi has no enum {name}"))
+}
+
+fn find_module<'a>(file: &'a syn::File, name: &str) -> Result<&'a ItemMod> {
+    file.items
+        .iter()
+        .find_map(|item| match item {
+            Item::Mod(item) if item.ident == name => Some(item),
+            _ => None,
+        })
+        .with_context(|| format!("abi has no module {name}"))
+}
+
+fn find_struct<'a>(file: &'a syn::File, name: &str) -> Result<&'a ItemStruct> {
+    file.items
+        .iter()
+        .find_map(|item| match item {
+            Item::Struct(item) if item.ident == name => Some(item),
+            _ => None,
+        })
+        .with_context(|| format!("abi has no struct {name}"))
+}
+
+fn enumeration(out: &mut String, title: &str, item: &ItemEnum) -> Result<()> {
+    writeln!(
+        out,
+        "## {title}\n\n{}\n\n| value | name | meaning |\n|---|---|---|",
+        cell(&item.attrs)
+    )?;
+    for variant in &item.variants {
+        let (_, value) = variant
+            .discriminant
+            .as_ref()
+            .with_context(|| format!("{} has no value in abi", variant.ident))?;
+        writeln!(out, "| {} | `{}` | {} |", evaluate(value)?, variant.ident, cell(&variant.attrs))?;
+    }
+    writeln!(out)?;
+    Ok(())
+}
+
+fn constants(out: &mut String, title: &str, module: &ItemMod) -> Result<()> {
+    let text = cell(&module.attrs);
+    writeln!(out, "## {title}\n\n{text}\n\n| value | name | meaning |\n|---|---|---|")?;
+    let (_, items) = module.content.as_ref().context("abi: module in another file")?;
+    for item in items {
+        if let Item::Const(item) = item {
+            let value = evaluate(&item.expr)?;
+            writeln!(out, "| {value:#x} | `{}` | {} |", item.ident, cell(&item.attrs))?;
+        }
+    }
+    writeln!(out)?;
+    Ok(())
+}
+
+/// Fields with offsets by the rules of `repr(C)`.
+fn structure(out: &mut String, title: &str, item: &ItemStruct) -> Result<()> {
+    let text = cell(&item.attrs);
+    writeln!(
+        out,
+        "## {title}\n\n{text}\n\n| offset | bytes | field | meaning |\n|---|---|---|---|"
+    )?;
+    let Fields::Named(fields) = &item.fields else { bail!("{} has no named fields", item.ident) };
+    let mut offset = 0;
+    for field in &fields.named {
+        let (size, align) = layout(&field.ty)?;
+        offset = usize::next_multiple_of(offset, align);
+        let name = field.ident.as_ref().map(ToString::to_string).unwrap_or_default();
+        writeln!(out, "| {offset:#x} | {size} | `{name}` | {} |", cell(&field.attrs))?;
+        offset += size;
+    }
+    writeln!(out)?;
+    Ok(())
+}
+
+/// Size and alignment of the types that stand in the shared pages.
+fn layout(ty: &Type) -> Result<(usize, usize)> {
+    match ty {
+        Type::Path(path) => {
+            let name = path.path.segments.last().map(|part| part.ident.to_string());
+            Ok(match name.as_deref() {
+                Some("u8") => (1, 1),
+                Some("u16") => (2, 2),
+                Some("u32") => (4, 4),
+                Some("u64") => (8, 8),
+                Some("Segment") => (size_of::<abi::vcpu::Segment>(), 8),
+                Some("Region") => (size_of::<abi::boot::Region>(), 8),
+                other => bail!("abi: unknown size of {other:?}"),
+            })
+        }
+        Type::Array(array) => {
+            let (size, align) = layout(&array.elem)?;
+            Ok((size * evaluate(&array.len)? as usize, align))
+        }
+        _ => bail!("abi: a field of an unexpected type"),
+    }
+}
+
+/// The value of a constant expression, of the forms that stand in `abi`.
+fn evaluate(expression: &Expr) -> Result<u64> {
+    use syn::BinOp;
+    Ok(match expression {
+        Expr::Lit(literal) => match &literal.lit {
+            Lit::Int(number) => number.base10_parse()?,
+            _ => bail!("abi: a constant that is no number"),
+        },
+        Expr::Binary(binary) => {
+            let left = evaluate(&binary.left)?;
+            let right = evaluate(&binary.right)?;
+            match binary.op {
+                BinOp::Shl(_) => left << right,
+                BinOp::BitOr(_) => left | right,
+                BinOp::Add(_) => left + right,
+                BinOp::Mul(_) => left * right,
+                _ => bail!("abi: an unexpected operator in a constant"),
+            }
+        }
+        Expr::Path(path) if path.path.is_ident("MAX_REGIONS") => abi::boot::MAX_REGIONS as u64,
+        _ => bail!("abi: an unexpected form of constant"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offsets_are_those_of_the_compiler() {
+        let text = generate().unwrap();
+        let row = |offset: usize, name: &str| {
+            let line = text
+                .lines()
+                .find(|line| line.contains(&format!("| `{name}` |")) && line.starts_with("| 0x"))
+                .unwrap_or_default();
+            assert!(line.starts_with(&format!("| {offset:#x} |")), "{name}: {line}");
+        };
+        row(core::mem::offset_of!(abi::vcpu::VcpuState, bytes), "bytes");
+        row(core::mem::offset_of!(abi::vcpu::VcpuState, segments), "segments");
+        row(core::mem::offset_of!(abi::vcpu::VcpuState, settled), "settled");
+        row(core::mem::offset_of!(abi::boot::BootInfo, regions), "regions");
+    }
+}
