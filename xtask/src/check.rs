@@ -15,16 +15,16 @@ const EXAMPLE: &str = "examples/one-linux.toml";
 const TESTS: &str = "parador-tests";
 const BENCH: &str = "parador-bench";
 
-/// `parador` as built, told where the native programs are.
+/// `parador` as built.
 fn parador() -> Command {
     let mut command = Command::new(target().join("release").join("parador"));
-    command.current_dir(workspace()).env("PARADOR_ARTIFACTS", artifacts());
+    command.current_dir(workspace());
     command
 }
 
-/// `cargo xtask run [FILE] [ARGUMENT...]`: builds everything and emulates a system.
+/// `cargo xtask run [FILE] [ARGUMENT...]`: emulates a system; `parador` builds what it needs.
 pub fn emulate(arguments: &[String]) -> Result<()> {
-    build(&[])?;
+    build(&["host".to_owned()])?;
     let mut command = parador();
     command.args(["system", "emulate"]);
     if arguments.is_empty() {
@@ -36,7 +36,7 @@ pub fn emulate(arguments: &[String]) -> Result<()> {
 
 /// `cargo xtask image [FILE]`: builds everything and a bootable ISO image.
 pub fn image(arguments: &[String]) -> Result<()> {
-    build(&[])?;
+    build(&["host".to_owned()])?;
     let system = arguments.first().map_or(EXAMPLE, String::as_str);
     let iso = target().join("parador.iso");
     run(parador().args(["system", "build", system, "--iso"]).arg(&iso))?;

@@ -62,10 +62,13 @@ impl Bare {
             Self::Rustup => host_cargo(),
             Self::Debian => {
                 all.push("-Clinker=ld.lld");
-                let mut command = Command::new(DEBIAN_CARGO);
+                // As an external subcommand of cargo, clippy would be searched in rustup's folder first.
+                let program = if subcommand == "clippy" { DEBIAN_CLIPPY } else { DEBIAN_CARGO };
+                let mut command = Command::new(program);
                 // `-Zbuild-std` is not yet stable: the variable lets this released compiler use it.
                 command
                     .env("RUSTC_BOOTSTRAP", "1")
+                    .env("CARGO", DEBIAN_CARGO)
                     .env("RUSTC", DEBIAN_RUSTC)
                     .env_remove("RUSTUP_TOOLCHAIN");
                 command

@@ -1,0 +1,192 @@
+//! All system tests: the list of scenarios, and one body that runs them on every back end.
+
+use anyhow::{Result, bail};
+use libtest_mimic::{Arguments, Failed, Trial};
+use parador_tests::image::parador;
+use parador_tests::machine::{End, Machine};
+use parador_tests::scenario::{Backend, From, Scenario, Step};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+const EVERY_BACKEND: &[Backend] = &[Backend::NativeX86Npt];
+/// Systems in QEMU at the same time: each keeps a CPU of the host busy.
+const PARALLEL: usize = 2;
+
+/// The head of a description for QEMU, with the console on the first serial port.
+const HEAD: &str = r#"
+[system]
+board = "qemu-q35"
+log = "com2"
+cpus = {cpus}
+
+[[server]]
+name = "console"
+kind = "console"
+device = "com1"
+"#;
+
+/// Adds a virtual machine with Debian's kernel and a busybox RAM disk.
+fn linux(name: &str, command_line: &str, more: &str) -> String {
+    format!(
+        "\n[[vm]]\nname = \"{name}\"\nmemory = \"256M\"\nkernel = \"debian\"\ninitrd = \"busybox\"\n\
+         cmdline = \"console=ttyS0 {command_line}\"\n{more}\n"
+    )
+}
+
+fn base(name: &'static str, system: String) -> Scenario {
+    Scenario {
+        name,
+        backends: EVERY_BACKEND,
+        cpus: &[1],
+        system: format!("{HEAD}{system}"),
+        memory: 1024,
+        processor: Machine::AMD,
+        from: From::Loader,
+        steps: Vec::new(),
+        end: End::Code(0),
+        never: &[],
+        limit: 120,
+    }
+}
+
+/// Debian's kernel, unmodified.
+fn linux_scenarios() -> Vec<Scenario> {
+    let on_console = "console = \"com1\"";
+    vec![
+        Scenario {
+            cpus: &[1, 4],
+            steps: vec![
+                Step::Console("Linux version"),
+                Step::Console(" # "),
+                Step::Type("echo sum $((6 * 7))\n"),
+                Step::Console("sum 42"),
+                Step::Type("cat /proc/interrupts\n"),
+                Step::Console("ttyS0"),
+                Step::Type("poweroff\n"),
+            ],
+            ..base("linux-shell", linux("linux", "", on_console))
+        },
+        Scenario {
+            steps: vec![
+                Step::Console(" # "),
+                Step::Type("echo c > /proc/sysrq-trigger\n"),
+                Step::Console("Kernel panic"),
+            ],
+            end: End::Code(80),
+            ..base("linux-panic", linux("linux", "panic=-1", on_console))
+        },
+        Scenario {
+            steps: vec![Step::Console(" # "), Step::Type("reboot\n")],
+            end: End::Code(83),
+            ..base("linux-reboot", linux("linux", "", on_console))
+        },
+        Scenario {
+            from: From::Disc,
+            steps: vec![Step::Console(" # "), Step::Type("poweroff\n")],
+            ..base("linux-from-disc", linux("linux", "", on_console))
+        },
+    ]
+}
+
+/// What `parador system build` must refuse: name, description, exit code, text of the message.
+const REFUSALS: &[(&str, &str, i32, &str)] = &[
+    ("unknown-key", "[system]\nboard = \"qemu-q35\"\nmemroy = \"1G\"\n", 65, "memroy"),
+    (
+        "missing-kernel",
+        "[system]\nboard = \"qemu-q35\"\n[[vm]]\nname = \"a\"\nmemory = \"64M\"\nkernel = \"nowhere\"\n",
+        66,
+        "nowhere",
+    ),
+    (
+        "truncated-kernel",
+        "[system]\nboard = \"qemu-q35\"\n[[vm]]\nname = \"a\"\nmemory = \"64M\"\nkernel = \"truncated\"\n",
+        65,
+        "cut short",
+    ),
+    (
+        "too-little-guest-memory",
+        "[system]\nboard = \"qemu-q35\"\n[[vm]]\nname = \"a\"\nmemory = \"8M\"\nkernel = \"debian\"\n",
+        65,
+        "memory",
+    ),
+];
+
+fn refusal(description: &str, code: i32, message: &str) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    std::fs::write(folder.path().join("system.toml"), description)?;
+    // A boot sector that says it is a Linux kernel of 64 KiB, and nothing after it.
+    let mut kernel = vec![0; 1024];
+    kernel[0x1f1] = 1;
+    kernel[0x1f4..0x1f6].copy_from_slice(&0x1000_u16.to_le_bytes());
+    kernel[0x1fe..0x206].copy_from_slice(b"\x55\xaa\xeb\x66HdrS");
+    kernel[0x206..0x208].copy_from_slice(&0x020f_u16.to_le_bytes());
+    kernel[0x236] = 1;
+    std::fs::write(folder.path().join("truncated"), kernel)?;
+
+    let arguments = ["system", "build", "system.toml", "--output", "image"];
+    let output = parador(&arguments, folder.path())?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    if output.status.code() != Some(code) {
+        bail!("exit status {} instead of {code}\n{errors}", output.status);
+    }
+    if !errors.contains(message) || !errors.contains("system.toml") {
+        bail!("the message does not name the file and `{message}`:\n{errors}");
+    }
+    let image = folder.path().join("image");
+    if image.exists() && std::fs::read_dir(&image)?.next().is_some() {
+        bail!("a half-made image is left");
+    }
+    Ok(())
+}
+
+fn scenarios() -> Vec<Scenario> {
+    linux_scenarios()
+}
+
+/// What the summary shows of each test.
+struct Entry {
+    name: String,
+    seconds: f64,
+    passed: bool,
+}
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads.get_or_insert(PARALLEL);
+    let results: Arc<Mutex<Vec<Entry>>> = Arc::default();
+    let mut trials = Vec::new();
+    let mut add = |name: String, body: Box<dyn FnOnce() -> Result<()> + Send>| {
+        let results = Arc::clone(&results);
+        trials.push(Trial::test(name.clone(), move || {
+            let start = Instant::now();
+            let result = body();
+            let seconds = start.elapsed().as_secs_f64();
+            let entry = Entry { name, seconds, passed: result.is_ok() };
+            results.lock().unwrap_or_else(PoisonError::into_inner).push(entry);
+            result.map_err(|error| Failed::from(format!("{error:#}")))
+        }));
+    };
+    for &(name, description, code, message) in REFUSALS {
+        add(format!("refuses/{name}"), Box::new(move || refusal(description, code, message)));
+    }
+    for scenario in scenarios() {
+        for &backend in scenario.backends {
+            for &cpus in scenario.cpus {
+                let scenario = scenario.clone();
+                add(
+                    format!("{backend}/{}/{cpus}-cpu", scenario.name),
+                    Box::new(move || scenario.run(backend, cpus)),
+                );
+            }
+        }
+    }
+    let conclusion = libtest_mimic::run(&arguments, trials);
+
+    let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
+    results.sort_by(|a, b| a.name.cmp(&b.name));
+    for Entry { name, seconds, passed } in results.iter() {
+        println!("{:<6} {seconds:>7.1} s  {name}", if *passed { "passed" } else { "FAILED" });
+    }
+    conclusion.exit_code()
+}
