@@ -1,1 +1,49 @@
-fn main() {}
+//! `parador`, the host program: makes, checks and starts systems that run on Parador's kernel.
+//!
+//! Exit codes, messages and option names are an interface; `failure` has the table of codes.
+//! Messages go to standard error, what was asked for goes to standard output.
+#![forbid(unsafe_code)]
+
+mod check;
+mod commands;
+mod description;
+mod emulate;
+mod failure;
+mod fetch;
+mod guest;
+mod image;
+mod initramfs;
+mod interrupt;
+mod problem;
+mod programs;
+mod steps;
+mod terminal;
+
+use clap::Parser;
+use clap::error::ErrorKind;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    if let Some(failure) = emulate::supervised_child() {
+        failure.print();
+        return ExitCode::from(failure.code());
+    }
+    let arguments = match commands::Cli::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            // Nothing can be done if the message itself cannot be printed.
+            let _ = error.print();
+            return ExitCode::from(match error.kind() {
+                ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => 0,
+                _ => failure::USAGE,
+            });
+        }
+    };
+    match commands::run(arguments) {
+        Ok(code) => ExitCode::from(code),
+        Err(failure) => {
+            failure.print();
+            ExitCode::from(failure.code())
+        }
+    }
+}

@@ -1,0 +1,877 @@
+//! What makes sense in a system description. The rules, each refused with its place:
+//!
+//! - names are unique, short and of `a-z 0-9 -`; what they refer to exists;
+//! - a device has one owner, a console one virtual machine;
+//! - CPUs that are named exist, and without `share_cpus` every vCPU has a CPU of its own;
+//! - guests, boot files and Parador itself fit into the machine's memory;
+//! - a kernel is whole, and its guest has the memory that it needs.
+//!
+//! The last rule and the sizes of boot files need the files: [`check`] judges what it can see
+//! and [`Plan::check_files`] is called again when everything is there.
+
+use crate::description::{
+    self, Board, Console, Cpus, Description, Device, Log, OnReset, Restart, ServerKind, Size,
+};
+use crate::failure::{self, Failure};
+use crate::guest;
+use crate::problem::{Problem, Report};
+use proto::system as compiled;
+use std::collections::HashMap;
+use std::fmt;
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use toml::Spanned;
+
+/// Name of the console server that is added when a virtual machine uses COM1 and none is described.
+const CONSOLE_NAME: &str = "console";
+/// Program of a console server.
+const CONSOLE_BINARY: &str = "console";
+/// Program of a VMM.
+const VMM_BINARY: &str = "vmm";
+/// Kernel command line where none is given.
+const DEFAULT_COMMAND_LINE: &str = "console=ttyS0";
+const DEFAULT_PRIORITY: u8 = 10;
+/// Servers go before their clients, or a busy client could starve its own console.
+const DEFAULT_SERVER_PRIORITY: u8 = 40;
+
+/// Memory for the kernel with its objects, `root` and the servers, in bytes.
+const FIXED_MEMORY: u64 = 16 << 20;
+/// Memory beyond its own that a virtual machine needs: VMM and kernel objects, in bytes.
+const PER_VM_MEMORY: u64 = 1 << 20;
+/// Nested page tables take 8 bytes for each 4 KiB page at worst, and as much again for the mapping database.
+const PAGE_TABLE_SHIFT: u32 = 8;
+/// Assumed length of the boot files of a virtual machine whose kernel was not fetched yet, in bytes.
+const UNFETCHED_FILES: u64 = 20 << 20;
+/// An emulated machine's memory is a multiple of this, in bytes.
+const MEMORY_STEP: u64 = 64 << 20;
+/// QEMU's limit for the q35 board with default settings.
+const MAX_CPUS: u32 = 288;
+/// Guest memory is mapped in large pages and given in multiples of this, in bytes.
+const GUEST_MEMORY_STEP: u64 = 1 << 20;
+
+/// What the command line changes in a description.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Overrides {
+    /// CPUs of the machine.
+    pub cpus: Option<u32>,
+    /// Memory of the machine in bytes.
+    pub memory: Option<Size>,
+}
+
+/// A checked description.
+#[derive(Debug)]
+pub struct Plan {
+    /// The machine.
+    pub board: Board,
+    /// Where the kernel's log goes.
+    pub log: Log,
+    /// Parador's CPUs; `None`: not known (board `pc`).
+    pub cpus: Option<u32>,
+    /// Memory that was asked for, in bytes.
+    memory: Option<(Size, Option<Range<usize>>)>,
+    share_cpus: bool,
+    servers: Vec<Server>,
+    tasks: Vec<Task>,
+    /// Virtual machines.
+    pub vms: Vec<Vm>,
+    source: Source,
+}
+
+#[derive(Debug)]
+struct Source {
+    file: String,
+    text: String,
+}
+
+#[derive(Debug)]
+struct Server {
+    name: String,
+    kind: ServerKind,
+    device: Device,
+    priority: u8,
+}
+
+#[derive(Debug)]
+struct Task {
+    name: String,
+    binary: Spanned<String>,
+    arguments: Vec<String>,
+    cpu: u32,
+    priority: u8,
+    essential: bool,
+}
+
+/// A checked virtual machine.
+#[derive(Debug)]
+pub struct Vm {
+    /// Its name.
+    pub name: String,
+    /// Guest memory.
+    memory: Spanned<Size>,
+    vcpus: u32,
+    pins: Vec<u32>,
+    /// Where its kernel comes from.
+    pub kernel: Spanned<KernelSource>,
+    /// Where its initial RAM disk comes from.
+    pub initrd: Option<Spanned<InitrdSource>>,
+    command_line: String,
+    console: Option<u8>,
+    priority: u8,
+    restart: Restart,
+    on_reset: OnReset,
+    essential: bool,
+}
+
+/// Where a kernel comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum KernelSource {
+    /// Debian's cloud kernel, fetched with apt.
+    Debian,
+    /// A file.
+    File(PathBuf),
+}
+
+/// Where an initial RAM disk comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum InitrdSource {
+    /// Made from busybox.
+    Busybox,
+    /// A file.
+    File(PathBuf),
+}
+
+/// Files of a virtual machine, as found or made.
+#[derive(Clone, Debug)]
+pub struct VmFiles {
+    /// The kernel.
+    pub kernel: PathBuf,
+    /// The initial RAM disk.
+    pub initrd: Option<PathBuf>,
+}
+
+/// Reads and checks the description in `file`.
+pub fn check(file: &Path, overrides: Overrides) -> Result<Plan, Failure> {
+    let text = fs::read_to_string(file).map_err(|error| match error.kind() {
+        std::io::ErrorKind::InvalidData => {
+            Failure::new(failure::BAD_CONFIG, format!("{} is not UTF-8 text", file.display()))
+        }
+        _ => Failure::file("read", file, &error),
+    })?;
+    let source = Source { file: file.display().to_string(), text };
+    let description = match description::parse(&source.text) {
+        Ok(description) => description,
+        Err(problem) => return Err(source.refuse(vec![problem])),
+    };
+    let folder = file.parent().unwrap_or(Path::new(""));
+    let mut checker = Checker { problems: Vec::new(), folder };
+    let plan = checker.plan(description, overrides, source);
+    if checker.problems.is_empty() { Ok(plan) } else { Err(plan.source.refuse(checker.problems)) }
+}
+
+impl Source {
+    fn refuse(&self, problems: Vec<Problem>) -> Failure {
+        Failure::Description(Report { file: self.file.clone(), text: self.text.clone(), problems })
+    }
+}
+
+/// Collects problems while the plan is made; where something is refused, a stand-in lets the rest be judged.
+struct Checker<'a> {
+    problems: Vec<Problem>,
+    folder: &'a Path,
+}
+
+impl Checker<'_> {
+    fn plan(&mut self, description: Description, overrides: Overrides, source: Source) -> Plan {
+        let Description { system, server, task, vm } = description;
+        let system_span = system.span();
+        let system = system.into_inner();
+        self.limit("virtual machines", vm.len(), compiled::MAX_VMS, &vm);
+        self.limit("tasks", task.len(), compiled::MAX_TASKS, &task);
+        self.limit("servers", server.len(), compiled::MAX_SERVERS, &server);
+        if vm.is_empty() && task.is_empty() {
+            let problem = Problem::new(system_span, "the system has nothing to run");
+            self.problems.push(problem.help("add a [[vm]] or a [[task]]"));
+        }
+
+        let servers = self.servers(server, &vm, system.log);
+        self.unique_consoles(&vm);
+        let mut names = Names::new("task or virtual machine");
+        let tasks: Vec<Task> =
+            task.into_iter().map(|task| self.task(task.into_inner(), &mut names)).collect();
+        let console = servers.iter().position(|server| server.device == Device::Com1);
+        let requests: Vec<CpuRequest> = vm.iter().map(|vm| CpuRequest::of(vm.get_ref())).collect();
+        let vms = vm
+            .into_iter()
+            .map(|vm| self.vm(vm.into_inner(), &mut names, console.map(|index| index as u8)))
+            .collect();
+
+        let described = system.cpus.as_ref().map(|cpus| (*cpus.get_ref(), Some(cpus.span())));
+        let cpus = match overrides.cpus.map(|cpus| (cpus, None)).or(described) {
+            Some((cpus, span)) => {
+                if cpus == 0 || cpus > MAX_CPUS {
+                    let message = format!("a machine has 1 to {MAX_CPUS} CPUs, not {cpus}");
+                    self.problems.push(Problem { span, ..Problem::new(0..0, message) });
+                }
+                Some(cpus)
+            }
+            None if system.board == Board::Pc => None,
+            None => Some(least_cpus(&requests, &tasks, system.share_cpus)),
+        };
+        self.cpus(&requests, &tasks, cpus, system.share_cpus);
+
+        let described = system.memory.as_ref().map(|size| (*size.get_ref(), Some(size.span())));
+        let plan = Plan {
+            board: system.board,
+            log: system.log,
+            cpus,
+            memory: overrides.memory.map(|size| (size, None)).or(described),
+            share_cpus: system.share_cpus,
+            servers,
+            tasks,
+            vms,
+            source,
+        };
+        let files = plan.visible_files();
+        plan.file_problems(&files, &mut self.problems);
+        plan
+    }
+
+    fn limit<T>(&mut self, what: &str, count: usize, most: usize, items: &[Spanned<T>]) {
+        if count > most {
+            let message = format!("{count} {what}, but a system has at most {most}");
+            self.problems.push(Problem::new(items[most].span(), message));
+        }
+    }
+
+    fn servers(
+        &mut self,
+        described: Vec<Spanned<description::Server>>,
+        vms: &[Spanned<description::Vm>],
+        log: Log,
+    ) -> Vec<Server> {
+        let mut names = Names::new("server");
+        let mut servers: Vec<Server> = Vec::new();
+        for server in described {
+            let server = server.into_inner();
+            names.add(&server.name, &mut self.problems);
+            let device = *server.device.get_ref();
+            if let Some(owner) = servers.iter().find(|other| other.device == device) {
+                let message = format!("com1 belongs to server `{}` already", owner.name);
+                let problem = Problem::new(server.device.span(), message);
+                self.problems
+                    .push(problem.help("a device has one owner; remove one of the two servers"));
+            }
+            if log == Log::Com1 {
+                self.problems.push(log_conflict(server.device.span()));
+            }
+            servers.push(Server {
+                name: server.name.into_inner(),
+                kind: server.kind,
+                device,
+                priority: self.priority(server.priority, DEFAULT_SERVER_PRIORITY),
+            });
+        }
+        let user = vms.iter().find_map(|vm| {
+            let console = vm.get_ref().console.as_ref();
+            console.filter(|console| *console.get_ref() == Console::Com1)
+        });
+        if let (Some(user), true) = (user, servers.is_empty()) {
+            if log == Log::Com1 {
+                self.problems.push(log_conflict(user.span()));
+            }
+            servers.push(Server {
+                name: CONSOLE_NAME.to_owned(),
+                kind: ServerKind::Console,
+                device: Device::Com1,
+                priority: DEFAULT_SERVER_PRIORITY,
+            });
+        }
+        servers
+    }
+
+    fn unique_consoles(&mut self, vms: &[Spanned<description::Vm>]) {
+        let mut owner: Option<&str> = None;
+        for vm in vms.iter().map(Spanned::get_ref) {
+            let Some(console) = &vm.console else { continue };
+            match (console.get_ref(), owner) {
+                (Console::None, _) => {}
+                (Console::Com1, None) => owner = Some(vm.name.get_ref()),
+                (Console::Com1, Some(other)) => {
+                    let message = format!("com1 is the console of `{other}` already");
+                    let problem = Problem::new(console.span(), message);
+                    self.problems.push(problem.help("give one of the two console = \"none\""));
+                }
+            }
+        }
+    }
+
+    fn task(&mut self, task: description::Task, names: &mut Names) -> Task {
+        names.add(&task.name, &mut self.problems);
+        let binary = task.binary.get_ref();
+        if !is_name(binary) {
+            let message = format!("`{binary}` is no program of the build");
+            let problem = Problem::new(task.binary.span(), message);
+            self.problems.push(problem.help("name it without a folder, as in \"check-hostile\""));
+        }
+        if let Some(argument) = task.args.get(compiled::MAX_ARGUMENTS) {
+            let message = format!("a task has at most {} arguments", compiled::MAX_ARGUMENTS);
+            self.problems.push(Problem::new(argument.span(), message));
+        }
+        Task {
+            name: task.name.into_inner(),
+            arguments: task.args.into_iter().map(Spanned::into_inner).collect(),
+            cpu: task.cpu.as_ref().map_or(0, |cpu| *cpu.get_ref()),
+            priority: self.priority(task.priority, DEFAULT_PRIORITY),
+            essential: task.essential.unwrap_or(true),
+            binary: task.binary,
+        }
+    }
+
+    fn vm(&mut self, vm: description::Vm, names: &mut Names, console: Option<u8>) -> Vm {
+        names.add(&vm.name, &mut self.problems);
+        let Size(memory) = *vm.memory.get_ref();
+        if memory == 0 || memory % GUEST_MEMORY_STEP != 0 {
+            let message = format!("guest memory is a multiple of {}", Size(GUEST_MEMORY_STEP));
+            self.problems.push(Problem::new(vm.memory.span(), message));
+        }
+        let request = CpuRequest::of(&vm);
+        if request.vcpus == 0 || request.vcpus as usize > compiled::MAX_VCPUS {
+            let message = format!(
+                "a virtual machine has 1 to {} vCPUs, not {}",
+                compiled::MAX_VCPUS,
+                request.vcpus
+            );
+            self.problems.push(Problem::new(request.span.clone(), message));
+        }
+        let command_line = match &vm.cmdline {
+            Some(text) => {
+                self.command_line(text);
+                text.get_ref().clone()
+            }
+            None => DEFAULT_COMMAND_LINE.to_owned(),
+        };
+        let kernel = match vm.kernel.get_ref().as_str() {
+            "debian" => KernelSource::Debian,
+            path => KernelSource::File(self.folder.join(path)),
+        };
+        let initrd = vm.initrd.map(|initrd| {
+            let source = match initrd.get_ref().as_str() {
+                "busybox" => InitrdSource::Busybox,
+                path => InitrdSource::File(self.folder.join(path)),
+            };
+            Spanned::new(initrd.span(), source)
+        });
+        let uses_console = vm.console.is_some_and(|console| *console.get_ref() == Console::Com1);
+        Vm {
+            name: vm.name.into_inner(),
+            memory: vm.memory,
+            vcpus: request.vcpus,
+            pins: request.pins.iter().map(|pin| *pin.get_ref()).collect(),
+            kernel: Spanned::new(vm.kernel.span(), kernel),
+            initrd,
+            command_line,
+            console: console.filter(|_| uses_console),
+            priority: self.priority(vm.priority, DEFAULT_PRIORITY),
+            restart: vm.restart,
+            on_reset: vm.on_reset,
+            essential: vm.essential.unwrap_or(true),
+        }
+    }
+
+    fn command_line(&mut self, text: &Spanned<String>) {
+        let line = text.get_ref();
+        if line.len() > compiled::MAX_COMMAND_LINE {
+            let message = format!(
+                "the kernel command line has {} bytes; Linux takes {}",
+                line.len(),
+                compiled::MAX_COMMAND_LINE
+            );
+            self.problems.push(Problem::new(text.span(), message));
+        }
+        if line.contains(|character: char| character.is_control()) {
+            let message = "the kernel command line is one line without control characters";
+            self.problems.push(Problem::new(text.span(), message));
+        }
+    }
+
+    fn priority(&mut self, given: Option<Spanned<u32>>, default: u8) -> u8 {
+        let Some(given) = given else { return default };
+        match u8::try_from(*given.get_ref()) {
+            Ok(priority) if priority <= compiled::MAX_PRIORITY => priority,
+            _ => {
+                let message = format!("priorities are 0 to {} (first)", compiled::MAX_PRIORITY);
+                self.problems.push(Problem::new(given.span(), message));
+                default
+            }
+        }
+    }
+
+    fn cpus(&mut self, requests: &[CpuRequest], tasks: &[Task], cpus: Option<u32>, share: bool) {
+        let mut owners: HashMap<u32, &str> = HashMap::new();
+        for request in requests {
+            let mut own: Vec<u32> = Vec::new();
+            for pin in &request.pins {
+                let cpu = *pin.get_ref();
+                if let Some(count) = cpus.filter(|&count| cpu >= count) {
+                    let problem = Problem::new(pin.span(), no_such_cpu(cpu, count));
+                    self.problems.push(problem.help("change the pin, or [system] cpus"));
+                }
+                if own.contains(&cpu) {
+                    let message = format!("CPU {cpu} is listed twice");
+                    self.problems.push(Problem::new(pin.span(), message));
+                } else if let (Some(other), false) = (owners.get(&cpu), share) {
+                    let message = format!("CPU {cpu} belongs to `{other}` already");
+                    let problem = Problem::new(pin.span(), message);
+                    self.problems.push(problem.help(SHARE_HELP));
+                }
+                own.push(cpu);
+            }
+            owners.extend(own.into_iter().map(|cpu| (cpu, request.name.as_str())));
+        }
+        for task in tasks {
+            if let Some(count) = cpus.filter(|&count| task.cpu >= count) {
+                let message = format!("task `{}`: {}", task.name, no_such_cpu(task.cpu, count));
+                let problem = Problem::new(task.binary.span(), message);
+                self.problems.push(problem.help("change the task's `cpu`, or [system] cpus"));
+            }
+        }
+        let Some(count) = cpus else { return };
+        let mut total = 0_u32;
+        for request in requests {
+            total = total.saturating_add(request.vcpus);
+            if request.vcpus > count {
+                let message = format!(
+                    "`{}` has {} vCPUs, the machine has {}",
+                    request.name,
+                    request.vcpus,
+                    plural(count, "CPU")
+                );
+                let problem = Problem::new(request.span.clone(), message);
+                self.problems
+                    .push(problem.help("give it fewer, or the machine more: [system] cpus"));
+            } else if total > count && !share && request.pins.is_empty() {
+                let message = format!(
+                    "no CPU left for `{}`: {total} vCPUs so far on {}",
+                    request.name,
+                    plural(count, "CPU")
+                );
+                self.problems.push(Problem::new(request.span.clone(), message).help(SHARE_HELP));
+            }
+        }
+    }
+}
+
+const SHARE_HELP: &str = "use other CPUs, or allow time slices with [system] share_cpus = true";
+
+fn log_conflict(span: Range<usize>) -> Problem {
+    Problem::new(span, "com1 belongs to the kernel's log already")
+        .help("set [system] log = \"com2\" or \"none\"")
+}
+
+fn no_such_cpu(cpu: u32, count: u32) -> String {
+    match count {
+        1 => format!("the machine has no CPU {cpu}, only CPU 0"),
+        _ => format!("the machine has no CPU {cpu}, only 0 to {}", count - 1),
+    }
+}
+
+fn plural(count: u32, what: &str) -> String {
+    if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
+}
+
+/// What a virtual machine asks of the machine's CPUs.
+struct CpuRequest {
+    name: String,
+    vcpus: u32,
+    pins: Vec<Spanned<u32>>,
+    span: Range<usize>,
+}
+
+impl CpuRequest {
+    fn of(vm: &description::Vm) -> Self {
+        let name = vm.name.get_ref().clone();
+        match &vm.cpus {
+            None => Self { name, vcpus: 1, pins: Vec::new(), span: vm.name.span() },
+            Some(cpus) => match cpus.get_ref() {
+                Cpus::Count(vcpus) => {
+                    Self { name, vcpus: *vcpus, pins: Vec::new(), span: cpus.span() }
+                }
+                Cpus::Pin(pins) => {
+                    Self { name, vcpus: pins.len() as u32, pins: pins.clone(), span: cpus.span() }
+                }
+            },
+        }
+    }
+}
+
+/// CPUs of an emulated machine for which none are given.
+fn least_cpus(requests: &[CpuRequest], tasks: &[Task], share: bool) -> u32 {
+    let vcpus = requests.iter().map(|request| request.vcpus);
+    let together = if share { vcpus.max() } else { vcpus.reduce(u32::saturating_add) };
+    let pins = requests.iter().flat_map(|request| &request.pins).map(|pin| *pin.get_ref());
+    let named = pins.chain(tasks.iter().map(|task| task.cpu)).max();
+    let least = together.unwrap_or(1).max(named.map_or(1, |cpu| cpu.saturating_add(1)));
+    least.clamp(1, MAX_CPUS)
+}
+
+/// Names of one kind, with the line of the first use.
+struct Names {
+    kind: &'static str,
+    known: Vec<String>,
+}
+
+impl Names {
+    fn new(kind: &'static str) -> Self {
+        Self { kind, known: Vec::new() }
+    }
+
+    fn add(&mut self, name: &Spanned<String>, problems: &mut Vec<Problem>) {
+        let text = name.get_ref();
+        if !is_name(text) {
+            let message = format!("`{text}` is not a name");
+            problems.push(Problem::new(name.span(), message).help(format!(
+                "names have 1 to {} characters of a-z, 0-9 and -",
+                compiled::MAX_NAME
+            )));
+        }
+        if self.known.contains(text) {
+            let message = format!("there is a {} `{text}` already", self.kind);
+            problems.push(Problem::new(name.span(), message).help("choose another name"));
+        }
+        self.known.push(text.clone());
+    }
+}
+
+fn is_name(text: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    (1..=compiled::MAX_NAME).contains(&text.len()) && text.bytes().all(allowed)
+}
+
+impl Plan {
+    /// The kernel's command line.
+    pub fn kernel_command_line(&self) -> &'static str {
+        match self.log {
+            Log::Com1 => "log=com1",
+            Log::Com2 => "log=com2",
+            Log::None => "log=none",
+        }
+    }
+
+    /// Programs of the build that the system needs beside the kernel and `root`: name and place in
+    /// the description, if it is named there.
+    pub fn binaries(&self) -> Vec<(&str, Option<Range<usize>>)> {
+        let mut binaries: Vec<(&str, Option<Range<usize>>)> = Vec::new();
+        let servers = self.servers.iter().map(|_| (CONSOLE_BINARY, None));
+        let vms = self.vms.iter().map(|_| (VMM_BINARY, None));
+        let tasks = self
+            .tasks
+            .iter()
+            .map(|task| (task.binary.get_ref().as_str(), Some(task.binary.span())));
+        for (name, span) in servers.chain(vms).chain(tasks) {
+            if !binaries.iter().any(|(known, _)| *known == name) {
+                binaries.push((name, span));
+            }
+        }
+        binaries
+    }
+
+    /// Refuses the description for something found after [`check`].
+    pub fn refuse(&self, problem: Problem) -> Failure {
+        self.source.refuse(vec![problem])
+    }
+
+    /// Files that are there without fetching or making anything.
+    fn visible_files(&self) -> Vec<Option<VmFiles>> {
+        let files = self.vms.iter().map(|vm| {
+            let KernelSource::File(kernel) = vm.kernel.get_ref() else { return None };
+            let initrd = match vm.initrd.as_ref().map(Spanned::get_ref) {
+                Some(InitrdSource::File(path)) => Some(path.clone()),
+                _ => None,
+            };
+            Some(VmFiles { kernel: kernel.clone(), initrd })
+        });
+        files.collect()
+    }
+
+    /// Checks all files of all virtual machines, and the memory for them.
+    pub fn check_files(&self, files: &[VmFiles]) -> Result<(), Failure> {
+        let mut problems = Vec::new();
+        let files: Vec<Option<VmFiles>> = files.iter().cloned().map(Some).collect();
+        self.file_problems(&files, &mut problems);
+        if problems.is_empty() { Ok(()) } else { Err(self.source.refuse(problems)) }
+    }
+
+    fn file_problems(&self, files: &[Option<VmFiles>], problems: &mut Vec<Problem>) {
+        let mut boot_files = 0;
+        for (vm, files) in self.vms.iter().zip(files) {
+            let initrd_path = files.as_ref().and_then(|files| files.initrd.as_ref());
+            let described = vm.initrd.as_ref().and_then(|initrd| match initrd.get_ref() {
+                InitrdSource::File(path) => Some(path),
+                InitrdSource::Busybox => None,
+            });
+            let mut initrd_length = 0;
+            if let (Some(path), Some(initrd)) = (initrd_path.or(described), &vm.initrd) {
+                match file_length(path) {
+                    Ok(length) => initrd_length = length,
+                    Err(error) => {
+                        problems.push(unreadable(initrd.span(), "RAM disk", path, &error))
+                    }
+                }
+            }
+            match files {
+                None => {
+                    boot_files += UNFETCHED_FILES + initrd_length;
+                    if vm.memory.get_ref().0 < guest::LINUX_MINIMUM {
+                        problems.push(vm.too_little_memory(guest::LINUX_MINIMUM));
+                    }
+                }
+                Some(files) => {
+                    let kernel_length = vm.kernel_problems(&files.kernel, initrd_length, problems);
+                    boot_files += kernel_length + initrd_length;
+                }
+            }
+        }
+        if let Some((given, span)) = &self.memory {
+            let needed = self.memory_needed(boot_files);
+            if given.0 < needed {
+                let message = format!(
+                    "{given} of memory is too little: guests take {}, boot files {}, Parador {}",
+                    Size(self.guest_memory()),
+                    Size(boot_files),
+                    Size(needed - self.guest_memory() - boot_files),
+                );
+                let help = format!("give the machine at least {}M", needed.div_ceil(1 << 20));
+                problems
+                    .push(Problem { span: span.clone(), ..Problem::new(0..0, message).help(help) });
+            }
+        }
+    }
+
+    fn guest_memory(&self) -> u64 {
+        self.vms.iter().fold(0, |sum: u64, vm| sum.saturating_add(vm.memory.get_ref().0))
+    }
+
+    /// Least memory of a machine for this system, in bytes, with boot files of the given length.
+    fn memory_needed(&self, boot_files: u64) -> u64 {
+        let guests = self.guest_memory();
+        let fixed = FIXED_MEMORY + PER_VM_MEMORY * self.vms.len() as u64;
+        guests.saturating_add(guests >> PAGE_TABLE_SHIFT).saturating_add(fixed + boot_files)
+    }
+
+    /// Memory of an emulated machine in bytes: as asked for, or with some to spare.
+    pub fn machine_memory(&self, boot_files: u64) -> u64 {
+        match &self.memory {
+            Some((size, _)) => size.0,
+            None => self
+                .memory_needed(boot_files)
+                .saturating_add(MEMORY_STEP / 2)
+                .next_multiple_of(MEMORY_STEP),
+        }
+    }
+
+    /// The description as `root` reads it. Names of kernels and RAM disks in the bundle are given
+    /// in the order of `vms`.
+    pub fn compile(&self, names: &[(String, Option<String>)]) -> Result<Vec<u8>, Failure> {
+        let servers = self.servers.iter().map(|server| compiled::Server {
+            name: &server.name,
+            kind: match server.kind {
+                ServerKind::Console => compiled::ServerKind::Console,
+            },
+            device: match server.device {
+                Device::Com1 => compiled::SerialPort::Com1,
+            },
+            binary: CONSOLE_BINARY,
+            priority: server.priority,
+        });
+        let tasks = self.tasks.iter().map(|task| compiled::Task {
+            name: &task.name,
+            binary: task.binary.get_ref(),
+            arguments: task.arguments.iter().map(String::as_str).collect(),
+            cpu: task.cpu,
+            priority: task.priority,
+            essential: task.essential,
+        });
+        let vms = self.vms.iter().zip(names).map(|(vm, (kernel, initrd))| compiled::Vm {
+            name: &vm.name,
+            memory: vm.memory.get_ref().0,
+            vcpus: vm.vcpus,
+            pins: vm.pins.iter().copied().collect(),
+            binary: VMM_BINARY,
+            kernel,
+            initrd: initrd.as_deref(),
+            command_line: &vm.command_line,
+            console: vm.console,
+            priority: vm.priority,
+            restart: match vm.restart {
+                Restart::Never => compiled::Restart::Never,
+                Restart::OnCrash => compiled::Restart::OnCrash,
+                Restart::Always => compiled::Restart::Always,
+            },
+            on_reset: match vm.on_reset {
+                OnReset::Exit => compiled::OnReset::Exit,
+                OnReset::Reset => compiled::OnReset::Reset,
+            },
+            essential: vm.essential,
+        });
+        let system = compiled::System {
+            board: match self.board {
+                Board::QemuQ35 => compiled::Board::QemuQ35,
+                Board::Pc => compiled::Board::Pc,
+            },
+            log: match self.log {
+                Log::Com1 => compiled::SerialPort::Com1,
+                Log::Com2 => compiled::SerialPort::Com2,
+                Log::None => compiled::SerialPort::None,
+            },
+            cpus: self.cpus.unwrap_or(0),
+            servers: servers.collect(),
+            tasks: tasks.collect(),
+            vms: vms.collect(),
+        };
+        // Strings dominate; 64 KiB hold sixteen virtual machines with the longest command lines.
+        let mut buffer = vec![0; 64 << 10];
+        match system.encode(&mut buffer) {
+            Ok(bytes) => Ok(bytes.to_vec()),
+            Err(_) => Err(Failure::new(
+                failure::BAD_CONFIG,
+                "the texts in the description are too long: more than 64 KiB together",
+            )
+            .help("shorten the arguments of tasks")),
+        }
+    }
+}
+
+impl Vm {
+    /// Returns the kernel's length.
+    fn kernel_problems(&self, path: &Path, initrd: u64, problems: &mut Vec<Problem>) -> u64 {
+        let span = self.kernel.span();
+        let bytes = match fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                problems.push(unreadable(span, "kernel", path, &error));
+                return 0;
+            }
+        };
+        match guest::inspect(&bytes) {
+            Err(reason) => {
+                let message = format!("the kernel {} {reason}", path.display());
+                problems.push(Problem::new(span, message).help(
+                    "give a whole bzImage for x86-64 (vmlinuz), a PVH ELF file, or \"debian\"",
+                ));
+            }
+            Ok(kernel) => {
+                let least = kernel.least_memory(initrd);
+                if self.memory.get_ref().0 < least {
+                    problems.push(self.too_little_memory(least));
+                }
+            }
+        }
+        bytes.len() as u64
+    }
+
+    fn too_little_memory(&self, least: u64) -> Problem {
+        let message = format!(
+            "{} of memory is too little for the kernel of `{}`",
+            self.memory.get_ref(),
+            self.name
+        );
+        let help = format!("give it at least {}M", least.div_ceil(1 << 20));
+        Problem::new(self.memory.span(), message).help(help)
+    }
+}
+
+fn unreadable(span: Range<usize>, what: &str, path: &Path, error: &std::io::Error) -> Problem {
+    let reason = failure::describe(error);
+    let message = format!("cannot read the {what} {}: {reason}", path.display());
+    Problem::missing(span, message)
+        .code(failure::code_of(error))
+        .help("paths start at the folder of this description")
+}
+
+/// Length of a regular file that can be read.
+fn file_length(path: &Path) -> std::io::Result<u64> {
+    let metadata = fs::File::open(path)?.metadata()?;
+    if metadata.is_file() {
+        Ok(metadata.len())
+    } else {
+        Err(std::io::ErrorKind::IsADirectory.into())
+    }
+}
+
+/// What [`check`] proved, for people.
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let board = match self.board {
+            Board::QemuQ35 => "qemu-q35",
+            Board::Pc => "pc",
+        };
+        writeln!(f, "{}: no problem found", self.source.file)?;
+        writeln!(f, "  board    {board}")?;
+        let count = |items: usize, what: &str| plural(items as u32, what);
+        writeln!(
+            f,
+            "  parts    {}, {}, {}: names unique, nothing dangling",
+            count(self.vms.len(), "virtual machine"),
+            count(self.tasks.len(), "task"),
+            count(self.servers.len(), "server"),
+        )?;
+        let vcpus = self.vms.iter().map(|vm| vm.vcpus).sum();
+        match self.cpus {
+            None => writeln!(
+                f,
+                "  CPUs     {}; the machine's number is not known",
+                plural(vcpus, "vCPU")
+            )?,
+            Some(cpus) if self.share_cpus => {
+                writeln!(
+                    f,
+                    "  CPUs     {} on {}, sharing allowed",
+                    plural(vcpus, "vCPU"),
+                    plural(cpus, "CPU")
+                )?;
+            }
+            Some(cpus) => {
+                writeln!(
+                    f,
+                    "  CPUs     {} on {}, none shared",
+                    plural(vcpus, "vCPU"),
+                    plural(cpus, "CPU")
+                )?;
+            }
+        }
+        let guests = Size(self.guest_memory());
+        match &self.memory {
+            Some((size, _)) => {
+                writeln!(
+                    f,
+                    "  memory   {guests} for guests, boot files and Parador fit into {size}"
+                )?;
+            }
+            None if self.board == Board::Pc => {
+                writeln!(f, "  memory   {guests} for guests; the machine's size is not known")?;
+            }
+            None => writeln!(f, "  memory   {guests} for guests; the machine is given enough")?,
+        }
+        let log = match self.log {
+            Log::Com1 => "com1: kernel log",
+            Log::Com2 => "com2: kernel log",
+            Log::None => "no kernel log",
+        };
+        write!(f, "  devices  {log}")?;
+        for (index, server) in self.servers.iter().enumerate() {
+            write!(f, "; com1: server {}", server.name)?;
+            let client = self.vms.iter().find(|vm| vm.console == Some(index as u8));
+            client.iter().try_for_each(|vm| write!(f, " for {}", vm.name))?;
+        }
+        writeln!(f)?;
+        for vm in &self.vms {
+            let kernel = match vm.kernel.get_ref() {
+                KernelSource::Debian => "Debian's kernel, checked when it is fetched".to_owned(),
+                KernelSource::File(path) => format!("{} is whole", path.display()),
+            };
+            writeln!(f, "  {:<8} {}, {kernel}", vm.name, vm.memory.get_ref())?;
+        }
+        Ok(())
+    }
+}

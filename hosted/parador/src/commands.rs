@@ -1,0 +1,224 @@
+//! The command line.
+
+use crate::check::{self, Overrides, Plan};
+use crate::description::{Board, Size};
+use crate::emulate;
+use crate::failure::{self, Failure};
+use crate::image::{self, Image};
+use crate::steps::Steps;
+use clap::{Args, Parser, Subcommand};
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Hosts whole operating systems on Parador's microhypervisor.
+#[derive(Debug, Parser)]
+#[command(
+    name = "parador",
+    version,
+    after_help = "\
+Example: parador system emulate examples/one-linux.toml"
+)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Make, check and start bootable systems.
+    #[command(subcommand)]
+    System(SystemCommand),
+}
+
+#[derive(Debug, Subcommand)]
+enum SystemCommand {
+    /// Check a system description and say what was proved.
+    #[command(after_help = "Example: parador system check examples/one-linux.toml")]
+    Check {
+        /// The description, a TOML file.
+        file: PathBuf,
+    },
+    /// Build a bootable image from a system description.
+    #[command(after_help = "\
+Examples:
+  parador system build examples/one-linux.toml
+  parador system build examples/one-linux.toml -o image --iso parador.iso
+
+The image is a folder with `kernel.elf` (PVH and multiboot2) and `bundle`, its boot module.")]
+    Build {
+        /// The description, a TOML file.
+        file: PathBuf,
+        #[command(flatten)]
+        place: Place,
+        /// Also make a CD-ROM image that GRUB boots.
+        #[arg(long, value_name = "FILE")]
+        iso: Option<PathBuf>,
+    },
+    /// Build a system and start it in QEMU, with the terminal as its console.
+    #[command(after_help = "\
+Examples:
+  parador system emulate examples/one-linux.toml
+  parador system emulate examples/one-linux.toml --timeout 60s </dev/null
+  parador system emulate examples/one-linux.toml --cpus 4 -- -gdb tcp::1234
+
+On a terminal all keys go to the guest, Ctrl-C too; Ctrl-A X ends the machine.
+
+Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 bad description;
+66 missing file; 69 something needed is not installed; 70 internal; 71 operating system;
+77 permission; 80 guest panic; 81 guest triple fault; 82 watchdog; 83 guest reset;
+124 time limit; 128+n signal n.")]
+    Emulate(EmulateArguments),
+}
+
+#[derive(Debug, Args)]
+struct EmulateArguments {
+    /// The description, a TOML file.
+    file: PathBuf,
+    #[command(flatten)]
+    place: Place,
+    /// CPUs of the machine, instead of the description's.
+    #[arg(long, value_name = "N")]
+    cpus: Option<u32>,
+    /// Memory of the machine, instead of the description's.
+    #[arg(short, long, value_name = "SIZE", value_parser = Size::parse)]
+    memory: Option<Size>,
+    /// End the machine after this time: 60s, 5m, 1h.
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    timeout: Option<Duration>,
+    /// Count instructions instead of time: every run takes the same course.
+    #[arg(long)]
+    icount: bool,
+    /// File for the kernel's log [default: kernel.log in the image's folder].
+    #[arg(long, value_name = "FILE")]
+    log: Option<PathBuf>,
+    /// Boot from a CD-ROM image through GRUB.
+    #[arg(long)]
+    iso: bool,
+    /// Start the image that is there from before.
+    #[arg(long)]
+    no_build: bool,
+    /// QEMU's program.
+    #[arg(
+        long,
+        value_name = "PROGRAM",
+        env = "PARADOR_QEMU",
+        default_value = "qemu-system-x86_64"
+    )]
+    qemu: PathBuf,
+    /// Further arguments for QEMU.
+    #[arg(last = true, value_name = "QEMU ARGUMENTS")]
+    extra: Vec<OsString>,
+}
+
+#[derive(Debug, Args)]
+struct Place {
+    /// Folder for the image [default: target/images/NAME in a source tree].
+    #[arg(short, long, value_name = "FOLDER")]
+    output: Option<PathBuf>,
+    /// Folder of finished programs, instead of building them.
+    #[arg(long, value_name = "FOLDER", env = "PARADOR_ARTIFACTS")]
+    artifacts: Option<PathBuf>,
+}
+
+impl Place {
+    fn options(self, iso: Option<PathBuf>) -> image::Options {
+        image::Options { output: self.output, artifacts: self.artifacts, iso }
+    }
+}
+
+/// File name of the kernel's log in an image's folder.
+const LOG: &str = "kernel.log";
+/// File name of the CD-ROM image in an image's folder.
+const ISO: &str = "boot.iso";
+
+/// Does what the command line says and returns the exit code.
+pub fn run(cli: Cli) -> Result<u8, Failure> {
+    let Command::System(command) = cli.command;
+    match command {
+        SystemCommand::Check { file } => {
+            print!("{}", check::check(&file, Overrides::default())?);
+            Ok(0)
+        }
+        SystemCommand::Build { file, place, iso } => {
+            let plan = check::check(&file, Overrides::default())?;
+            let options = place.options(iso);
+            let folder = Image::folder(&file, &options)?;
+            image::build(&plan, &folder, &options, &Steps::new())?;
+            println!("{}", folder.display());
+            options.iso.iter().for_each(|iso| println!("{}", iso.display()));
+            Ok(0)
+        }
+        SystemCommand::Emulate(arguments) => emulate(arguments),
+    }
+}
+
+fn emulate(arguments: EmulateArguments) -> Result<u8, Failure> {
+    let EmulateArguments { file, place, cpus, memory, .. } = arguments;
+    let plan: Plan = check::check(&file, Overrides { cpus, memory })?;
+    if plan.board != Board::QemuQ35 {
+        let message = format!("{} is not for an emulated machine", file.display());
+        return Err(Failure::new(failure::BAD_CONFIG, message).help(
+            "set [system] board = \"qemu-q35\", or build it with --iso and boot a real machine",
+        ));
+    }
+    let mut options = place.options(None);
+    let folder = Image::folder(&file, &options)?;
+    options.iso = arguments.iso.then(|| folder.join(ISO));
+    let image = match arguments.no_build {
+        true => Image::existing(&folder)?,
+        false => image::build(&plan, &folder, &options, &Steps::new())?,
+    };
+    let emulation = emulate::Options {
+        qemu: arguments.qemu,
+        timeout: arguments.timeout,
+        icount: arguments.icount,
+        log: arguments.log.unwrap_or_else(|| folder.join(LOG)),
+        iso: options.iso,
+        extra: arguments.extra,
+    };
+    emulate::run(&plan, &image, &emulation)
+}
+
+/// Reads a time: digits and s, m or h; seconds without a unit.
+fn parse_time(text: &str) -> Result<Duration, String> {
+    let refuse = || format!("`{text}` is not a time: write digits and s, m or h, as in 60s");
+    let (digits, unit) = match text.strip_suffix(['s', 'm', 'h']) {
+        Some(digits) => (digits, &text[digits.len()..]),
+        None => (text, "s"),
+    };
+    let seconds = match unit {
+        "h" => 3600,
+        "m" => 60,
+        _ => 1,
+    };
+    let number: u64 = digits.parse().map_err(|_| refuse())?;
+    match number.checked_mul(seconds).filter(|&seconds| seconds > 0) {
+        Some(seconds) => Ok(Duration::from_secs(seconds)),
+        None => Err(refuse()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn times() {
+        assert_eq!(parse_time("60s"), Ok(Duration::from_secs(60)));
+        assert_eq!(parse_time("5m"), Ok(Duration::from_secs(300)));
+        assert_eq!(parse_time("1h"), Ok(Duration::from_secs(3600)));
+        assert_eq!(parse_time("7"), Ok(Duration::from_secs(7)));
+        for wrong in
+            ["", "s", "-1", "0s", "1d", "1.5s", "99999999999999999999h", "6148914691236517205h"]
+        {
+            assert!(parse_time(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! The system description as written: the TOML schema, with the place of every value.
+//!
+//! This module only says what may be written; `check` says what makes sense.
+
+use crate::problem::Problem;
+use serde::Deserialize;
+use serde::de::{self, Deserializer, MapAccess, Visitor};
+use std::fmt;
+use toml::Spanned;
+
+/// A whole description.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Description {
+    /// The machine.
+    pub system: Spanned<System>,
+    /// `[[server]]`: device servers.
+    #[serde(default)]
+    pub server: Vec<Spanned<Server>>,
+    /// `[[task]]`: native programs.
+    #[serde(default)]
+    pub task: Vec<Spanned<Task>>,
+    /// `[[vm]]`: virtual machines.
+    #[serde(default)]
+    pub vm: Vec<Spanned<Vm>>,
+}
+
+/// `[system]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct System {
+    /// The machine that it is for.
+    pub board: Board,
+    /// Where the kernel's log goes.
+    #[serde(default)]
+    pub log: Log,
+    /// The machine's memory.
+    pub memory: Option<Spanned<Size>>,
+    /// The machine's CPUs.
+    pub cpus: Option<Spanned<u32>>,
+    /// vCPUs may share CPUs by time slices.
+    #[serde(default)]
+    pub share_cpus: bool,
+}
+
+/// A machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub enum Board {
+    /// QEMU's q35.
+    #[serde(rename = "qemu-q35")]
+    QemuQ35,
+    /// Any PC.
+    #[serde(rename = "pc")]
+    Pc,
+}
+
+/// Where the kernel's log goes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Log {
+    /// First serial port.
+    Com1,
+    /// Second serial port.
+    #[default]
+    Com2,
+    /// Nowhere.
+    None,
+}
+
+/// `[[server]]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Server {
+    /// Unique among servers.
+    pub name: Spanned<String>,
+    /// What it serves.
+    pub kind: ServerKind,
+    /// The device that it owns.
+    pub device: Spanned<Device>,
+    /// 0 to 63.
+    pub priority: Option<Spanned<u32>>,
+}
+
+/// What a server serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ServerKind {
+    /// A serial port.
+    Console,
+}
+
+/// A device of the machine that a server can own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Device {
+    /// First serial port.
+    Com1,
+}
+
+/// `[[task]]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Task {
+    /// Unique among virtual machines and tasks.
+    pub name: Spanned<String>,
+    /// A native program of the build.
+    pub binary: Spanned<String>,
+    /// Its arguments.
+    #[serde(default)]
+    pub args: Vec<Spanned<String>>,
+    /// CPU of its first thread.
+    pub cpu: Option<Spanned<u32>>,
+    /// 0 to 63.
+    pub priority: Option<Spanned<u32>>,
+    /// The system waits for its end.
+    pub essential: Option<bool>,
+}
+
+/// `[[vm]]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Vm {
+    /// Unique among virtual machines and tasks.
+    pub name: Spanned<String>,
+    /// Number of vCPUs, or the CPU of each.
+    pub cpus: Option<Spanned<Cpus>>,
+    /// Guest memory.
+    pub memory: Spanned<Size>,
+    /// `debian` or a file.
+    pub kernel: Spanned<String>,
+    /// `busybox` or a file.
+    pub initrd: Option<Spanned<String>>,
+    /// Kernel command line.
+    pub cmdline: Option<Spanned<String>>,
+    /// What the first serial port is connected to.
+    pub console: Option<Spanned<Console>>,
+    /// 0 to 63.
+    pub priority: Option<Spanned<u32>>,
+    /// Which ends start it again.
+    #[serde(default)]
+    pub restart: Restart,
+    /// What a reset by the guest does.
+    #[serde(default)]
+    pub on_reset: OnReset,
+    /// The system waits for its end.
+    pub essential: Option<bool>,
+}
+
+/// What a virtual machine's first serial port is connected to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Console {
+    /// The machine's first serial port.
+    Com1,
+    /// Nothing.
+    None,
+}
+
+/// Which ends of a virtual machine start it again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Restart {
+    /// None.
+    #[default]
+    Never,
+    /// Panic, triple fault, a fault of the VMM.
+    OnCrash,
+    /// Every end.
+    Always,
+}
+
+/// What a reset by the guest does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnReset {
+    /// Ends the virtual machine.
+    #[default]
+    Exit,
+    /// Starts it from the beginning.
+    Reset,
+}
+
+/// vCPUs of a virtual machine: `2` or `{ pin = [0, 1] }`.
+#[derive(Debug)]
+pub enum Cpus {
+    /// So many, anywhere.
+    Count(u32),
+    /// One on each of these CPUs.
+    Pin(Vec<Spanned<u32>>),
+}
+
+impl<'de> Deserialize<'de> for Cpus {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct CpusVisitor;
+
+        impl<'de> Visitor<'de> for CpusVisitor {
+            type Value = Cpus;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a number of CPUs, or { pin = [0, 1] }")
+            }
+
+            fn visit_i64<E: de::Error>(self, value: i64) -> Result<Cpus, E> {
+                let count = u32::try_from(value);
+                count
+                    .map(Cpus::Count)
+                    .map_err(|_| E::invalid_value(de::Unexpected::Signed(value), &self))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Cpus, A::Error> {
+                #[derive(Deserialize)]
+                #[serde(deny_unknown_fields)]
+                struct Pins {
+                    pin: Vec<Spanned<u32>>,
+                }
+                Pins::deserialize(de::value::MapAccessDeserializer::new(map))
+                    .map(|pins| Cpus::Pin(pins.pin))
+            }
+        }
+
+        deserializer.deserialize_any(CpusVisitor)
+    }
+}
+
+/// A number of bytes, written with a unit: `"256M"`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Size(pub u64);
+
+impl Size {
+    /// Reads digits and one of the units K, M, G (powers of 1024).
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let refuse =
+            || format!("`{text}` is not a size: write digits and K, M or G, as in \"256M\"");
+        let unit = text.chars().last().ok_or_else(refuse)?;
+        let shift = match unit.to_ascii_uppercase() {
+            'K' => 10,
+            'M' => 20,
+            'G' => 30,
+            _ => return Err(refuse()),
+        };
+        let digits = &text[..text.len() - 1];
+        if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(refuse());
+        }
+        let too_large = || format!("`{text}` is too large");
+        let number: u64 = digits.parse().map_err(|_| too_large())?;
+        number.checked_mul(1 << shift).map(Self).ok_or_else(too_large)
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            bytes if bytes % (1 << 30) == 0 && bytes > 0 => write!(f, "{} GiB", bytes >> 30),
+            bytes if bytes % (1 << 20) == 0 => write!(f, "{} MiB", bytes >> 20),
+            bytes if bytes < 1 << 20 => write!(f, "{} KiB", bytes.div_ceil(1 << 10)),
+            bytes => write!(f, "{:.1} MiB", bytes as f64 / f64::from(1 << 20)),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct SizeVisitor;
+
+        impl Visitor<'_> for SizeVisitor {
+            type Value = Size;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a size in quotes with a unit, as in \"256M\"")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Size, E> {
+                Size::parse(text).map_err(E::custom)
+            }
+        }
+
+        deserializer.deserialize_any(SizeVisitor)
+    }
+}
+
+/// Reads a description.
+pub fn parse(text: &str) -> Result<Description, Problem> {
+    toml::from_str(text).map_err(|error: toml::de::Error| {
+        let mut lines = error.message().lines();
+        let first = lines.next().unwrap_or("not TOML").to_owned();
+        let problem = Problem::new(error.span().unwrap_or(0..0), first.clone());
+        let rest: Vec<&str> = lines.collect();
+        match () {
+            () if !rest.is_empty() => problem.help(rest.join("; ")),
+            () if first.starts_with("unknown field") => {
+                problem.help("correct or remove this key; unknown keys are never ignored")
+            }
+            () => problem,
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        assert_eq!(Size::parse("256M"), Ok(Size(256 << 20)));
+        assert_eq!(Size::parse("4k"), Ok(Size(4096)));
+        assert_eq!(Size::parse("2G"), Ok(Size(2 << 30)));
+        for wrong in [
+            "",
+            "M",
+            "256",
+            "-1M",
+            "1.5G",
+            "256MB",
+            "1 M",
+            "ä",
+            "99999999999999999999G",
+            "17179869184G",
+        ] {
+            assert!(Size::parse(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(Size(256 << 20).to_string(), "256 MiB");
+        assert_eq!(Size(2 << 30).to_string(), "2 GiB");
+        assert_eq!(Size(3 << 19).to_string(), "1.5 MiB");
+        assert_eq!(Size(700).to_string(), "1 KiB");
+    }
+
+    #[test]
+    fn problems_have_their_place() {
+        let at = |text: &str| {
+            let problem = parse(text).unwrap_err();
+            let span = problem.span.unwrap();
+            (text[span].to_owned(), problem.message)
+        };
+        let vm = "[system]\nboard = \"pc\"\n[[vm]]\nname = \"a\"\nkernel = \"k\"\n";
+        assert_eq!(at(&format!("{vm}memory = 256")).0, "256");
+        let (place, message) = at(&format!("{vm}memory = \"256\""));
+        assert_eq!(place, "\"256\"");
+        assert!(message.contains("256M"), "{message}");
+        assert_eq!(at(&format!("{vm}memroy = \"1M\"")).0, "memroy");
+        assert_eq!(at(&format!("{vm}memory = \"1M\"\ncpus = {{ pins = [1] }}")).0, "pins");
+        assert_eq!(at(&format!("{vm}memory = \"1M\"\ncpus = -1")).0, "-1");
+        assert_eq!(at("[system]\nboard = \"amiga\"").0, "\"amiga\"");
+    }
+}

@@ -1,0 +1,229 @@
+//! Fetches Debian packages with apt, which verifies them, and keeps what is used of them.
+//!
+//! The cache has a folder for each package version. Folders appear complete or not at all, so an
+//! interrupted fetch leaves nothing that a later one would trust.
+
+use crate::failure::{self, Failure};
+use crate::guest;
+use crate::interrupt::Interruptible;
+use crate::steps::Step;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use tempfile::TempDir;
+
+/// Depends on the current cloud kernel.
+const KERNEL_PACKAGE: &str = "linux-image-cloud-amd64";
+const BUSYBOX_PACKAGE: &str = "busybox-static";
+const INSTALLED_BUSYBOX: &str = "/bin/busybox";
+/// Drivers that let a guest report a panic; the kernel has them as modules.
+const MODULES: [&str; 2] = ["pvpanic.ko", "pvpanic-mmio.ko"];
+
+/// Something from a package.
+pub struct Fetched {
+    /// Folder in the cache with the files.
+    pub folder: PathBuf,
+    /// Package and version, for people.
+    pub title: String,
+}
+
+impl Fetched {
+    /// The kernel image.
+    pub fn kernel(&self) -> PathBuf {
+        self.folder.join("vmlinuz")
+    }
+
+    /// Kernel modules, in the order in which they are loaded.
+    pub fn modules(&self) -> Vec<PathBuf> {
+        let modules = MODULES.iter().map(|name| self.folder.join(name));
+        modules.filter(|path| path.is_file()).collect()
+    }
+}
+
+/// Debian's current cloud kernel.
+pub fn debian_kernel(
+    cache: &Path,
+    step: &Step,
+    interruptible: &Interruptible,
+) -> Result<Fetched, Failure> {
+    step.now("asking apt");
+    let meta = apt_show(KERNEL_PACKAGE)?;
+    let image = meta.field("Depends").and_then(|depends| {
+        let mut packages = depends.split([',', '|']).map(str::trim);
+        packages.find(|package| package.starts_with("linux-image-"))
+    });
+    // "linux-image-6.1.0-56-cloud-amd64 (= 6.1.192-2)"
+    let package = image.and_then(|image| image.split_whitespace().next()).ok_or_else(|| {
+        Failure::new(failure::UNAVAILABLE, format!("package {KERNEL_PACKAGE} names no kernel"))
+            .help("run `apt-get update`, or give a file as `kernel`")
+    })?;
+    let pick = |name: &Path| match name.file_name()?.to_str()? {
+        file if name.starts_with("boot") && file.starts_with("vmlinuz-") => Some("vmlinuz"),
+        file => MODULES.into_iter().find(|module| *module == file),
+    };
+    fetch(cache, package, step, interruptible, pick, "vmlinuz")
+}
+
+/// A static busybox: the installed one, else from its package.
+pub fn busybox(
+    cache: &Path,
+    step: &Step,
+    interruptible: &Interruptible,
+) -> Result<(PathBuf, String), Failure> {
+    let installed = Path::new(INSTALLED_BUSYBOX);
+    if fs::read(installed).is_ok_and(|bytes| guest::is_static_program(&bytes)) {
+        return Ok((installed.to_owned(), format!("installed {INSTALLED_BUSYBOX}")));
+    }
+    let pick = |name: &Path| (name.file_name()? == "busybox").then_some("busybox");
+    let fetched = fetch(cache, BUSYBOX_PACKAGE, step, interruptible, pick, "busybox")?;
+    Ok((fetched.folder.join("busybox"), fetched.title))
+}
+
+/// Fetches the candidate version of a package. `pick` names the files to keep; `must` has to be among them.
+fn fetch(
+    cache: &Path,
+    package: &str,
+    step: &Step,
+    interruptible: &Interruptible,
+    pick: impl Fn(&Path) -> Option<&'static str>,
+    must: &str,
+) -> Result<Fetched, Failure> {
+    let shown = apt_show(package)?;
+    let version = shown.field("Version").unwrap_or_default();
+    let safe_version: String = version
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() || "+-.~".contains(c) { c } else { '_' })
+        .collect();
+    let folder = cache.join(format!("{package}_{safe_version}"));
+    let title = format!("{package} {version}");
+    if folder.join(must).is_file() {
+        return Ok(Fetched { folder, title: format!("{title}, kept from before") });
+    }
+
+    let create = |path: &Path| {
+        fs::create_dir_all(path).map_err(|error| Failure::file("make the folder", path, &error))
+    };
+    create(cache)?;
+    let work = TempDir::with_prefix_in(".fetch-", cache)
+        .map_err(|error| Failure::file("make a folder in", cache, &error))?;
+    interruptible.remove_on_signal(work.path());
+    step.now(format!("fetching {title}"));
+    let download = work.path().join("download");
+    create(&download)?;
+    let target = format!("{package}={version}");
+    run(Command::new("apt-get").args(["download", &target]).current_dir(&download), &title)?;
+    let archive = fs::read_dir(&download)
+        .and_then(|mut entries| entries.next().transpose())
+        .map_err(|error| Failure::file("read", &download, &error))?
+        .ok_or_else(|| {
+            Failure::new(failure::UNAVAILABLE, format!("apt-get left no file for {title}"))
+        })?
+        .path();
+
+    step.now(format!("unpacking {title}"));
+    let kept = work.path().join("kept");
+    create(&kept)?;
+    unpack(&archive, &kept, pick)?;
+    if !kept.join(must).is_file() {
+        return Err(Failure::new(failure::UNAVAILABLE, format!("{title} does not hold `{must}`"))
+            .help("give a file instead"));
+    }
+    match fs::rename(&kept, &folder) {
+        // Somebody else was faster.
+        Err(_) if folder.join(must).is_file() => {}
+        Err(error) => return Err(Failure::file("make", &folder, &error)),
+        Ok(()) => {}
+    }
+    Ok(Fetched { folder, title: format!("{title}, fetched") })
+}
+
+fn unpack(
+    archive: &Path,
+    to: &Path,
+    pick: impl Fn(&Path) -> Option<&'static str>,
+) -> Result<(), Failure> {
+    let mut child = Command::new("dpkg-deb")
+        .arg("--fsys-tarfile")
+        .arg(archive)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(|error| Failure::program("dpkg-deb", &error))?;
+    let broken = |error: io::Error| {
+        Failure::new(
+            failure::code_of(&error),
+            format!("cannot unpack {}: {}", archive.display(), failure::describe(&error)),
+        )
+        .help("is the disk full?")
+    };
+    if let Some(stdout) = child.stdout.take() {
+        let mut tar = tar::Archive::new(stdout);
+        for entry in tar.entries().map_err(broken)? {
+            let mut entry = entry.map_err(broken)?;
+            if !entry.header().entry_type().is_file() {
+                continue;
+            }
+            let path = entry.path().map_err(broken)?;
+            let Some(name) = pick(path.strip_prefix(".").unwrap_or(&path)) else { continue };
+            let mut file = fs::File::create(to.join(name)).map_err(broken)?;
+            io::copy(&mut entry, &mut file).map_err(broken)?;
+        }
+    }
+    let status = child.wait().map_err(|error| Failure::os("wait for dpkg-deb", &error))?;
+    match status.success() {
+        true => Ok(()),
+        false => {
+            Err(Failure::new(failure::UNAVAILABLE, format!("{} is damaged", archive.display())))
+        }
+    }
+}
+
+/// What `apt-cache show` prints about one version of a package.
+struct Shown(String);
+
+impl Shown {
+    fn field(&self, name: &str) -> Option<&str> {
+        let mut lines = self.0.lines();
+        lines.find_map(|line| Some(line.strip_prefix(name)?.strip_prefix(':')?.trim()))
+    }
+}
+
+fn apt_show(package: &str) -> Result<Shown, Failure> {
+    let output =
+        run(Command::new("apt-cache").args(["show", "--no-all-versions", package]), package)?;
+    Ok(Shown(String::from_utf8_lossy(&output.stdout).into_owned()))
+}
+
+/// Runs one of apt's programs.
+fn run(command: &mut Command, what: &str) -> Result<Output, Failure> {
+    const ADVICE: &str = "check the network and run `apt-get update`, or give a file in the \
+                          description instead of \"debian\" or \"busybox\"";
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.env("LC_ALL", "C").stdin(Stdio::null()).output().map_err(|error| {
+        Failure::program(&name, &error)
+            .help("this needs Debian's apt; give a file in the description instead")
+    })?;
+    if output.status.success() {
+        return Ok(output);
+    }
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let reasons: Vec<&str> = stderr.lines().filter(|line| line.starts_with("E:")).collect();
+    let reason = if reasons.is_empty() { stderr.trim().to_owned() } else { reasons.join(" ") };
+    Err(Failure::new(failure::UNAVAILABLE, format!("{name} cannot get {what}: {reason}"))
+        .help(ADVICE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_of_a_package() {
+        let shown = Shown("Package: a\nVersion: 1:2-3\nDepends: b (= 2), c\n".into());
+        assert_eq!(shown.field("Version"), Some("1:2-3"));
+        assert_eq!(shown.field("Depends"), Some("b (= 2), c"));
+        assert_eq!(shown.field("Dep"), None);
+    }
+}

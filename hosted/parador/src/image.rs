@@ -1,0 +1,373 @@
+//! Makes bootable images: the kernel beside its bundle, and a CD-ROM image that GRUB starts.
+//!
+//! Everything is made in a folder beside the result and moved into place when all of it is there:
+//! an error, a full disk or a signal leaves the former image or none.
+
+use crate::check::{InitrdSource, KernelSource, Plan, VmFiles};
+use crate::description::Size;
+use crate::failure::{self, Failure};
+use crate::fetch::{self, Fetched};
+use crate::initramfs;
+use crate::interrupt::Interruptible;
+use crate::problem::Problem;
+use crate::programs::{self, Programs};
+use crate::steps::Steps;
+use abi::bundle;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tempfile::TempDir;
+
+/// File name of the bundle in an image's folder.
+const BUNDLE: &str = "bundle";
+
+/// What to build beside what the description says.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Folder for the image.
+    pub output: Option<PathBuf>,
+    /// Folder of finished programs.
+    pub artifacts: Option<PathBuf>,
+    /// CD-ROM image to make.
+    pub iso: Option<PathBuf>,
+}
+
+/// A finished image.
+#[derive(Debug)]
+pub struct Image {
+    /// The kernel: PVH and multiboot2.
+    pub kernel: PathBuf,
+    /// Its boot module.
+    pub bundle: PathBuf,
+    /// Length of the bundle in bytes.
+    pub bundle_length: u64,
+}
+
+impl Image {
+    /// The folder of the image for the description `file`.
+    pub fn folder(file: &Path, options: &Options) -> Result<PathBuf, Failure> {
+        match &options.output {
+            Some(folder) => Ok(folder.clone()),
+            None => {
+                let stem = file.file_stem().unwrap_or(file.as_os_str());
+                Ok(Programs::find(options.artifacts.as_deref())?.output_folder().join(stem))
+            }
+        }
+    }
+
+    /// The image that is in `folder` from before.
+    pub fn existing(folder: &Path) -> Result<Self, Failure> {
+        let missing = |path: &Path, error: io::Error| {
+            Failure::file("use the image", path, &error).help("build it first, without --no-build")
+        };
+        let (kernel, bundle) = (folder.join(programs::KERNEL), folder.join(BUNDLE));
+        fs::metadata(&kernel).map_err(|error| missing(&kernel, error))?;
+        let length = fs::metadata(&bundle).map_err(|error| missing(&bundle, error))?.len();
+        Ok(Self { kernel, bundle, bundle_length: length })
+    }
+}
+
+/// Builds the image of a checked description in `folder`.
+pub fn build(
+    plan: &Plan,
+    folder: &Path,
+    options: &Options,
+    steps: &Steps,
+) -> Result<Image, Failure> {
+    let interruptible = Interruptible::new()?;
+    let programs = Programs::find(options.artifacts.as_deref())?;
+    let artifacts = steps.run("programs", |step| programs.build(step))?;
+
+    let staging = stage(folder, &interruptible)?;
+    let files = boot_files(plan, &programs, staging.path(), steps, &interruptible)?;
+    plan.check_files(&files)?;
+
+    let kernel = staging.path().join(programs::KERNEL);
+    let bundle = staging.path().join(BUNDLE);
+    let bundle_length = steps.run("bundle", |step| {
+        let contents = contents(plan, &artifacts, &files)?;
+        step.now("writing");
+        let from = artifacts.join(programs::KERNEL);
+        copy(&from, &kernel)?;
+        let length = write_bundle(&bundle, &contents)?;
+        Ok((length, format!("{} files, {}", contents.len(), Size(length))))
+    })?;
+    let iso = match &options.iso {
+        None => None,
+        Some(path) => Some((make_iso(plan, path, &kernel, &bundle, steps, &interruptible)?, path)),
+    };
+
+    let image =
+        Image { kernel: folder.join(programs::KERNEL), bundle: folder.join(BUNDLE), bundle_length };
+    let put = |from: &Path, to: &Path| {
+        fs::rename(from, to).map_err(|error| Failure::file("write", to, &error))
+    };
+    put(&kernel, &image.kernel)?;
+    put(&bundle, &image.bundle)?;
+    if let Some((made, path)) = &iso {
+        put(&made.path().join(ISO), path)?;
+    }
+    Ok(image)
+}
+
+/// Makes a folder for unfinished files beside the result.
+fn stage(folder: &Path, interruptible: &Interruptible) -> Result<TempDir, Failure> {
+    fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, &error))?;
+    let staging = TempDir::with_prefix_in(".partial-", folder)
+        .map_err(|error| Failure::file("write to", folder, &error))?;
+    interruptible.remove_on_signal(staging.path());
+    Ok(staging)
+}
+
+/// Finds, fetches and makes the files that the virtual machines boot from.
+fn boot_files(
+    plan: &Plan,
+    programs: &Programs,
+    staging: &Path,
+    steps: &Steps,
+    interruptible: &Interruptible,
+) -> Result<Vec<VmFiles>, Failure> {
+    let needs_debian = plan.vms.iter().any(|vm| *vm.kernel.get_ref() == KernelSource::Debian);
+    let debian: Option<Fetched> = if needs_debian {
+        let cache = programs.cache_folder()?;
+        Some(steps.run("Debian kernel", |step| {
+            let fetched = fetch::debian_kernel(&cache, step, interruptible)?;
+            let title = fetched.title.clone();
+            Ok((fetched, title))
+        })?)
+    } else {
+        None
+    };
+    let needs_busybox = plan.vms.iter().any(|vm| {
+        vm.initrd.as_ref().is_some_and(|initrd| *initrd.get_ref() == InitrdSource::Busybox)
+    });
+    let ram_disk = staging.join("initramfs");
+    if needs_busybox {
+        let cache = programs.cache_folder()?;
+        steps.run("RAM disk", |step| {
+            let (busybox, title) = fetch::busybox(&cache, step, interruptible)?;
+            // Modules fit the kernel that they come with; `/init` loads none if they do not.
+            let modules = debian.as_ref().map(Fetched::modules).unwrap_or_default();
+            let archive = initramfs::busybox(&busybox, &modules)?;
+            let length = Size(archive.len() as u64);
+            fs::write(&ram_disk, archive)
+                .map_err(|error| Failure::file("write", &ram_disk, &error))?;
+            Ok(((), format!("{title}, {length}")))
+        })?;
+    }
+    let files = plan.vms.iter().map(|vm| VmFiles {
+        kernel: match (vm.kernel.get_ref(), &debian) {
+            (KernelSource::File(path), _) => path.clone(),
+            (KernelSource::Debian, Some(fetched)) => fetched.kernel(),
+            (KernelSource::Debian, None) => PathBuf::new(),
+        },
+        initrd: vm.initrd.as_ref().map(|initrd| match initrd.get_ref() {
+            InitrdSource::File(path) => path.clone(),
+            InitrdSource::Busybox => ram_disk.clone(),
+        }),
+    });
+    Ok(files.collect())
+}
+
+/// A file of a bundle.
+enum Content {
+    File(PathBuf),
+    Bytes(Vec<u8>),
+}
+
+/// Names and contents of everything in the bundle.
+fn contents(
+    plan: &Plan,
+    artifacts: &Path,
+    files: &[VmFiles],
+) -> Result<Vec<(String, Content)>, Failure> {
+    let mut contents = Vec::new();
+    let root = (bundle::ROOT_NAME, None);
+    for (name, span) in [root].into_iter().chain(plan.binaries()) {
+        let path = artifacts.join(name);
+        if !path.is_file() {
+            let message = format!("no program `{name}` in {}", artifacts.display());
+            return Err(match span {
+                Some(span) => plan.refuse(Problem::missing(span, message)),
+                None => Failure::new(failure::MISSING_FILE, message)
+                    .help("build Parador's programs with `cargo xtask build`"),
+            });
+        }
+        contents.push((name.to_owned(), Content::File(path)));
+    }
+    // A file that several virtual machines use is in the bundle once.
+    let mut known: Vec<(PathBuf, String)> = Vec::new();
+    let mut add = |path: &Path, name: String| match known.iter().find(|(other, _)| other == path) {
+        Some((_, name)) => name.clone(),
+        None => {
+            known.push((path.to_owned(), name.clone()));
+            name
+        }
+    };
+    let names: Vec<(String, Option<String>)> = plan
+        .vms
+        .iter()
+        .zip(files)
+        .map(|(vm, files)| {
+            let kernel = add(&files.kernel, format!("{}.kernel", vm.name));
+            let initrd = files.initrd.as_ref().map(|path| add(path, format!("{}.initrd", vm.name)));
+            (kernel, initrd)
+        })
+        .collect();
+    let system = plan.compile(&names)?;
+    contents.push((bundle::SYSTEM_NAME.to_owned(), Content::Bytes(system)));
+    contents.extend(known.into_iter().map(|(path, name)| (name, Content::File(path))));
+    Ok(contents)
+}
+
+/// Writes a bundle and returns its length in bytes.
+fn write_bundle(path: &Path, contents: &[(String, Content)]) -> Result<u64, Failure> {
+    let mut files = Vec::new();
+    for (name, content) in contents {
+        let length = match content {
+            Content::Bytes(bytes) => bytes.len() as u64,
+            Content::File(path) => {
+                fs::metadata(path).map_err(|error| Failure::file("read", path, &error))?.len()
+            }
+        };
+        files.push((name.as_str(), length));
+    }
+    let mut offsets = vec![0; files.len()];
+    let header =
+        bundle::write_header(&files, |index, offset| offsets[index] = offset).ok_or_else(|| {
+            Failure::new(
+                failure::BAD_CONFIG,
+                format!("{} files are too many for a bundle ({})", files.len(), bundle::MAX_FILES),
+            )
+        })?;
+
+    let failed = |error: io::Error| Failure::file("write", path, &error);
+    let mut output = BufWriter::new(File::create(path).map_err(failed)?);
+    output.write_all(&header).map_err(failed)?;
+    let mut end = header.len() as u64;
+    for (((_, content), (_, length)), offset) in contents.iter().zip(&files).zip(offsets) {
+        output.seek(SeekFrom::Start(offset)).map_err(failed)?;
+        match content {
+            Content::Bytes(bytes) => output.write_all(bytes).map_err(failed)?,
+            Content::File(from) => {
+                let mut input =
+                    File::open(from).map_err(|error| Failure::file("read", from, &error))?;
+                let copied = io::copy(&mut input, &mut output).map_err(failed)?;
+                if copied != *length {
+                    let message = format!("{} changed while it was read", from.display());
+                    return Err(Failure::new(failure::OS_ERROR, message));
+                }
+            }
+        }
+        end = offset + length;
+    }
+    output.flush().map_err(failed)?;
+    Ok(end)
+}
+
+fn copy(from: &Path, to: &Path) -> Result<(), Failure> {
+    let mut input = File::open(from).map_err(|error| {
+        Failure::file("read", from, &error)
+            .help("build Parador's programs with `cargo xtask build`")
+    })?;
+    let mut output = File::create(to).map_err(|error| Failure::file("write", to, &error))?;
+    io::copy(&mut input, &mut output).map_err(|error| Failure::file("write", to, &error))?;
+    Ok(())
+}
+
+/// File name of the CD-ROM image while it is made.
+const ISO: &str = "image.iso";
+
+/// Makes a CD-ROM image in a folder beside `path`.
+fn make_iso(
+    plan: &Plan,
+    path: &Path,
+    kernel: &Path,
+    bundle: &Path,
+    steps: &Steps,
+    interruptible: &Interruptible,
+) -> Result<TempDir, Failure> {
+    let folder =
+        path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let staging = stage(folder, interruptible)?;
+    let image = staging.path().join(ISO);
+    steps.run("CD-ROM image", |step| {
+        step.now("copying");
+        let tree = staging.path().join("tree");
+        let boot = tree.join("boot/parador");
+        let grub = tree.join("boot/grub");
+        for folder in [&boot, &grub] {
+            fs::create_dir_all(folder)
+                .map_err(|error| Failure::file("make the folder", folder, &error))?;
+        }
+        copy(kernel, &boot.join(programs::KERNEL))?;
+        copy(bundle, &boot.join(BUNDLE))?;
+        let menu = grub.join("grub.cfg");
+        fs::write(&menu, grub_menu(plan)).map_err(|error| Failure::file("write", &menu, &error))?;
+        step.now("grub-mkrescue");
+        let output = Command::new("grub-mkrescue")
+            .arg("-o")
+            .arg(&image)
+            .arg(&tree)
+            .stdin(Stdio::null())
+            .output()
+            .map_err(|error| {
+                Failure::program("grub-mkrescue", &error)
+                    .help("install the packages grub-common, grub-pc-bin, xorriso and mtools")
+            })?;
+        if !output.status.success() {
+            let text = String::from_utf8_lossy(&output.stderr);
+            let last = text.trim().lines().last().unwrap_or("no reason given").to_owned();
+            return Err(Failure::new(
+                failure::UNAVAILABLE,
+                format!("grub-mkrescue failed: {last}"),
+            )
+            .help(
+                "are grub-pc-bin, xorriso and mtools installed, and is there room on the disk?",
+            ));
+        }
+        let length =
+            fs::metadata(&image).map_err(|error| Failure::file("read", &image, &error))?.len();
+        Ok(((), Size(length).to_string()))
+    })?;
+    Ok(staging)
+}
+
+fn grub_menu(plan: &Plan) -> String {
+    format!(
+        "set timeout=0\n\
+         menuentry \"Parador\" {{\n    \
+             multiboot2 /boot/parador/{} {}\n    \
+             module2 /boot/parador/{BUNDLE} {BUNDLE}\n\
+         }}\n",
+        programs::KERNEL,
+        plan.kernel_command_line(),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bundle_reads_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let (program, path) = (folder.path().join("program"), folder.path().join("bundle"));
+        fs::write(&program, vec![7; 5000]).unwrap();
+        let contents = [
+            ("root".to_owned(), Content::File(program)),
+            ("system".to_owned(), Content::Bytes(b"text".to_vec())),
+        ];
+        let length = write_bundle(&path, &contents).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        assert_eq!(bytes.len() as u64, length);
+        let header = bundle::Header::parse(&bytes, length).unwrap();
+        let content = |name: &str| {
+            let file = header.find(name).unwrap();
+            &bytes[file.offset as usize..][..file.length as usize]
+        };
+        assert_eq!(content("root"), vec![7; 5000]);
+        assert_eq!(content("system"), b"text");
+    }
+}

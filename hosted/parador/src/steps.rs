@@ -1,0 +1,62 @@
+//! Progress on standard error: on a terminal a line that moves, elsewhere plain lines.
+
+use crate::failure::Failure;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::io::{IsTerminal, stderr};
+use std::time::{Duration, Instant};
+
+/// Width of the column of names.
+const NAME_WIDTH: usize = 14;
+
+/// Prints what is being done, what came of it, and how long it took.
+pub struct Steps {
+    terminal: bool,
+}
+
+/// A step in progress.
+pub struct Step {
+    bar: ProgressBar,
+}
+
+impl Steps {
+    /// Progress for the current standard error.
+    pub fn new() -> Self {
+        Self { terminal: stderr().is_terminal() }
+    }
+
+    /// Does a step. What `work` returns beside its value is printed as the step's result.
+    pub fn run<T>(
+        &self,
+        name: &str,
+        work: impl FnOnce(&Step) -> Result<(T, String), Failure>,
+    ) -> Result<T, Failure> {
+        let start = Instant::now();
+        let step = Step { bar: self.bar(name) };
+        let outcome = work(&step);
+        step.bar.finish_and_clear();
+        let (value, result) = outcome?;
+        let seconds = start.elapsed().as_secs_f64();
+        eprintln!("  {name:<NAME_WIDTH$} {result} ({seconds:.1} s)");
+        Ok(value)
+    }
+
+    fn bar(&self, name: &str) -> ProgressBar {
+        if !self.terminal {
+            return ProgressBar::hidden();
+        }
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {prefix} {wide_msg} {elapsed}") {
+            bar.set_style(style);
+        }
+        bar.set_prefix(format!("{name:<NAME_WIDTH$}"));
+        bar.enable_steady_tick(Duration::from_millis(100));
+        bar
+    }
+}
+
+impl Step {
+    /// Says what the step does right now.
+    pub fn now(&self, what: impl Into<String>) {
+        self.bar.set_message(what.into());
+    }
+}
