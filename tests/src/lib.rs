@@ -2,11 +2,11 @@
 //!
 //! A test is data: a [`Scenario`](scenario::Scenario) says what to boot, what to type, what must
 //! appear on the console and in the kernel's log, and how it must end. One body runs all of them
-//! on every [`Backend`](scenario::Backend). Nothing here outlives the test process: QEMU is killed
-//! when its handle goes, and by the kernel if this process dies.
+//! on every [`Backend`](scenario::Backend), through the program that users have: `parador system
+//! emulate`. Nothing here outlives the test process: `parador` is killed when its handle goes, and
+//! by Linux if this process dies, and takes QEMU with it.
 #![forbid(unsafe_code)]
 
-pub mod image;
-pub mod machine;
 pub mod scenario;
+pub mod system;
 pub mod transcript;

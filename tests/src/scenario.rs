@@ -1,10 +1,11 @@
 //! Scenarios: what to boot, what to do, what must happen.
 
-use crate::image::Image;
-use crate::machine::{Boot, End, Machine, Running};
+use crate::system::{Machine, Running};
 use anyhow::{Context, Result, bail};
 use std::fmt;
 use std::time::{Duration, Instant};
+
+const SLACK: Duration = Duration::from_secs(60);
 
 /// A way to run guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,15 +20,6 @@ impl fmt::Display for Backend {
             Self::NativeX86Npt => "native-x86-npt",
         })
     }
-}
-
-/// How the machine boots.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum From {
-    /// By QEMU's own loader.
-    Loader,
-    /// From a CD-ROM image through GRUB.
-    Disc,
 }
 
 /// One thing to do or to wait for, in order.
@@ -53,16 +45,12 @@ pub struct Scenario {
     /// System description in TOML; `{artifacts}` stands for the folder of programs, `{cpus}` for
     /// the number of host CPUs.
     pub system: String,
-    /// Memory of the machine in MiB.
-    pub memory: u32,
-    /// Value of QEMU's `-cpu`.
-    pub processor: &'static str,
-    /// How it boots.
-    pub from: From,
+    /// The machine, its number of CPUs aside.
+    pub machine: Machine,
     /// What happens.
     pub steps: Vec<Step>,
-    /// How it ends.
-    pub end: End,
+    /// Exit code of `parador`. A panic of Parador's own kernel gives 70, whatever the guest did.
+    pub code: i32,
     /// Texts that must be nowhere on the console or in the log.
     pub never: &'static [&'static str],
     /// Seconds that it may take on a busy machine.
@@ -74,24 +62,17 @@ impl Scenario {
     pub fn run(&self, backend: Backend, cpus: u32) -> Result<()> {
         let Backend::NativeX86Npt = backend;
         let description = self.system.replace("{cpus}", &cpus.to_string());
-        let image = match self.from {
-            From::Loader => Image::build(&description)?,
-            From::Disc => Image::build_disc(&description)?,
-        };
-        let disc = image.disc();
-        let boot = match self.from {
-            From::Loader => Boot::Direct(&image),
-            From::Disc => Boot::Disc(&disc),
-        };
-        let machine = Machine { cpus, memory: self.memory, processor: self.processor };
-        let mut running = Running::start(&machine, boot)?;
+        let machine = Machine { cpus, ..self.machine.clone() };
+        let limit = Duration::from_secs(self.limit);
+        let mut running = Running::start(&description, &machine, limit)?;
         self.follow(&mut running)
-            .with_context(|| format!("\n{}{}", running.console.tail(), running.log.tail()))
+            .with_context(|| format!("\n{}", running.transcripts()))
             .map_err(reason_last)
     }
 
     fn follow(&self, running: &mut Running) -> Result<()> {
-        let deadline = Instant::now() + Duration::from_secs(self.limit);
+        // `parador` keeps the limit; the rest is for building the image and for ending.
+        let deadline = Instant::now() + Duration::from_secs(self.limit) + SLACK;
         for step in &self.steps {
             match *step {
                 Step::Console(text) => running.console.expect(text, deadline)?,
@@ -99,9 +80,9 @@ impl Scenario {
                 Step::Type(text) => running.type_text(text)?,
             }
         }
-        let end = running.wait(deadline)?;
-        if end != self.end {
-            bail!("ended with {end:?} instead of {:?}", self.end);
+        let code = running.wait(deadline)?;
+        if code != self.code {
+            bail!("ended with code {code} instead of {}", self.code);
         }
         for text in self.never {
             for transcript in [&running.console, &running.log] {

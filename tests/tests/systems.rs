@@ -2,9 +2,8 @@
 
 use anyhow::{Result, bail};
 use libtest_mimic::{Arguments, Failed, Trial};
-use parador_tests::image::parador;
-use parador_tests::machine::{End, Machine};
-use parador_tests::scenario::{Backend, From, Scenario, Step};
+use parador_tests::scenario::{Backend, Scenario, Step};
+use parador_tests::system::{Machine, parador};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -13,18 +12,8 @@ const EVERY_BACKEND: &[Backend] = &[Backend::NativeX86Npt];
 /// Systems in QEMU at the same time: each keeps a CPU of the host busy.
 const PARALLEL: usize = 2;
 
-/// The head of a description for QEMU, with the console on the first serial port.
-const HEAD: &str = r#"
-[system]
-board = "qemu-q35"
-log = "com2"
-cpus = {cpus}
-
-[[server]]
-name = "console"
-kind = "console"
-device = "com1"
-"#;
+/// The head of a description.
+const HEAD: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n";
 
 /// Adds a virtual machine with Debian's kernel and a busybox RAM disk.
 fn linux(name: &str, command_line: &str, more: &str) -> String {
@@ -40,11 +29,9 @@ fn base(name: &'static str, system: String) -> Scenario {
         backends: EVERY_BACKEND,
         cpus: &[1],
         system: format!("{HEAD}{system}"),
-        memory: 1024,
-        processor: Machine::AMD,
-        from: From::Loader,
+        machine: Machine::default(),
         steps: Vec::new(),
-        end: End::Code(0),
+        code: 0,
         never: &[],
         limit: 120,
     }
@@ -73,16 +60,16 @@ fn linux_scenarios() -> Vec<Scenario> {
                 Step::Type("echo c > /proc/sysrq-trigger\n"),
                 Step::Console("Kernel panic"),
             ],
-            end: End::Code(80),
+            code: 80,
             ..base("linux-panic", linux("linux", "panic=-1", on_console))
         },
         Scenario {
             steps: vec![Step::Console(" # "), Step::Type("reboot\n")],
-            end: End::Code(83),
+            code: 83,
             ..base("linux-reboot", linux("linux", "", on_console))
         },
         Scenario {
-            from: From::Disc,
+            machine: Machine { disc: true, ..Machine::default() },
             steps: vec![Step::Console(" # "), Step::Type("poweroff\n")],
             ..base("linux-from-disc", linux("linux", "", on_console))
         },
@@ -125,7 +112,7 @@ fn refusal(description: &str, code: i32, message: &str) -> Result<()> {
     std::fs::write(folder.path().join("truncated"), kernel)?;
 
     let arguments = ["system", "build", "system.toml", "--output", "image"];
-    let output = parador(&arguments, folder.path())?;
+    let output = parador(folder.path()).args(arguments).output()?;
     let errors = String::from_utf8_lossy(&output.stderr);
     if output.status.code() != Some(code) {
         bail!("exit status {} instead of {code}\n{errors}", output.status);

@@ -1,0 +1,194 @@
+//! A system built and emulated by `parador`.
+
+use crate::transcript::Transcript;
+use anyhow::{Context, Result, bail};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Time after the end of a process in which the last of its output arrives.
+const LAST_OUTPUT: Duration = Duration::from_secs(5);
+
+/// Root of the source tree.
+pub fn workspace() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(Path::to_path_buf).unwrap_or_default()
+}
+
+/// Where build products are.
+pub fn target() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(path) => workspace().join(path),
+        None => workspace().join("target"),
+    }
+}
+
+/// The folder of native programs and micro-guests, made by `cargo xtask build`.
+pub fn artifacts() -> PathBuf {
+    target().join("artifacts")
+}
+
+/// `parador`, to be run in `folder`; killed when the thread that starts it ends.
+pub fn parador(folder: &Path) -> Command {
+    // Setting the signal here would take unsafe code; `setpriv` is in every Debian.
+    let mut command = Command::new("setpriv");
+    command
+        .args(["--pdeathsig", "KILL"])
+        .arg(target().join("release").join("parador"))
+        .current_dir(folder)
+        .env("PARADOR_ARTIFACTS", artifacts())
+        .env("XDG_CACHE_HOME", target().join("cache"));
+    command
+}
+
+/// How to emulate a system.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    /// CPUs.
+    pub cpus: u32,
+    /// Memory, such as `512M`; `None`: what the description needs.
+    pub memory: Option<&'static str>,
+    /// Boot from a CD-ROM image through GRUB instead of QEMU's own loader.
+    pub disc: bool,
+    /// Count instructions instead of time.
+    pub counted: bool,
+    /// Further arguments for QEMU.
+    pub qemu: &'static [&'static str],
+}
+
+impl Default for Machine {
+    fn default() -> Self {
+        Self { cpus: 1, memory: None, disc: false, counted: false, qemu: &[] }
+    }
+}
+
+/// A system that runs. Dropping it ends it.
+pub struct Running {
+    child: Child,
+    input: ChildStdin,
+    log_ended: Arc<AtomicBool>,
+    folder: TempDir,
+    /// The guest's console.
+    pub console: Transcript,
+    /// The kernel's log, with what root writes there.
+    pub log: Transcript,
+    /// Messages of `parador`.
+    pub messages: Transcript,
+}
+
+impl Running {
+    /// Builds and starts the system that `description` (TOML) says. `{artifacts}` in it stands for
+    /// the folder of programs. The machine ends after `limit`.
+    pub fn start(description: &str, machine: &Machine, limit: Duration) -> Result<Self> {
+        let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+        let text = description.replace("{artifacts}", &artifacts().display().to_string());
+        std::fs::write(folder.path().join("system.toml"), text).context("cannot write TOML")?;
+        let log = folder.path().join("log");
+        File::create(&log).context("cannot make the log")?;
+
+        let mut command = parador(folder.path());
+        command.args(["system", "emulate", "system.toml", "--output", "image", "--log", "log"]);
+        command.arg("--cpus").arg(machine.cpus.to_string());
+        command.arg("--timeout").arg(format!("{}s", limit.as_secs()));
+        if let Some(memory) = machine.memory {
+            command.args(["--memory", memory]);
+        }
+        if machine.disc {
+            command.arg("--iso");
+        }
+        if machine.counted {
+            command.arg("--icount");
+        }
+        let mut child = command
+            .arg("--")
+            .args(machine.qemu)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .context("cannot start parador through setpriv")?;
+        let (Some(input), Some(output), Some(errors)) =
+            (child.stdin.take(), child.stdout.take(), child.stderr.take())
+        else {
+            bail!("parador has no pipes");
+        };
+        let log_ended = Arc::new(AtomicBool::new(false));
+        let growing = Growing {
+            file: File::open(&log).context("cannot open the log")?,
+            ended: Arc::clone(&log_ended),
+        };
+        Ok(Self {
+            child,
+            input,
+            log_ended,
+            folder,
+            console: Transcript::follow("console", output),
+            log: Transcript::follow("kernel's log", growing),
+            messages: Transcript::follow("messages of parador", errors),
+        })
+    }
+
+    /// Types on the console.
+    pub fn type_text(&mut self, text: &str) -> Result<()> {
+        self.input.write_all(text.as_bytes()).context("cannot type on the console")
+    }
+
+    /// Waits for the end and returns the exit code.
+    pub fn wait(&mut self, deadline: Instant) -> Result<i32> {
+        loop {
+            if let Some(status) = self.child.try_wait().context("cannot wait for parador")? {
+                self.log_ended.store(true, Ordering::Release);
+                for transcript in [&self.console, &self.log, &self.messages] {
+                    transcript.finish(LAST_OUTPUT);
+                }
+                return status.code().context("parador was killed");
+            }
+            if Instant::now() >= deadline {
+                bail!("the system did not end in time");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// The ends of everything that it wrote, to explain a failure.
+    pub fn transcripts(&self) -> String {
+        [&self.console, &self.log, &self.messages].map(|transcript| transcript.tail()).concat()
+    }
+
+    /// The folder of the built system.
+    pub fn image(&self) -> PathBuf {
+        self.folder.path().join("image")
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.log_ended.store(true, Ordering::Release);
+        // It may have ended by itself; either way it is not there afterwards.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A file that another process writes: its end is the end of that process.
+struct Growing {
+    file: File,
+    ended: Arc<AtomicBool>,
+}
+
+impl Read for Growing {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let ended = self.ended.load(Ordering::Acquire);
+            let length = self.file.read(buffer)?;
+            if length > 0 || ended {
+                return Ok(length);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
