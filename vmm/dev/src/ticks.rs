@@ -1,0 +1,86 @@
+//! Conversion between machine time and the ticks of a counter, without division at run time.
+
+use vmm_bus::Nanos;
+
+/// `x * numerator / denominator` as one wide multiplication.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Ratio {
+    factor: u64,
+    shift: u32,
+}
+
+impl Ratio {
+    /// The ratio with as many bits as fit. Both values must not be 0; a smaller quotient is more exact.
+    const fn new(numerator: u64, denominator: u64) -> Self {
+        let mut shift = 64;
+        loop {
+            let factor = ((numerator as u128) << shift) / denominator as u128;
+            if factor <= u64::MAX as u128 {
+                return Self { factor: factor as u64, shift };
+            }
+            shift -= 1;
+        }
+    }
+
+    /// Rounded down (and, by the rounding of the factor, at most a part in 2^63 too low).
+    #[inline]
+    const fn apply(self, x: u64) -> u64 {
+        let wide = (x as u128 * self.factor as u128) >> self.shift;
+        if wide > u64::MAX as u128 { u64::MAX } else { wide as u64 }
+    }
+}
+
+/// A clock that ticks `hz` times a second from machine time 0.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Ticks {
+    from_nanos: Ratio,
+    to_nanos: Ratio,
+}
+
+impl Ticks {
+    /// `hz` is raised to 1 if it is 0.
+    pub(crate) const fn new(hz: u64) -> Self {
+        let hz = if hz == 0 { 1 } else { hz };
+        const SECOND: u64 = 1_000_000_000;
+        Self { from_nanos: Ratio::new(hz, SECOND), to_nanos: Ratio::new(SECOND, hz) }
+    }
+
+    /// Ticks that have passed in `nanos`.
+    #[inline]
+    pub(crate) const fn in_nanos(self, nanos: Nanos) -> u64 {
+        self.from_nanos.apply(nanos)
+    }
+
+    /// A time by which `ticks` have passed, at most a few nanoseconds late.
+    #[inline]
+    pub(crate) const fn nanos(self, ticks: u64) -> Nanos {
+        // One for the rounding of the result, one for the factors' rounding in both directions.
+        self.to_nanos.apply(ticks).saturating_add(2)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_deadline_is_never_early_and_hardly_late(hz in 1_u64..6_000_000_000, ticks in 0..1_u64 << 53) {
+            let clock = Ticks::new(hz);
+            let nanos = clock.nanos(ticks);
+            if nanos < u64::MAX {
+                let exact = u128::from(ticks) * 1_000_000_000 / u128::from(hz);
+                prop_assert!(clock.in_nanos(nanos) >= ticks);
+                prop_assert!(u128::from(nanos) >= exact && u128::from(nanos) <= exact + 3);
+            }
+        }
+    }
+
+    #[test]
+    fn extremes_saturate() {
+        let clock = Ticks::new(0);
+        assert_eq!(clock.nanos(u64::MAX), u64::MAX);
+        assert_eq!(Ticks::new(u64::MAX).in_nanos(u64::MAX), u64::MAX);
+    }
+}
