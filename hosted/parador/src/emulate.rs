@@ -8,13 +8,13 @@ use crate::check::Plan;
 use crate::failure::{self, Failure};
 use crate::image::Image;
 use crate::interrupt::ENDING;
+use crate::supervise::{self, AtEnd};
 use crate::terminal::{Keys, Raw};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::{Errno, read, write};
-use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+use rustix::process::Signal;
 use signal_hook::low_level::pipe;
-use std::env;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Write};
@@ -34,6 +34,9 @@ const KERNEL_PANIC: u8 = 0x3f;
 const SHOWN_LINES: usize = 20;
 /// Bytes of QEMU's messages that are kept.
 const KEPT_MESSAGES: usize = 16 << 10;
+
+/// QEMU lists every feature of the real processor that it lacks.
+const NOISE: &str = "warning: TCG doesn't support requested feature";
 
 /// How to emulate.
 #[derive(Debug)]
@@ -75,11 +78,13 @@ struct Verdict {
 
 /// Runs the machine to its end and returns the exit code.
 pub fn run(plan: &Plan, image: &Image, options: &Options) -> Result<u8, Failure> {
-    let qemu = find_program(&options.qemu)?;
+    let mut command = supervise::command(options.qemu.as_os_str(), AtEnd::Kill)
+        .map_err(|failure| failure.help("install QEMU: apt-get install qemu-system-x86"))?;
+    command.args(arguments(plan, image, options));
     // QEMU appends nothing to an old log, but one that it never gets to open would mislead.
     fs::write(&options.log, "").map_err(|error| Failure::file("write", &options.log, &error))?;
     let start = Instant::now();
-    let machine = Machine::start(&qemu, arguments(plan, image, options))?;
+    let machine = Machine::start(command)?;
     let (end, messages) = machine.serve(options.timeout)?;
     let verdict = judge(&end);
     if verdict.show_log {
@@ -98,7 +103,8 @@ pub fn run(plan: &Plan, image: &Image, options: &Options) -> Result<u8, Failure>
 
 /// Prints the last lines of a text, if there are any.
 fn show(what: &str, text: &str, origin: &str) {
-    let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    let tells = |line: &&str| !line.trim().is_empty() && !line.contains(NOISE);
+    let lines: Vec<&str> = text.lines().filter(tells).collect();
     if lines.is_empty() {
         return;
     }
@@ -192,50 +198,6 @@ fn option_path(path: &Path) -> String {
     path.to_string_lossy().replace(',', ",,")
 }
 
-fn find_program(name: &Path) -> Result<PathBuf, Failure> {
-    let found = if name.components().count() > 1 {
-        Some(name.to_owned()).filter(|path| path.is_file())
-    } else {
-        let path = env::var_os("PATH").unwrap_or_default();
-        env::split_paths(&path).map(|folder| folder.join(name)).find(|path| path.is_file())
-    };
-    found.ok_or_else(|| {
-        Failure::new(failure::UNAVAILABLE, format!("no program {}", name.display()))
-            .help("install QEMU: apt-get install qemu-system-x86")
-    })
-}
-
-/// First argument that makes this program a [`supervised_child`].
-const CHILD_MARK: &str = "--supervised-child";
-
-/// Becomes the program that the arguments name, if this process was started for that, to be
-/// killed when its parent ends. Returns only if there is nothing to become, or it fails.
-///
-/// The request for the signal outlives `exec` but has to be made between `fork` and `exec`, where
-/// a safe program cannot run code of its own; so it starts itself again.
-pub fn supervised_child() -> Option<Failure> {
-    let mut arguments = env::args_os().skip(1);
-    if arguments.next()? != CHILD_MARK {
-        return None;
-    }
-    let parent = arguments.next()?.to_str()?.parse().ok().and_then(Pid::from_raw)?;
-    let program = arguments.next()?;
-    if let Err(error) = set_parent_process_death_signal(Some(Signal::KILL)) {
-        return Some(Failure::new(
-            failure::INTERNAL,
-            format!("cannot tie QEMU to parador: {error}"),
-        ));
-    }
-    // The parent may have ended before the request.
-    if getppid() != Some(parent) {
-        return Some(Failure::new(failure::INTERNAL, "parador ended before QEMU started"));
-    }
-    let error = Command::new(&program).args(arguments).exec();
-    // An even exit code cannot be mistaken for a report from the machine.
-    let reason = failure::describe(&error);
-    Some(Failure::new(failure::INTERNAL, format!("cannot start {}: {reason}", program.display())))
-}
-
 /// A running QEMU. Dropping it ends it.
 struct Machine {
     child: Child,
@@ -252,7 +214,7 @@ impl Drop for Machine {
 }
 
 impl Machine {
-    fn start(qemu: &Path, arguments: Vec<OsString>) -> Result<Self, Failure> {
+    fn start(mut command: Command) -> Result<Self, Failure> {
         let mut signals = Vec::new();
         for signal in ENDING {
             let registered = UnixStream::pair().and_then(|(ours, theirs)| {
@@ -262,11 +224,7 @@ impl Machine {
             let ours = registered.map_err(|error| Failure::os("listen to signals", &error))?;
             signals.push((signal, ours));
         }
-        let child = Command::new("/proc/self/exe")
-            .arg(CHILD_MARK)
-            .arg(std::process::id().to_string())
-            .arg(qemu)
-            .args(arguments)
+        let child = command
             .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -431,11 +389,8 @@ impl Traffic {
     /// From standard input. `true`: the user ends the machine.
     fn keyboard(&mut self) -> Result<bool, Failure> {
         let mut buffer = [0; 4096];
-        let length = match receive(rustix::stdio::stdin(), &mut buffer) {
-            Ok(length) => length,
-            // A terminal that went away is the same as the end of a file.
-            Err(_) => 0,
-        };
+        // A terminal that went away is the same as the end of a file.
+        let length = receive(rustix::stdio::stdin(), &mut buffer).unwrap_or(0);
         self.input_open = length != 0;
         if self.raw {
             return Ok(self.keys.pass(&buffer[..length], &mut self.pending));

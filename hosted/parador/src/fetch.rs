@@ -7,6 +7,8 @@ use crate::failure::{self, Failure};
 use crate::guest;
 use crate::interrupt::Interruptible;
 use crate::steps::Step;
+use crate::supervise::{self, AtEnd};
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -112,7 +114,7 @@ fn fetch(
     let download = work.path().join("download");
     create(&download)?;
     let target = format!("{package}={version}");
-    run(Command::new("apt-get").args(["download", &target]).current_dir(&download), &title)?;
+    run("apt-get", &title, |command| command.args(["download", &target]).current_dir(&download))?;
     let archive = fs::read_dir(&download)
         .and_then(|mut entries| entries.next().transpose())
         .map_err(|error| Failure::file("read", &download, &error))?
@@ -143,10 +145,9 @@ fn unpack(
     to: &Path,
     pick: impl Fn(&Path) -> Option<&'static str>,
 ) -> Result<(), Failure> {
-    let mut child = Command::new("dpkg-deb")
+    let mut child = apt_command("dpkg-deb")?
         .arg("--fsys-tarfile")
         .arg(archive)
-        .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
@@ -191,28 +192,40 @@ impl Shown {
 }
 
 fn apt_show(package: &str) -> Result<Shown, Failure> {
-    let output =
-        run(Command::new("apt-cache").args(["show", "--no-all-versions", package]), package)?;
+    let show = ["show", "--no-all-versions", package];
+    let output = run("apt-cache", package, |command| command.args(show))?;
     Ok(Shown(String::from_utf8_lossy(&output.stdout).into_owned()))
 }
 
-/// Runs one of apt's programs.
-fn run(command: &mut Command, what: &str) -> Result<Output, Failure> {
-    const ADVICE: &str = "check the network and run `apt-get update`, or give a file in the \
-                          description instead of \"debian\" or \"busybox\"";
-    let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.env("LC_ALL", "C").stdin(Stdio::null()).output().map_err(|error| {
-        Failure::program(&name, &error)
-            .help("this needs Debian's apt; give a file in the description instead")
-    })?;
+/// One of the programs of apt and dpkg.
+fn apt_command(name: &str) -> Result<Command, Failure> {
+    let mut command =
+        supervise::command(OsStr::new(name), AtEnd::Terminate).map_err(|failure| {
+            failure.help("this needs Debian; elsewhere give files in the description")
+        })?;
+    command.env("LC_ALL", "C").stdin(Stdio::null());
+    Ok(command)
+}
+
+/// Runs one of apt's programs to get `what`.
+fn run(
+    name: &str,
+    what: &str,
+    arguments: impl FnOnce(&mut Command) -> &mut Command,
+) -> Result<Output, Failure> {
+    let mut command = apt_command(name)?;
+    let output =
+        arguments(&mut command).output().map_err(|error| Failure::program(name, &error))?;
     if output.status.success() {
         return Ok(output);
     }
     let stderr = String::from_utf8_lossy(&output.stderr);
     let reasons: Vec<&str> = stderr.lines().filter(|line| line.starts_with("E:")).collect();
     let reason = if reasons.is_empty() { stderr.trim().to_owned() } else { reasons.join(" ") };
-    Err(Failure::new(failure::UNAVAILABLE, format!("{name} cannot get {what}: {reason}"))
-        .help(ADVICE))
+    Err(Failure::new(failure::UNAVAILABLE, format!("{name} cannot get {what}: {reason}")).help(
+        "check the network and run `apt-get update`, or give a file in the description instead of \
+         \"debian\" or \"busybox\"",
+    ))
 }
 
 #[cfg(test)]

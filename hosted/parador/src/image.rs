@@ -12,11 +12,13 @@ use crate::interrupt::Interruptible;
 use crate::problem::Problem;
 use crate::programs::{self, Programs};
 use crate::steps::Steps;
+use crate::supervise::{self, AtEnd};
 use abi::bundle;
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use tempfile::TempDir;
 
 /// File name of the bundle in an image's folder.
@@ -89,8 +91,8 @@ pub fn build(
         let contents = contents(plan, &artifacts, &files)?;
         step.now("writing");
         let from = artifacts.join(programs::KERNEL);
-        copy(&from, &kernel)?;
-        let length = write_bundle(&bundle, &contents)?;
+        copy(&from, &kernel, &folder.join(programs::KERNEL))?;
+        let length = write_bundle(&bundle, &folder.join(BUNDLE), &contents)?;
         Ok((length, format!("{} files, {}", contents.len(), Size(length))))
     })?;
     let iso = match &options.iso {
@@ -221,8 +223,9 @@ fn contents(
     Ok(contents)
 }
 
-/// Writes a bundle and returns its length in bytes.
-fn write_bundle(path: &Path, contents: &[(String, Content)]) -> Result<u64, Failure> {
+/// Writes a bundle to `path` and returns its length in bytes. Errors of writing name `shown`, its
+/// later place.
+fn write_bundle(path: &Path, shown: &Path, contents: &[(String, Content)]) -> Result<u64, Failure> {
     let mut files = Vec::new();
     for (name, content) in contents {
         let length = match content {
@@ -242,7 +245,7 @@ fn write_bundle(path: &Path, contents: &[(String, Content)]) -> Result<u64, Fail
             )
         })?;
 
-    let failed = |error: io::Error| Failure::file("write", path, &error);
+    let failed = |error: io::Error| Failure::file("write", shown, &error);
     let mut output = BufWriter::new(File::create(path).map_err(failed)?);
     output.write_all(&header).map_err(failed)?;
     let mut end = header.len() as u64;
@@ -266,13 +269,14 @@ fn write_bundle(path: &Path, contents: &[(String, Content)]) -> Result<u64, Fail
     Ok(end)
 }
 
-fn copy(from: &Path, to: &Path) -> Result<(), Failure> {
+/// Copies a file. Errors of writing name `shown`, what the copy will be part of.
+fn copy(from: &Path, to: &Path, shown: &Path) -> Result<(), Failure> {
     let mut input = File::open(from).map_err(|error| {
         Failure::file("read", from, &error)
             .help("build Parador's programs with `cargo xtask build`")
     })?;
-    let mut output = File::create(to).map_err(|error| Failure::file("write", to, &error))?;
-    io::copy(&mut input, &mut output).map_err(|error| Failure::file("write", to, &error))?;
+    let mut output = File::create(to).map_err(|error| Failure::file("write", shown, &error))?;
+    io::copy(&mut input, &mut output).map_err(|error| Failure::file("write", shown, &error))?;
     Ok(())
 }
 
@@ -301,21 +305,21 @@ fn make_iso(
             fs::create_dir_all(folder)
                 .map_err(|error| Failure::file("make the folder", folder, &error))?;
         }
-        copy(kernel, &boot.join(programs::KERNEL))?;
-        copy(bundle, &boot.join(BUNDLE))?;
+        copy(kernel, &boot.join(programs::KERNEL), path)?;
+        copy(bundle, &boot.join(BUNDLE), path)?;
         let menu = grub.join("grub.cfg");
         fs::write(&menu, grub_menu(plan)).map_err(|error| Failure::file("write", &menu, &error))?;
         step.now("grub-mkrescue");
-        let output = Command::new("grub-mkrescue")
+        let output = supervise::command(OsStr::new("grub-mkrescue"), AtEnd::Terminate)
+            .map_err(|failure| {
+                failure.help("install the packages grub-common, grub-pc-bin, xorriso and mtools")
+            })?
             .arg("-o")
             .arg(&image)
             .arg(&tree)
             .stdin(Stdio::null())
             .output()
-            .map_err(|error| {
-                Failure::program("grub-mkrescue", &error)
-                    .help("install the packages grub-common, grub-pc-bin, xorriso and mtools")
-            })?;
+            .map_err(|error| Failure::program("grub-mkrescue", &error))?;
         if !output.status.success() {
             let text = String::from_utf8_lossy(&output.stderr);
             let last = text.trim().lines().last().unwrap_or("no reason given").to_owned();
@@ -359,7 +363,7 @@ mod tests {
             ("root".to_owned(), Content::File(program)),
             ("system".to_owned(), Content::Bytes(b"text".to_vec())),
         ];
-        let length = write_bundle(&path, &contents).unwrap();
+        let length = write_bundle(&path, &path, &contents).unwrap();
         let bytes = fs::read(&path).unwrap();
         assert_eq!(bytes.len() as u64, length);
         let header = bundle::Header::parse(&bytes, length).unwrap();

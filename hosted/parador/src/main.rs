@@ -17,6 +17,7 @@ mod interrupt;
 mod problem;
 mod programs;
 mod steps;
+mod supervise;
 mod terminal;
 
 use clap::Parser;
@@ -24,9 +25,8 @@ use clap::error::ErrorKind;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    if let Some(failure) = emulate::supervised_child() {
-        failure.print();
-        return ExitCode::from(failure.code());
+    if let Some(code) = supervise::become_other_program() {
+        return code;
     }
     let arguments = match commands::Cli::try_parse() {
         Ok(arguments) => arguments,

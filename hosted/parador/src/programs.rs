@@ -2,12 +2,13 @@
 
 use crate::failure::{self, Failure};
 use crate::steps::Step;
+use crate::supervise::{self, AtEnd};
 use std::collections::VecDeque;
 use std::env;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 /// File name of the kernel among the programs.
 pub const KERNEL: &str = "kernel.elf";
@@ -73,7 +74,7 @@ impl Programs {
         let variable =
             |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         match self {
-            Self::SourceTree(tree) => Ok(target(tree).join("cache")),
+            Self::SourceTree(tree) => Ok(target(tree).join("cache/parador")),
             Self::Folder(_) => variable("XDG_CACHE_HOME")
                 .or_else(|| variable("HOME").map(|home| home.join(".cache")))
                 .map(|cache| cache.join("parador"))
@@ -103,17 +104,16 @@ const SHOWN_LINES: usize = 40;
 
 fn build_tree(tree: &Path, step: &Step) -> Result<(), Failure> {
     let cargo = env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
-    let mut child = Command::new(&cargo)
+    let advice = "install Rust, or name a folder of finished programs with --artifacts";
+    let mut child = supervise::command(&cargo, AtEnd::Terminate)
+        .map_err(|failure| failure.help(advice))?
         .args(["xtask", "build", "kernel", "native"])
         .current_dir(tree)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
-        .map_err(|error| {
-            Failure::program("cargo", &error)
-                .help("install Rust, or name a folder of finished programs with --artifacts")
-        })?;
+        .map_err(|error| Failure::program("cargo", &error))?;
     let mut last: VecDeque<String> = VecDeque::new();
     if let Some(stderr) = child.stderr.take() {
         for line in BufReader::new(stderr).split(b'\n').map_while(Result::ok) {

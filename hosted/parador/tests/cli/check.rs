@@ -1,0 +1,310 @@
+//! `parador system check`: every rule with its place, message and exit code.
+
+use crate::support::{Folder, ONE_VM, bzimage, code, errors};
+
+/// Runs `system check` on a description beside a good kernel, a cut-short one and a RAM disk.
+fn check(description: &str) -> (i32, String) {
+    let folder = Folder::new(description);
+    folder.write("kernel", &bzimage());
+    folder.write("short", &bzimage()[..1200]);
+    folder.write("text", b"no kernel at all");
+    folder.write("initrd", &[0; 100]);
+    let output = folder.parador(&["system", "check", "system.toml"]).output().unwrap();
+    (code(&output), errors(&output))
+}
+
+/// `description` is refused with this exit code; the message starts so.
+fn refused(description: &str, expected_code: i32, start: &str) {
+    let (code, errors) = check(description);
+    assert!(errors.starts_with(start), "{description}\nexpected {start}\ngot {errors}");
+    assert_eq!(code, expected_code, "{description}\n{errors}");
+    assert!(errors.contains("\n      | "), "no caret\n{errors}");
+}
+
+fn system(lines: &str) -> String {
+    format!("{ONE_VM}cpus = 1\n").replacen("\n\n", &format!("\n{lines}\n\n"), 1)
+}
+
+fn vm(lines: &str) -> String {
+    format!("{ONE_VM}{lines}\n")
+}
+
+#[test]
+fn a_good_description_and_what_was_proved() {
+    let folder = Folder::new(ONE_VM);
+    folder.write("kernel", &bzimage());
+    let output = folder.parador(&["system", "check", "system.toml"]).output().unwrap();
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
+    assert_eq!(code(&output), 0, "{}", errors(&output));
+    assert!(text.starts_with("system.toml: no problem found\n"), "{text}");
+    assert!(text.contains("com2: kernel log; com1: server console for linux"), "{text}");
+    assert!(text.contains("1 vCPU on 1 CPU, none shared"), "{text}");
+}
+
+#[test]
+fn the_examples_are_good() {
+    let examples = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples");
+    let folder = Folder::new("");
+    for entry in std::fs::read_dir(examples).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "toml") {
+            let output =
+                folder.parador(&["system", "check", path.to_str().unwrap()]).output().unwrap();
+            assert_eq!(code(&output), 0, "{}: {}", path.display(), errors(&output));
+        }
+    }
+}
+
+#[test]
+fn toml_and_schema() {
+    refused("[system\n", 65, "system.toml:1:8: error: ");
+    refused(
+        "[system]\nboard = \"qemu-q35\"\nlogs = \"com2\"\n",
+        65,
+        "system.toml:3:1: error: unknown field `logs`, expected one of `board`, `log`",
+    );
+    refused(&vm("memroy = \"1G\""), 65, "system.toml:9:1: error: unknown field `memroy`");
+    refused(&vm("cpus = { pins = [0] }"), 65, "system.toml:9:10: error: unknown field `pins`");
+    refused(
+        &format!("{ONE_VM}[[channel]]\n"),
+        65,
+        "system.toml:9:3: error: unknown field `channel`",
+    );
+    refused(
+        "[system]\nboard = \"amiga\"\n",
+        65,
+        "system.toml:2:9: error: unknown variant `amiga`, expected `qemu-q35` or `pc`",
+    );
+    refused(
+        "[system]\nboard = \"pc\"\n[[vm]]\nname = \"a\"\nkernel = \"kernel\"\n",
+        65,
+        "system.toml:3:1: error: missing field `memory`",
+    );
+    refused(
+        &vm("cpus = \"two\""),
+        65,
+        "system.toml:9:8: error: invalid type: string \"two\", expected a number of CPUs",
+    );
+    refused(
+        &ONE_VM.replace("\"64M\"", "64"),
+        65,
+        "system.toml:6:10: error: invalid type: integer `64`, expected a size in quotes with a unit",
+    );
+    refused(&ONE_VM.replace("64M", "64MB"), 65, "system.toml:6:10: error: `64MB` is not a size");
+    refused(
+        "[system]\nboard = \"pc\"\n",
+        65,
+        "system.toml:1:1: error: the system has nothing to run",
+    );
+}
+
+#[test]
+fn names() {
+    refused(
+        &ONE_VM.replace("\"linux\"", "\"Linux\""),
+        65,
+        "system.toml:5:8: error: `Linux` is not a name",
+    );
+    refused(&ONE_VM.replace("\"linux\"", "\"\""), 65, "system.toml:5:8: error: `` is not a name");
+    refused(&ONE_VM.replace("linux", &"a".repeat(32)), 65, "system.toml:5:8: error: `aaaa");
+    let twice = format!("{ONE_VM}[[task]]\nname = \"linux\"\nbinary = \"check-hostile\"\n");
+    refused(
+        &twice,
+        65,
+        "system.toml:5:8: error: there is a task or virtual machine `linux` already",
+    );
+    let path = format!("{ONE_VM}[[task]]\nname = \"t\"\nbinary = \"../check\"\n");
+    refused(&path, 65, "system.toml:11:10: error: `../check` is no program of the build");
+}
+
+#[test]
+fn devices_have_one_owner() {
+    refused(
+        &system("log = \"com1\""),
+        65,
+        "system.toml:9:11: error: com1 belongs to the kernel's log already",
+    );
+    let server = "[[server]]\nname = \"a\"\nkind = \"console\"\ndevice = \"com1\"\n";
+    let servers = format!("{ONE_VM}{server}{}", server.replace("\"a\"", "\"b\""));
+    refused(&servers, 65, "system.toml:16:10: error: com1 belongs to server `a` already");
+    refused(
+        &format!("{}{server}", system("log = \"com1\"")),
+        65,
+        "system.toml:14:10: error: com1 belongs to the kernel's log",
+    );
+    let second =
+        "[[vm]]\nname = \"b\"\nmemory = \"64M\"\nkernel = \"kernel\"\nconsole = \"com1\"\n";
+    refused(
+        &format!("{ONE_VM}{second}"),
+        65,
+        "system.toml:13:11: error: com1 is the console of `linux` already",
+    );
+    refused(
+        &format!("{ONE_VM}{}", server.replace("com1", "com9")),
+        65,
+        "system.toml:12:10: error: unknown variant `com9`",
+    );
+}
+
+#[test]
+fn cpus() {
+    refused(&system("cpus = 0"), 65, "system.toml:3:8: error: a machine has 1 to 288 CPUs, not 0");
+    let pinned = vm("cpus = { pin = [0, 3] }").replacen("\n\n", "\ncpus = 2\n\n", 1);
+    refused(&pinned, 65, "system.toml:10:20: error: the machine has no CPU 3, only 0 to 1");
+    refused(&vm("cpus = { pin = [1, 1] }"), 65, "system.toml:9:20: error: CPU 1 is listed twice");
+    refused(
+        &vm("cpus = { pin = [] }"),
+        65,
+        "system.toml:9:8: error: a virtual machine has 1 to 16 vCPUs, not 0",
+    );
+    refused(
+        &vm("cpus = 17"),
+        65,
+        "system.toml:9:8: error: a virtual machine has 1 to 16 vCPUs, not 17",
+    );
+    let wide = vm("cpus = 3").replacen("\n\n", "\ncpus = 2\n\n", 1);
+    refused(&wide, 65, "system.toml:10:8: error: `linux` has 3 vCPUs, the machine has 2 CPUs");
+    let second = "[[vm]]\nname = \"b\"\nmemory = \"64M\"\nkernel = \"kernel\"\n";
+    let two = format!("{}{second}cpus = 1\n", system("cpus = 1"));
+    refused(&two, 65, "system.toml:15:8: error: no CPU left for `b`: 2 vCPUs so far on 1 CPU");
+    assert_eq!(check(&two.replacen("cpus = 1", "cpus = 1\nshare_cpus = true", 1)).0, 0);
+    let same = format!("{}{second}cpus = {{ pin = [0] }}\n", vm("cpus = { pin = [0] }"));
+    refused(&same, 65, "system.toml:14:17: error: CPU 0 belongs to `linux` already");
+    let task = format!(
+        "{}[[task]]\nname = \"t\"\nbinary = \"check-hostile\"\ncpu = 1\n",
+        system("cpus = 1")
+    );
+    refused(&task, 65, "system.toml:13:10: error: task `t`: the machine has no CPU 1, only CPU 0");
+}
+
+#[test]
+fn memory() {
+    refused(
+        &system("memory = \"64M\""),
+        65,
+        "system.toml:3:10: error: 64 MiB of memory is too little: guests take 64 MiB, boot files",
+    );
+    assert_eq!(check(&system("memory = \"128M\"")).0, 0);
+    refused(
+        &ONE_VM.replace("64M", "16M"),
+        65,
+        "system.toml:6:10: error: 16 MiB of memory is too little for the kernel of `linux`",
+    );
+    assert!(check(&ONE_VM.replace("64M", "16M")).1.contains("help: give it at least 17M\n"));
+    refused(
+        &ONE_VM.replace("64M", "0M"),
+        65,
+        "system.toml:6:10: error: guest memory is a multiple of 1 MiB",
+    );
+    refused(
+        &ONE_VM.replace("64M", "65537K"),
+        65,
+        "system.toml:6:10: error: guest memory is a multiple",
+    );
+    refused(
+        &ONE_VM.replace("\"kernel\"", "\"debian\"").replace("64M", "8M"),
+        65,
+        "system.toml:6:10: error: 8 MiB of memory is too little",
+    );
+    // Sums beyond 64 bits are not small.
+    let huge = ONE_VM.replace("64M", "17179869183G");
+    refused(
+        &huge.replacen("\n\n", "\nmemory = \"1G\"\n\n", 1),
+        65,
+        "system.toml:3:10: error: 1 GiB of memory",
+    );
+}
+
+#[test]
+fn files() {
+    refused(
+        &ONE_VM.replace("\"kernel\"", "\"missing\""),
+        66,
+        "system.toml:7:10: error: cannot read the kernel missing: No such file",
+    );
+    refused(
+        &vm("initrd = \"missing\""),
+        66,
+        "system.toml:9:10: error: cannot read the RAM disk missing",
+    );
+    refused(
+        &ONE_VM.replace("\"kernel\"", "\"short\""),
+        65,
+        "system.toml:7:10: error: the kernel short is cut short: it has 1200 bytes, its header says 2048",
+    );
+    refused(
+        &ONE_VM.replace("\"kernel\"", "\"text\""),
+        65,
+        "system.toml:7:10: error: the kernel text is neither a bzImage nor an ELF file",
+    );
+    assert_eq!(check(&vm("initrd = \"initrd\"")).0, 0);
+}
+
+#[test]
+fn other_values() {
+    refused(&vm("priority = 64"), 65, "system.toml:9:12: error: priorities are 0 to 63");
+    refused(
+        &vm("restart = \"sometimes\""),
+        65,
+        "system.toml:9:11: error: unknown variant `sometimes`",
+    );
+    refused(&vm("on_reset = \"panic\""), 65, "system.toml:9:12: error: unknown variant `panic`");
+    refused(
+        &vm(&format!("cmdline = \"{}\"", "a".repeat(2048))),
+        65,
+        "system.toml:9:11: error: the kernel command line has 2048 bytes",
+    );
+    refused(
+        &vm("cmdline = \"a\\nb\""),
+        65,
+        "system.toml:9:11: error: the kernel command line is one line",
+    );
+}
+
+#[test]
+fn all_problems_are_reported_at_once() {
+    let (code, errors) = check(&vm("priority = 99\ncpus = 99\ninitrd = \"missing\""));
+    assert_eq!(code, 65);
+    for place in ["system.toml:9:12: ", "system.toml:10:8: ", "system.toml:11:10: "] {
+        assert!(errors.contains(place), "{errors}");
+    }
+    assert!(errors.ends_with("system.toml: 3 problems\n"), "{errors}");
+}
+
+#[test]
+fn the_file_itself() {
+    let folder = Folder::new("");
+    let run = |file: &str| {
+        let output = folder.parador(&["system", "check", file]).output().unwrap();
+        (code(&output), errors(&output))
+    };
+    let (code, errors) = run("absent.toml");
+    assert_eq!(
+        (code, errors.as_str()),
+        (66, "parador: error: cannot read absent.toml: No such file or directory\n")
+    );
+    folder.write("binary.toml", &[0xff, 0xfe, 0]);
+    let (code, errors) = run("binary.toml");
+    assert_eq!((code, errors.as_str()), (65, "parador: error: binary.toml is not UTF-8 text\n"));
+    assert_eq!(run("programs").0, 71);
+}
+
+#[test]
+fn usage() {
+    let folder = Folder::new("");
+    let run = |arguments: &[&str]| {
+        let output = folder.parador(arguments).output().unwrap();
+        (code(&output), errors(&output))
+    };
+    let (code, errors) = run(&["system", "chekc"]);
+    assert_eq!(code, 64);
+    assert!(errors.contains("similar") && errors.contains("'check'"), "{errors}");
+    let (code, errors) = run(&["system", "emulate", "system.toml", "--timeuot", "1s"]);
+    assert_eq!(code, 64);
+    assert!(errors.contains("'--timeout'"), "{errors}");
+    assert_eq!(run(&["system", "emulate", "system.toml", "--timeout", "soon"]).0, 64);
+    assert_eq!(run(&["system", "emulate", "system.toml", "-m", "lots"]).0, 64);
+    assert_eq!(run(&[]).0, 64);
+    assert_eq!(run(&["--help"]).0, 0);
+    assert_eq!(run(&["--version"]).0, 0);
+}

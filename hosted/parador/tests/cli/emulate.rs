@@ -1,0 +1,227 @@
+//! `parador system emulate` around a stand-in for QEMU: exit codes, signals, the terminal.
+
+use crate::support::{Folder, ONE_VM, alive, bzimage, code, errors, wait_for, wait_for_end};
+use rustix::fs::OFlags;
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{LocalModes, tcgetattr};
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::process::{Command, Stdio};
+
+fn folder() -> Folder {
+    let folder = Folder::new(ONE_VM);
+    folder.write("kernel", &bzimage());
+    folder
+}
+
+/// QEMU's exit status when `root` reports this exit code.
+fn status(code: i32) -> i32 {
+    2 * (code + 0x10) + 1
+}
+
+#[test]
+fn reported_codes_become_exit_codes() {
+    let folder = folder();
+    for reported in [0, 1, 63, 80, 81, 82, 83] {
+        let script = format!("echo console; exit {}", status(reported));
+        let output = folder.emulate(&script, &[]).output().unwrap();
+        assert_eq!(code(&output), reported, "{}", errors(&output));
+        assert_eq!(output.stdout, b"console\n");
+    }
+    let output = folder.emulate("exit 33", &[]).output().unwrap();
+    let text = errors(&output);
+    assert!(text.contains("parador: the guest powered off (exit code 0, "), "{text}");
+}
+
+/// Finds the file for the log among QEMU's arguments.
+const FIND_LOG: &str =
+    "for word; do case $word in file,id=log,path=*) log=${word#*path=} ;; esac; done";
+
+#[test]
+fn a_panic_of_the_kernel_shows_the_end_of_its_log() {
+    let script = format!("{FIND_LOG}; seq 1 100 >\"$log\"; exit 127");
+    let folder = folder();
+    let output = folder.emulate(&script, &["--log", "the.log"]).output().unwrap();
+    assert_eq!(code(&output), 70);
+    let text = errors(&output);
+    assert!(text.contains("(the.log):\n  | 81\n"), "{text}");
+    assert!(text.contains("  | 100\nparador: Parador's kernel panicked"), "{text}");
+}
+
+#[test]
+fn failures_of_qemu() {
+    let folder = folder();
+    let output = folder.emulate("echo 'qemu: no such machine' >&2; exit 1", &[]).output().unwrap();
+    assert_eq!(code(&output), 70);
+    assert!(errors(&output).contains("  | qemu: no such machine\n"), "{}", errors(&output));
+    assert_eq!(code(&folder.emulate("exit 0", &[]).output().unwrap()), 70);
+    assert_eq!(code(&folder.emulate("kill -SEGV $$", &[]).output().unwrap()), 139);
+    let output = folder.emulate("", &["--qemu", "qemu-of-nobody"]).output().unwrap();
+    assert_eq!(code(&output), 69);
+    assert!(errors(&output).contains("apt-get install qemu-system-x86"), "{}", errors(&output));
+}
+
+#[test]
+fn arguments_of_qemu() {
+    let folder = folder();
+    let script = "for word; do echo \"$word\"; done; exit 33";
+    let arguments =
+        ["--cpus", "4", "-m", "1G", "--icount", "--log", "a,b.log", "--", "-gdb", "tcp::1"];
+    let output = folder.emulate(script, &arguments).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap().replace('\n', " ");
+    for expected in [
+        "-M q35 -cpu EPYC,+svm,+npt -accel tcg -smp 4 -m 1024 ",
+        "-nodefaults -no-user-config -display none -no-reboot ",
+        "-icount shift=0,sleep=off ",
+        "-chardev stdio,id=console,signal=off -serial chardev:console ",
+        "-chardev file,id=log,path=a,,b.log -serial chardev:log ",
+        "-device isa-debug-exit,iobase=0xf4,iosize=4 ",
+        "-append log=com2 -kernel image/kernel.elf -initrd image/bundle -gdb tcp::1 ",
+    ] {
+        assert!(text.contains(expected), "{expected}\n{text}");
+    }
+    let output = folder.emulate(script, &["-m", "64M"]).output().unwrap();
+    assert_eq!(code(&output), 65);
+    assert!(
+        errors(&output).starts_with("system.toml: error: 64 MiB of memory is too little"),
+        "{}",
+        errors(&output)
+    );
+}
+
+#[test]
+fn without_building() {
+    let folder = folder();
+    let output = folder.emulate("exit 33", &["--no-build"]).output().unwrap();
+    assert_eq!(code(&output), 66);
+    assert!(errors(&output).contains("help: build it first"), "{}", errors(&output));
+    assert_eq!(code(&folder.emulate("exit 33", &[]).output().unwrap()), 0);
+    std::fs::remove_file(folder.path("programs/vmm")).unwrap();
+    assert_eq!(code(&folder.emulate("exit 33", &["--no-build"]).output().unwrap()), 0);
+}
+
+#[test]
+fn only_for_emulated_machines() {
+    let folder = Folder::new(&ONE_VM.replace("qemu-q35", "pc"));
+    folder.write("kernel", &bzimage());
+    let output = folder.emulate("exit 33", &[]).output().unwrap();
+    assert_eq!(code(&output), 65);
+}
+
+#[test]
+fn standard_input_reaches_the_guest() {
+    let folder = folder();
+    let mut child = folder
+        .emulate("read line; echo \"got $line\"; exit 33", &[])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    // Without a terminal Ctrl-A is a byte like any other.
+    child.stdin.take().unwrap().write_all(b"a\x01xb\n").unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((code(&output), &output.stdout[..]), (0, &b"got a\x01xb\n"[..]));
+}
+
+/// Writes its process number and stays.
+fn endless(folder: &Folder) -> String {
+    format!("echo $$ >{}; exec /bin/sleep 60", folder.path("pid").display())
+}
+
+#[test]
+fn the_time_limit() {
+    let folder = folder();
+    let output = folder.emulate(&endless(&folder), &["--timeout", "1s"]).output().unwrap();
+    assert_eq!(code(&output), 124);
+    assert!(!alive(&wait_for(&folder.path("pid"))));
+}
+
+#[test]
+fn signals_end_everything() {
+    for (name, expected) in
+        [("INT", Some(130)), ("TERM", Some(143)), ("HUP", Some(129)), ("KILL", None)]
+    {
+        let folder = folder();
+        let mut child = folder
+            .emulate(&endless(&folder), &[])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let pid = wait_for(&folder.path("pid"));
+        Command::new("kill").arg(format!("-{name}")).arg(child.id().to_string()).status().unwrap();
+        assert_eq!(child.wait().unwrap().code(), expected, "{name}");
+        wait_for_end(&pid);
+    }
+}
+
+#[test]
+fn nobody_reads_the_console() {
+    let folder = folder();
+    let script =
+        format!("echo $$ >{}; while echo console; do :; done", folder.path("pid").display());
+    let mut child =
+        folder.emulate(&script, &[]).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut stdout = child.stdout.take().unwrap();
+    stdout.read_exact(&mut [0; 100]).unwrap();
+    drop(stdout);
+    assert_eq!(child.wait().unwrap().code(), Some(141));
+    wait_for_end(&wait_for(&folder.path("pid")));
+}
+
+/// A terminal: the side of the user and the side of the program.
+fn terminal() -> (File, OwnedFd) {
+    let user = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&user).unwrap();
+    unlockpt(&user).unwrap();
+    let name = ptsname(&user, Vec::new()).unwrap();
+    let flags = OFlags::RDWR | OFlags::NOCTTY;
+    let program = rustix::fs::open(name, flags, rustix::fs::Mode::empty()).unwrap();
+    (File::from(user), program)
+}
+
+/// Runs the stand-in on a terminal, types `keys` when it is ready, and returns exit code and what
+/// it got. The terminal's modes are raw meanwhile and as before afterwards.
+fn on_terminal(keys: &[u8], signal: Option<&str>) -> (Option<i32>, Vec<u8>) {
+    let folder = folder();
+    let (mut user, program) = terminal();
+    let is_raw = || !tcgetattr(&program).unwrap().local_modes.contains(LocalModes::ICANON);
+    let got = folder.path("got");
+    let script = format!(
+        "echo $$ >{}; dd bs=1 count=4 of={} 2>/dev/null; exit 33",
+        folder.path("pid").display(),
+        got.display()
+    );
+    assert!(!is_raw());
+    let mut child = folder
+        .emulate(&script, &[])
+        .stdin(program.try_clone().unwrap())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let pid = wait_for(&folder.path("pid"));
+    while !is_raw() {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    user.write_all(keys).unwrap();
+    if let Some(signal) = signal {
+        Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
+    }
+    let status = child.wait().unwrap();
+    assert!(!is_raw(), "modes are not restored");
+    wait_for_end(&pid);
+    (status.code(), std::fs::read(got).unwrap_or_default())
+}
+
+#[test]
+fn keys_of_a_terminal() {
+    // Ctrl-C, Ctrl-Z and Ctrl-D go to the guest.
+    assert_eq!(on_terminal(b"\x03\x1a\x04\r", None), (Some(0), b"\x03\x1a\x04\r".to_vec()));
+    assert_eq!(on_terminal(b"a\x01\x01b\x01e", None), (Some(0), b"a\x01b\x01".to_vec()));
+    assert_eq!(on_terminal(b"\x01x", None).0, Some(0));
+    assert_eq!(on_terminal(b"", Some("-TERM")).0, Some(143));
+}
