@@ -1,2 +1,22 @@
+//! A virtual processor as a library: what a host offers for it ([`Backend`]), why it stops
+//! ([`Exit`]), and what an x86-64 guest sees of it.
+//!
+//! Invariants:
+//! - No event is lost: what an exit cut short is injected again before anything else.
+//! - Whatever the guest does ends in an architectural answer (a value, an exception, a reset) or in
+//!   a typed outcome, never in a panic.
+//! - Everything here is a value: no lock, clock, thread or file. Time comes from the caller.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
+
+pub mod backend;
+pub mod clock;
+pub mod exit;
+pub mod svm;
+
+pub use backend::{Backend, Event, Gpr, Reg, Seg, Segment};
+pub use clock::TscClock;
+pub use exit::{Exit, IoExit, MemoryFault};
+
+/// Most virtual CPUs of one machine.
+pub const MAX_VCPUS: usize = 8;

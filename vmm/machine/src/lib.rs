@@ -1,2 +1,97 @@
+//! Boards: which chips a virtual machine has, where they sit and how they are wired.
+//!
+//! The program that hosts a machine implements [`Host`] for the machine's outside and
+//! [`vmm_cpu::Backend`] for each virtual CPU, then calls `Pc::run` in a loop:
+//!
+//! ```text
+//! // PcConfig, &GuestMemory, impl Fn(leaf, subleaf) -> [eax, ebx, ecx, edx] of the host
+//! let mut pc = Pc::new(config, memory, host_cpuid);
+//! // initial registers: from vmm-boot, through vmm_cpu::Backend; TSC offset and XCR0: by `run`
+//! loop {
+//!     match pc.run(0, &mut vcpu, &mut host) {       // index of the vCPU
+//!         Pause::Recall(events) => { /* host's own events */ pc.input(&mut host); }
+//!         Pause::Idle { deadline_tsc } => { /* wait for a notification or the deadline */ }
+//!         Pause::End(outcome) => break,
+//!     }
+//! }
+//! ```
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
+
+use core::fmt;
+
+use vmm_cpu::TscClock;
+
+/// What a machine is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct PcConfig {
+    /// Virtual CPUs, 1 to [`vmm_cpu::MAX_VCPUS`].
+    pub vcpus: u8,
+    /// Machine time: the host's counter frequency, and its value when the machine starts.
+    pub clock: TscClock,
+    /// `XCR0` bits that the host switches for guests.
+    pub xcr0_mask: u64,
+    /// Wall-clock time at machine time 0, in seconds since 1970-01-01 UTC.
+    pub start_unix: u64,
+    /// Offer the KVM paravirtual clock.
+    pub kvmclock: bool,
+}
+
+/// How grave a message is.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Level {
+    /// The machine cannot go on.
+    Error,
+    /// The guest did something that this machine does not support.
+    Warning,
+    /// Worth knowing.
+    Info,
+}
+
+/// The outside of a machine.
+pub trait Host {
+    /// The host's time-stamp counter, now.
+    fn tsc(&self) -> u64;
+    /// Puts a byte to the serial line. `false`: no room now; the machine keeps the byte and
+    /// tries again when `Pc::input` is called.
+    fn put(&mut self, byte: u8) -> bool;
+    /// Takes a byte from the serial line, if there is one.
+    fn take(&mut self) -> Option<u8>;
+    /// A message for the log, one line.
+    fn log(&mut self, level: Level, text: fmt::Arguments<'_>);
+    /// Virtual CPU `index`, which may be running on another host CPU or be idle, has something to do.
+    /// Never called for the vCPU that is being run.
+    fn kick(&mut self, index: usize);
+}
+
+/// How a machine ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    /// The guest switched the machine off.
+    PowerOff,
+    /// The guest asked for a reset.
+    Reset,
+    /// A processor gave up (triple fault) or reached a state that cannot go on.
+    TripleFault,
+    /// The guest reported that it panicked.
+    GuestPanic,
+    /// The guest chose this exit code, 1 to 63.
+    Code(u8),
+    /// The host could not run the processor: its error code.
+    HostError(u64),
+}
+
+/// Why `Pc::run` returned.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Pause {
+    /// The host's own events: handle them, call `Pc::input` if the serial line has bytes or room, run again.
+    Recall(u64),
+    /// The virtual CPU waits (`HLT`) with nothing to do until the host's time-stamp counter reaches
+    /// this value (`u64::MAX`: no timer), or until a notification. Run again after either.
+    Idle {
+        /// Host time-stamp counter value.
+        deadline_tsc: u64,
+    },
+    /// The machine ended.
+    End(Outcome),
+}
