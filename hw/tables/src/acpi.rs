@@ -1,0 +1,627 @@
+//! ACPI tables (ACPI specification 6.5, chapter 5): the root pointer, the list of tables, and the
+//! tables that start-up needs. No AML.
+//!
+//! Tables lie in physical memory. The caller gives a function that returns `len` bytes at a
+//! physical address, or `None` where it cannot reach them; it is the only access to memory.
+
+use crate::bytes;
+
+const HEADER_LENGTH: usize = 36;
+/// No table is larger; a length beyond this is corrupt.
+const LONGEST_TABLE: usize = 1 << 24;
+
+/// Why tables cannot be read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AcpiError {
+    /// No RSDP signature where one was expected, or too few bytes.
+    BadRsdp,
+    /// The bytes of a structure do not add up to 0.
+    BadChecksum,
+    /// The memory function does not reach an address that a table names.
+    Unreachable,
+    /// A table's signature is not the expected one.
+    BadSignature,
+    /// A table's length is shorter than its fixed part, or absurd.
+    BadLength,
+}
+
+/// Offset of the RSDP in `bytes`, which begin at a multiple of 16: the first one with the right
+/// checksum (section 5.2.5.1: the EBDA's first KiB and 0xe0000..0x100000 are to be searched).
+pub fn find_rsdp(bytes: &[u8]) -> Option<usize> {
+    (0..bytes.len()).step_by(16).find(|&at| Rsdp::parse(&bytes[at..]).is_ok())
+}
+
+/// Root System Description Pointer, section 5.2.5.3.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rsdp {
+    /// 0 for ACPI 1.0, 2 since.
+    pub revision: u8,
+    /// Physical address of the RSDT; 0 if none.
+    pub rsdt: u32,
+    /// Physical address of the XSDT; 0 if none.
+    pub xsdt: u64,
+}
+
+impl Rsdp {
+    /// Length since ACPI 2.0, in bytes.
+    pub const LENGTH: usize = 36;
+    const LENGTH_1: usize = 20;
+
+    /// Reads and checks the RSDP at the start of `bytes`.
+    pub fn parse(bytes: &[u8]) -> Result<Self, AcpiError> {
+        let first = bytes.get(..Self::LENGTH_1).ok_or(AcpiError::BadRsdp)?;
+        if !first.starts_with(b"RSD PTR ") {
+            return Err(AcpiError::BadRsdp);
+        }
+        check_sum(first)?;
+        let revision = first[15];
+        let rsdt = bytes::u32(first, 16).ok_or(AcpiError::BadRsdp)?;
+        if revision < 2 {
+            return Ok(Self { revision, rsdt, xsdt: 0 });
+        }
+        let length = bytes::u32(bytes, 20).ok_or(AcpiError::BadRsdp)? as usize;
+        let all = bytes.get(..length.max(Self::LENGTH)).ok_or(AcpiError::BadRsdp)?;
+        check_sum(all)?;
+        let xsdt = bytes::u64(all, 24).ok_or(AcpiError::BadRsdp)?;
+        Ok(Self { revision, rsdt, xsdt })
+    }
+}
+
+fn check_sum(bytes: &[u8]) -> Result<(), AcpiError> {
+    match bytes.iter().fold(0u8, |sum, &byte| sum.wrapping_add(byte)) {
+        0 => Ok(()),
+        _ => Err(AcpiError::BadChecksum),
+    }
+}
+
+/// A system description table with its header (section 5.2.6), checked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Table<'a> {
+    bytes: &'a [u8],
+}
+
+impl<'a> Table<'a> {
+    /// Reads the table at physical address `address` and checks length and checksum.
+    pub fn read(
+        address: u64,
+        memory: impl Fn(u64, usize) -> Option<&'a [u8]>,
+    ) -> Result<Self, AcpiError> {
+        let header = memory(address, HEADER_LENGTH).ok_or(AcpiError::Unreachable)?;
+        let length = bytes::u32(header, 4).ok_or(AcpiError::Unreachable)? as usize;
+        if !(HEADER_LENGTH..=LONGEST_TABLE).contains(&length) {
+            return Err(AcpiError::BadLength);
+        }
+        let bytes = memory(address, length)
+            .and_then(|bytes| bytes.get(..length))
+            .ok_or(AcpiError::Unreachable)?;
+        check_sum(bytes)?;
+        Ok(Self { bytes })
+    }
+
+    /// The four letters that name it.
+    pub fn signature(&self) -> [u8; 4] {
+        bytes::array(self.bytes, 0).unwrap_or_default()
+    }
+
+    /// The whole table, header included.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    fn expect(self, signature: &[u8; 4], shortest: usize) -> Result<&'a [u8], AcpiError> {
+        if &self.signature() != signature {
+            return Err(AcpiError::BadSignature);
+        }
+        if self.bytes.len() < shortest {
+            return Err(AcpiError::BadLength);
+        }
+        Ok(self.bytes)
+    }
+}
+
+/// The list of all tables.
+#[derive(Clone, Copy, Debug)]
+pub struct Tables<'a, F> {
+    memory: F,
+    entries: &'a [u8],
+    entry_length: usize,
+}
+
+impl<'a, F: Fn(u64, usize) -> Option<&'a [u8]>> Tables<'a, F> {
+    /// The tables that `rsdp` leads to: through the XSDT if there is one, else the RSDT.
+    pub fn new(rsdp: Rsdp, memory: F) -> Result<Self, AcpiError> {
+        let (address, signature, entry_length) = match rsdp.xsdt {
+            0 => (u64::from(rsdp.rsdt), b"RSDT", 4),
+            xsdt => (xsdt, b"XSDT", 8),
+        };
+        let root = Table::read(address, &memory)?.expect(signature, HEADER_LENGTH)?;
+        Ok(Self { memory, entries: &root[HEADER_LENGTH..], entry_length })
+    }
+
+    /// Reads the RSDP at physical address `rsdp` and follows it.
+    pub fn from_address(rsdp: u64, memory: F) -> Result<Self, AcpiError> {
+        let read = |length| memory(rsdp, length).ok_or(AcpiError::Unreachable);
+        let pointer = read(Rsdp::LENGTH).or_else(|_| read(Rsdp::LENGTH_1)).and_then(Rsdp::parse)?;
+        Self::new(pointer, memory)
+    }
+
+    /// Physical addresses of the tables.
+    pub fn addresses(&self) -> impl Iterator<Item = u64> + use<'a, F> {
+        let length = self.entry_length;
+        self.entries.chunks_exact(length).filter_map(move |entry| match length {
+            4 => bytes::u32(entry, 0).map(u64::from),
+            _ => bytes::u64(entry, 0),
+        })
+    }
+
+    /// The tables; those that cannot be read are left out.
+    pub fn tables(&self) -> impl Iterator<Item = Table<'a>> + '_ {
+        self.addresses().filter_map(|address| Table::read(address, &self.memory).ok())
+    }
+
+    /// The first table with this signature.
+    pub fn find(&self, signature: &[u8; 4]) -> Option<Table<'a>> {
+        self.tables().find(|table| &table.signature() == signature)
+    }
+}
+
+/// Multiple APIC Description Table, section 5.2.12.
+#[derive(Clone, Copy, Debug)]
+pub struct Madt<'a> {
+    bytes: &'a [u8],
+}
+
+/// Flags of local APIC entries (table 5.23).
+pub mod apic_flag {
+    /// The processor is ready for use.
+    pub const ENABLED: u32 = 1;
+    /// The processor can be enabled at run time.
+    pub const ONLINE_CAPABLE: u32 = 2;
+}
+
+/// Polarity and trigger mode of an interrupt input (table 5.26, "MPS INTI flags").
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct InterruptFlags(pub u16);
+
+impl InterruptFlags {
+    /// As the source's bus says: for ISA, active high and edge triggered.
+    pub const BUS: Self = Self(0);
+    /// Active high, level triggered.
+    pub const LEVEL_HIGH: Self = Self(0b1101);
+
+    /// Active low; as the bus says (`isa_default`) where the flags do not.
+    pub fn active_low(self, isa_default: bool) -> bool {
+        match self.0 & 0b11 {
+            0b01 => false,
+            0b11 => true,
+            _ => isa_default,
+        }
+    }
+
+    /// Level triggered; as the bus says (`isa_default`) where the flags do not.
+    pub fn level_triggered(self, isa_default: bool) -> bool {
+        match self.0 >> 2 & 0b11 {
+            0b01 => false,
+            0b11 => true,
+            _ => isa_default,
+        }
+    }
+}
+
+/// An entry of the MADT.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MadtEntry {
+    /// Type 0: a processor with a local APIC.
+    LocalApic {
+        /// ACPI processor UID.
+        uid: u8,
+        /// Local APIC id.
+        id: u8,
+        /// [`apic_flag`].
+        flags: u32,
+    },
+    /// Type 1: an I/O APIC.
+    IoApic {
+        /// Its id.
+        id: u8,
+        /// Physical address of its registers.
+        address: u32,
+        /// Global number of its first interrupt input.
+        gsi_base: u32,
+    },
+    /// Type 2: an ISA interrupt that is not identity-mapped.
+    InterruptOverride {
+        /// 0, ISA.
+        bus: u8,
+        /// ISA interrupt number.
+        source: u8,
+        /// Global interrupt number.
+        gsi: u32,
+        /// Polarity and trigger mode.
+        flags: InterruptFlags,
+    },
+    /// Type 4: which local interrupt input is NMI.
+    LocalApicNmi {
+        /// ACPI processor UID; 0xff for all.
+        uid: u8,
+        /// Polarity and trigger mode.
+        flags: InterruptFlags,
+        /// Input number.
+        lint: u8,
+    },
+    /// Type 5: 64-bit address of the local APICs.
+    LocalApicAddress(u64),
+    /// Type 9: a processor with a local x2APIC.
+    X2Apic {
+        /// ACPI processor UID.
+        uid: u32,
+        /// x2APIC id.
+        id: u32,
+        /// [`apic_flag`].
+        flags: u32,
+    },
+    /// Any other type.
+    Other(u8),
+}
+
+impl<'a> Madt<'a> {
+    /// Signature.
+    pub const SIGNATURE: &'static [u8; 4] = b"APIC";
+    const FIXED: usize = 44;
+
+    /// Reads a table as MADT.
+    pub fn parse(table: Table<'a>) -> Result<Self, AcpiError> {
+        table.expect(Self::SIGNATURE, Self::FIXED).map(|bytes| Self { bytes })
+    }
+
+    /// Physical address of the local APICs; a type 5 entry overrides it.
+    pub fn local_apic_address(&self) -> u64 {
+        self.entries()
+            .find_map(|entry| match entry {
+                MadtEntry::LocalApicAddress(address) => Some(address),
+                _ => None,
+            })
+            .unwrap_or_else(|| bytes::u32(self.bytes, 36).unwrap_or_default().into())
+    }
+
+    /// Whether there is also a pair of 8259 interrupt controllers, to be masked.
+    pub fn has_8259(&self) -> bool {
+        bytes::u32(self.bytes, 40).unwrap_or_default() & 1 != 0
+    }
+
+    /// The entries, up to the first malformed one.
+    pub fn entries(&self) -> impl Iterator<Item = MadtEntry> + use<'a> {
+        MadtEntries { bytes: self.bytes.get(Self::FIXED..).unwrap_or(&[]) }
+    }
+}
+
+struct MadtEntries<'a> {
+    bytes: &'a [u8],
+}
+
+impl Iterator for MadtEntries<'_> {
+    type Item = MadtEntry;
+
+    fn next(&mut self) -> Option<MadtEntry> {
+        let length = usize::from(bytes::u8(self.bytes, 1)?);
+        if length < 2 {
+            return None;
+        }
+        let raw = self.bytes.get(..length)?;
+        self.bytes = &self.bytes[length..];
+        Some(match raw[0] {
+            0 => MadtEntry::LocalApic {
+                uid: bytes::u8(raw, 2)?,
+                id: bytes::u8(raw, 3)?,
+                flags: bytes::u32(raw, 4)?,
+            },
+            1 => MadtEntry::IoApic {
+                id: bytes::u8(raw, 2)?,
+                address: bytes::u32(raw, 4)?,
+                gsi_base: bytes::u32(raw, 8)?,
+            },
+            2 => MadtEntry::InterruptOverride {
+                bus: bytes::u8(raw, 2)?,
+                source: bytes::u8(raw, 3)?,
+                gsi: bytes::u32(raw, 4)?,
+                flags: InterruptFlags(bytes::u16(raw, 8)?),
+            },
+            4 => MadtEntry::LocalApicNmi {
+                uid: bytes::u8(raw, 2)?,
+                flags: InterruptFlags(bytes::u16(raw, 3)?),
+                lint: bytes::u8(raw, 5)?,
+            },
+            5 => MadtEntry::LocalApicAddress(bytes::u64(raw, 4)?),
+            9 => MadtEntry::X2Apic {
+                id: bytes::u32(raw, 4)?,
+                flags: bytes::u32(raw, 8)?,
+                uid: bytes::u32(raw, 12)?,
+            },
+            other => MadtEntry::Other(other),
+        })
+    }
+}
+
+/// Address spaces of [`GenericAddress`] (table 5.1).
+pub mod space {
+    /// Memory.
+    pub const MEMORY: u8 = 0;
+    /// I/O ports.
+    pub const IO: u8 = 1;
+}
+
+/// Generic Address Structure, section 5.2.3.2.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct GenericAddress {
+    /// One of [`space`].
+    pub space: u8,
+    /// Width of the register in bits.
+    pub bits: u8,
+    /// Address in its space; never 0.
+    pub address: u64,
+}
+
+impl GenericAddress {
+    /// `None` where the register is absent: address 0 or beyond the table.
+    fn parse(bytes: &[u8], at: usize) -> Option<Self> {
+        let address = bytes::u64(bytes, at.checked_add(4)?)?;
+        (address != 0).then_some(())?;
+        Some(Self { space: bytes::u8(bytes, at)?, bits: bytes::u8(bytes, at + 1)?, address })
+    }
+
+    /// The port, if it is one.
+    pub fn port(&self) -> Option<u16> {
+        if self.space == space::IO { self.address.try_into().ok() } else { None }
+    }
+}
+
+/// Fixed ACPI Description Table, section 5.2.9.
+#[derive(Clone, Copy, Debug)]
+pub struct Fadt<'a> {
+    bytes: &'a [u8],
+}
+
+/// Flags of the FADT (table 5.10).
+pub mod fadt_flag {
+    /// The PM timer is 32 bits wide, not 24.
+    pub const TMR_VAL_EXT: u32 = 1 << 8;
+    /// The reset register works.
+    pub const RESET_REG_SUP: u32 = 1 << 10;
+    /// No fixed hardware registers.
+    pub const HW_REDUCED_ACPI: u32 = 1 << 20;
+}
+
+/// Boot architecture flags of the FADT (table 5.11).
+pub mod boot_flag {
+    /// There are devices on the ISA bus.
+    pub const LEGACY_DEVICES: u16 = 1 << 0;
+    /// There is an 8042 keyboard controller.
+    pub const KEYBOARD_8042: u16 = 1 << 1;
+    /// No VGA to be probed.
+    pub const VGA_NOT_PRESENT: u16 = 1 << 2;
+    /// Message-signalled interrupts do not work.
+    pub const MSI_NOT_SUPPORTED: u16 = 1 << 3;
+    /// No PCIe power management control.
+    pub const PCIE_ASPM_CONTROLS: u16 = 1 << 4;
+    /// No CMOS clock.
+    pub const CMOS_RTC_NOT_PRESENT: u16 = 1 << 5;
+}
+
+impl<'a> Fadt<'a> {
+    /// Signature.
+    pub const SIGNATURE: &'static [u8; 4] = b"FACP";
+    /// Length in ACPI 1.0.
+    const SHORTEST: usize = 116;
+
+    /// Reads a table as FADT.
+    pub fn parse(table: Table<'a>) -> Result<Self, AcpiError> {
+        table.expect(Self::SIGNATURE, Self::SHORTEST).map(|bytes| Self { bytes })
+    }
+
+    /// Physical address of the DSDT, 0 if none.
+    pub fn dsdt(&self) -> u64 {
+        match bytes::u64(self.bytes, 140) {
+            None | Some(0) => bytes::u32(self.bytes, 40).unwrap_or_default().into(),
+            Some(address) => address,
+        }
+    }
+
+    /// Global number of the system control interrupt.
+    pub fn sci_interrupt(&self) -> u16 {
+        bytes::u16(self.bytes, 46).unwrap_or_default()
+    }
+
+    /// PM1a event block: status in its first half, enable in its second.
+    pub fn pm1a_event(&self) -> Option<GenericAddress> {
+        self.register(148, 56, 88)
+    }
+
+    /// PM1a control block.
+    pub fn pm1a_control(&self) -> Option<GenericAddress> {
+        self.register(172, 64, 89)
+    }
+
+    /// PM timer, 3.579545 MHz; its width is in [`Fadt::flags`].
+    pub fn pm_timer(&self) -> Option<GenericAddress> {
+        self.register(208, 76, 91)
+    }
+
+    /// Reset register and the value to write to it, where flagged as working.
+    pub fn reset(&self) -> Option<(GenericAddress, u8)> {
+        if self.flags() & fadt_flag::RESET_REG_SUP == 0 {
+            return None;
+        }
+        Some((GenericAddress::parse(self.bytes, 116)?, bytes::u8(self.bytes, 128)?))
+    }
+
+    /// [`boot_flag`].
+    pub fn boot_flags(&self) -> u16 {
+        bytes::u16(self.bytes, 109).unwrap_or_default()
+    }
+
+    /// [`fadt_flag`].
+    pub fn flags(&self) -> u32 {
+        bytes::u32(self.bytes, 112).unwrap_or_default()
+    }
+
+    /// A register that has a generic address at `extended` since ACPI 2.0, and else a port at
+    /// `port` with its length in bytes at `length`.
+    fn register(&self, extended: usize, port: usize, length: usize) -> Option<GenericAddress> {
+        GenericAddress::parse(self.bytes, extended).or_else(|| {
+            let address = bytes::u32(self.bytes, port)?;
+            let bits = bytes::u8(self.bytes, length)?.checked_mul(8)?;
+            (address != 0).then_some(GenericAddress {
+                space: space::IO,
+                bits,
+                address: address.into(),
+            })
+        })
+    }
+}
+
+/// Address of the registers of the first HPET (IA-PC HPET specification 1.0a, section 3.2.4).
+pub fn hpet_address(table: Table<'_>) -> Result<Option<GenericAddress>, AcpiError> {
+    table.expect(b"HPET", 56).map(|bytes| GenericAddress::parse(bytes, 40))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seal(mut table: Vec<u8>, checksum_at: usize) -> Vec<u8> {
+        let sum = table.iter().fold(0u8, |sum, &byte| sum.wrapping_add(byte));
+        table[checksum_at] = table[checksum_at].wrapping_sub(sum);
+        table
+    }
+
+    fn table(signature: &[u8; 4], body: &[u8]) -> Vec<u8> {
+        let mut table = vec![0; HEADER_LENGTH];
+        table[..4].copy_from_slice(signature);
+        table[4..8].copy_from_slice(&((HEADER_LENGTH + body.len()) as u32).to_le_bytes());
+        table.extend(body);
+        seal(table, 9)
+    }
+
+    /// 4 KiB of memory at address 0 with tables at 0x100 (root), 0x200 (MADT), 0x400 (FADT).
+    fn memory(extended: bool) -> Vec<u8> {
+        let mut madt = Vec::new();
+        madt.extend(0xfee0_0000u32.to_le_bytes());
+        madt.extend(1u32.to_le_bytes());
+        madt.extend([0, 8, 3, 7, 1, 0, 0, 0]);
+        madt.extend([1, 12, 2, 0, 0, 0, 0xc0, 0xfe, 0, 0, 0, 0]);
+        madt.extend([2, 10, 0, 9, 9, 0, 0, 0, 0x0d, 0]);
+        madt.extend([4, 6, 0xff, 0, 0, 1]);
+        madt.extend([9, 16, 0, 0, 0x34, 0x12, 0, 0, 1, 0, 0, 0, 5, 0, 0, 0]);
+        madt.extend([77, 3, 0]);
+        let mut fadt = vec![0; if extended { 276 } else { 116 } - HEADER_LENGTH];
+        let mut set = |at: usize, bytes: &[u8]| {
+            if at < fadt.len() + HEADER_LENGTH {
+                fadt[at - HEADER_LENGTH..][..bytes.len()].copy_from_slice(bytes);
+            }
+        };
+        set(40, &[0, 8, 0, 0]);
+        set(46, &[9, 0]);
+        set(64, &[4, 6, 0, 0]);
+        set(76, &[8, 6, 0, 0]);
+        set(89, &[2]);
+        set(91, &[4]);
+        set(109, &boot_flag::LEGACY_DEVICES.to_le_bytes());
+        set(112, &(fadt_flag::TMR_VAL_EXT | fadt_flag::RESET_REG_SUP).to_le_bytes());
+        set(116, &[1, 8, 0, 1, 0xf9, 0x0c, 0, 0, 0, 0, 0, 0]);
+        set(128, &[6]);
+        set(140, &[0, 9, 0, 0, 0, 0, 0, 0]);
+        set(208, &[1, 32, 0, 3, 0x18, 6, 0, 0, 0, 0, 0, 0]);
+
+        let mut entries = Vec::new();
+        for address in [0x200u64, 0x400, 0x800] {
+            let raw = address.to_le_bytes();
+            entries.extend(if extended { &raw[..] } else { &raw[..4] });
+        }
+        let mut memory = vec![0; 4096];
+        let mut place = |at: usize, bytes: Vec<u8>| {
+            memory[at..at + bytes.len()].copy_from_slice(&bytes);
+        };
+        place(0x100, table(if extended { b"XSDT" } else { b"RSDT" }, &entries));
+        place(0x200, table(b"APIC", &madt));
+        place(0x400, table(b"FACP", &fadt));
+
+        let mut rsdp = b"RSD PTR \0TESTER".to_vec();
+        rsdp.resize(20, 0);
+        rsdp[15] = if extended { 2 } else { 0 };
+        rsdp[16..18].copy_from_slice(&[0, 1]);
+        let mut rsdp = seal(rsdp, 8);
+        if extended {
+            rsdp.extend([36, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+            rsdp = seal(rsdp, 32);
+        }
+        place(0x10, rsdp);
+        memory
+    }
+
+    fn reach<'a>(memory: &'a [u8]) -> impl Fn(u64, usize) -> Option<&'a [u8]> {
+        |address, length| bytes::slice(memory, address as usize, length)
+    }
+
+    #[test]
+    fn both_generations() {
+        for extended in [false, true] {
+            let memory = memory(extended);
+            let at = find_rsdp(&memory).unwrap();
+            assert_eq!(at, 0x10);
+            let tables = Tables::from_address(at as u64, reach(&memory)).unwrap();
+            assert_eq!(tables.addresses().collect::<Vec<_>>(), [0x200, 0x400, 0x800]);
+            assert_eq!(tables.tables().count(), 2);
+            assert!(tables.find(b"HPET").is_none());
+
+            let madt = Madt::parse(tables.find(Madt::SIGNATURE).unwrap()).unwrap();
+            assert_eq!(madt.local_apic_address(), 0xfee0_0000);
+            assert!(madt.has_8259());
+            let level = InterruptFlags::LEVEL_HIGH;
+            assert_eq!(
+                madt.entries().collect::<Vec<_>>(),
+                [
+                    MadtEntry::LocalApic { uid: 3, id: 7, flags: 1 },
+                    MadtEntry::IoApic { id: 2, address: 0xfec0_0000, gsi_base: 0 },
+                    MadtEntry::InterruptOverride { bus: 0, source: 9, gsi: 9, flags: level },
+                    MadtEntry::LocalApicNmi { uid: 0xff, flags: InterruptFlags::BUS, lint: 1 },
+                    MadtEntry::X2Apic { uid: 5, id: 0x1234, flags: 1 },
+                    MadtEntry::Other(77),
+                ]
+            );
+            assert!(level.level_triggered(false) && !level.active_low(true));
+            assert!(!InterruptFlags::BUS.level_triggered(false));
+
+            let fadt = Fadt::parse(tables.find(Fadt::SIGNATURE).unwrap()).unwrap();
+            assert_eq!(fadt.sci_interrupt(), 9);
+            assert_eq!(fadt.dsdt(), if extended { 0x900 } else { 0x800 });
+            assert_eq!(fadt.pm1a_event(), None);
+            assert_eq!(fadt.pm1a_control().unwrap().port(), Some(0x604));
+            let timer = fadt.pm_timer().unwrap();
+            assert_eq!(
+                (timer.port(), timer.bits),
+                (Some(if extended { 0x618 } else { 0x608 }), 32)
+            );
+            assert_eq!(fadt.boot_flags(), boot_flag::LEGACY_DEVICES);
+            let reset = fadt.reset().map(|(register, value)| (register.port(), value));
+            assert_eq!(reset, extended.then_some((Some(0xcf9), 6)));
+        }
+    }
+
+    #[test]
+    fn what_is_refused() {
+        let good = memory(true);
+        let with = |at: usize, byte: u8| {
+            let mut bad = good.clone();
+            bad[at] = byte;
+            Tables::from_address(0x10, reach(&bad)).err()
+        };
+        assert_eq!(with(0x10, 0), Some(AcpiError::BadRsdp));
+        assert_eq!(with(0x1a, 1), Some(AcpiError::BadChecksum));
+        assert_eq!(with(0x11f, 1), Some(AcpiError::BadChecksum));
+        assert_eq!(with(0x104, 35), Some(AcpiError::BadLength));
+        assert_eq!(with(0x106, 1), Some(AcpiError::Unreachable));
+        assert!(Tables::from_address(0xfff, reach(&good)).is_err());
+        let madt = Table::read(0x200, reach(&good)).unwrap();
+        assert_eq!(Fadt::parse(madt).err(), Some(AcpiError::BadSignature));
+    }
+}

@@ -1,0 +1,305 @@
+//! ELF64 little-endian executables (System V ABI, "Object Files" and "Program Loading").
+//!
+//! [`Elf::parse`] checks everything that a loader relies on, so that the iterators after it
+//! cannot fail: every loadable segment lies inside the file, is not smaller in memory than in
+//! the file, and ends below 2^64.
+
+use crate::bytes;
+use core::ops::Range;
+
+const HEADER_LENGTH: usize = 64;
+const PROGRAM_HEADER_LENGTH: usize = 56;
+
+const CLASS_64: u8 = 2;
+const DATA_LITTLE_ENDIAN: u8 = 1;
+const TYPE_EXECUTABLE: u16 = 2;
+const TYPE_SHARED: u16 = 3;
+const MACHINE_X86_64: u16 = 62;
+const MACHINE_AARCH64: u16 = 183;
+const SEGMENT_LOAD: u32 = 1;
+const SEGMENT_NOTE: u32 = 4;
+
+/// Bit of [`Segment::flags`]: executable.
+pub const FLAG_EXECUTE: u32 = 1;
+/// Bit of [`Segment::flags`]: writable.
+pub const FLAG_WRITE: u32 = 2;
+/// Bit of [`Segment::flags`]: readable.
+pub const FLAG_READ: u32 = 4;
+
+/// Why a file is no executable that can be loaded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ElfError {
+    /// The file ends before its header, program headers or a segment's contents do.
+    Truncated,
+    /// No ELF magic.
+    NotElf,
+    /// Not 64-bit little-endian.
+    BadClass,
+    /// Neither an executable nor position-independent.
+    NotExecutable,
+    /// Not for x86-64 or AArch64.
+    BadMachine,
+    /// Program headers of a wrong size.
+    BadProgramHeaders,
+    /// A segment is larger in the file than in memory, or wraps around the address space.
+    BadSegment,
+}
+
+/// The processor that an executable is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Machine {
+    /// x86-64.
+    X86_64,
+    /// AArch64.
+    Aarch64,
+}
+
+/// A loadable segment (`PT_LOAD`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Segment {
+    /// Virtual address of the first byte.
+    pub vaddr: u64,
+    /// Physical address of the first byte.
+    pub paddr: u64,
+    /// Place of the contents in the file, in bytes.
+    pub offset: u64,
+    /// Bytes in the file; the rest of the segment is zero.
+    pub filesz: u64,
+    /// Bytes in memory.
+    pub memsz: u64,
+    /// Permissions: [`FLAG_READ`], [`FLAG_WRITE`], [`FLAG_EXECUTE`].
+    pub flags: u32,
+}
+
+impl Segment {
+    /// Physical addresses that the segment occupies.
+    pub fn physical(&self) -> Range<u64> {
+        self.paddr..self.paddr + self.memsz
+    }
+
+    /// Virtual addresses that the segment occupies.
+    pub fn virtual_range(&self) -> Range<u64> {
+        self.vaddr..self.vaddr + self.memsz
+    }
+
+    /// Whether the program may write to it.
+    pub fn writable(&self) -> bool {
+        self.flags & FLAG_WRITE != 0
+    }
+
+    /// Whether the program may execute it.
+    pub fn executable(&self) -> bool {
+        self.flags & FLAG_EXECUTE != 0
+    }
+}
+
+/// A note: vendor data that loaders look for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Note<'a> {
+    /// Who defines `kind`, without the closing zero.
+    pub name: &'a [u8],
+    /// What it is.
+    pub kind: u32,
+    /// Its contents.
+    pub desc: &'a [u8],
+}
+
+/// A checked executable.
+#[derive(Clone, Copy, Debug)]
+pub struct Elf<'a> {
+    bytes: &'a [u8],
+    /// The program headers, a multiple of their length.
+    headers: &'a [u8],
+    machine: Machine,
+    entry: u64,
+}
+
+impl<'a> Elf<'a> {
+    /// Checks the headers of the executable `file`.
+    pub fn parse(file: &'a [u8]) -> Result<Self, ElfError> {
+        if !file.starts_with(b"\x7fELF") {
+            return Err(if b"\x7fELF".starts_with(file) {
+                ElfError::Truncated
+            } else {
+                ElfError::NotElf
+            });
+        }
+        let header = file.get(..HEADER_LENGTH).ok_or(ElfError::Truncated)?;
+        if header[4] != CLASS_64 || header[5] != DATA_LITTLE_ENDIAN {
+            return Err(ElfError::BadClass);
+        }
+        let half = |at| bytes::u16(header, at).ok_or(ElfError::Truncated);
+        let word = |at| bytes::u64(header, at).ok_or(ElfError::Truncated);
+        if !matches!(half(16)?, TYPE_EXECUTABLE | TYPE_SHARED) {
+            return Err(ElfError::NotExecutable);
+        }
+        let machine = match half(18)? {
+            MACHINE_X86_64 => Machine::X86_64,
+            MACHINE_AARCH64 => Machine::Aarch64,
+            _ => return Err(ElfError::BadMachine),
+        };
+        let entry = word(24)?;
+        let count = usize::from(half(56)?);
+        if count != 0 && usize::from(half(54)?) != PROGRAM_HEADER_LENGTH {
+            return Err(ElfError::BadProgramHeaders);
+        }
+        let headers = usize::try_from(word(32)?)
+            .ok()
+            .and_then(|at| bytes::slice(file, at, count * PROGRAM_HEADER_LENGTH))
+            .ok_or(ElfError::Truncated)?;
+        let elf = Self { bytes: file, headers, machine, entry };
+        for segment in elf.segments() {
+            if segment.filesz > segment.memsz
+                || segment.paddr.checked_add(segment.memsz).is_none()
+                || segment.vaddr.checked_add(segment.memsz).is_none()
+            {
+                return Err(ElfError::BadSegment);
+            }
+            elf.contents(segment.offset, segment.filesz).ok_or(ElfError::Truncated)?;
+        }
+        Ok(elf)
+    }
+
+    /// The processor that it is for.
+    pub fn machine(&self) -> Machine {
+        self.machine
+    }
+
+    /// Virtual address at which it starts.
+    pub fn entry(&self) -> u64 {
+        self.entry
+    }
+
+    /// The loadable segments, in file order.
+    pub fn segments(&self) -> impl Iterator<Item = Segment> + use<'a> {
+        self.of_type(SEGMENT_LOAD)
+    }
+
+    /// The part of a segment that is in the file.
+    pub fn data(&self, segment: &Segment) -> &'a [u8] {
+        self.contents(segment.offset, segment.filesz).unwrap_or(&[])
+    }
+
+    /// The notes of all note segments, as far as they are well-formed.
+    pub fn notes(&self) -> impl Iterator<Item = Note<'a>> + use<'a> {
+        let elf = *self;
+        self.of_type(SEGMENT_NOTE).flat_map(move |segment| Notes {
+            bytes: elf.contents(segment.offset, segment.filesz).unwrap_or(&[]),
+        })
+    }
+
+    fn of_type(&self, kind: u32) -> impl Iterator<Item = Segment> + use<'a> {
+        self.headers.chunks_exact(PROGRAM_HEADER_LENGTH).filter_map(move |header| {
+            if bytes::u32(header, 0)? != kind {
+                return None;
+            }
+            Some(Segment {
+                flags: bytes::u32(header, 4)?,
+                offset: bytes::u64(header, 8)?,
+                vaddr: bytes::u64(header, 16)?,
+                paddr: bytes::u64(header, 24)?,
+                filesz: bytes::u64(header, 32)?,
+                memsz: bytes::u64(header, 40)?,
+            })
+        })
+    }
+
+    fn contents(&self, offset: u64, length: u64) -> Option<&'a [u8]> {
+        bytes::slice(self.bytes, usize::try_from(offset).ok()?, usize::try_from(length).ok()?)
+    }
+}
+
+/// Notes of one segment. Name and contents are each padded to four bytes, which is what tools
+/// write for every kind of note that concerns a loader, also in 64-bit files.
+struct Notes<'a> {
+    bytes: &'a [u8],
+}
+
+impl<'a> Iterator for Notes<'a> {
+    type Item = Note<'a>;
+
+    fn next(&mut self) -> Option<Note<'a>> {
+        const HEADER: usize = 12;
+        let name_length = bytes::u32(self.bytes, 0)? as usize;
+        let desc_length = bytes::u32(self.bytes, 4)? as usize;
+        let kind = bytes::u32(self.bytes, 8)?;
+        let name = bytes::slice(self.bytes, HEADER, name_length)?;
+        let desc_at = HEADER.checked_add(name_length.checked_next_multiple_of(4)?)?;
+        let desc = bytes::slice(self.bytes, desc_at, desc_length)?;
+        let next = desc_at.checked_add(desc_length.checked_next_multiple_of(4)?)?;
+        self.bytes = self.bytes.get(next..).unwrap_or(&[]);
+        Some(Note { name: bytes::until_zero(name), kind, desc })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(segments: &[(u32, u64, u64, u64, u64)], contents: &[u8]) -> Vec<u8> {
+        let mut file = vec![0; HEADER_LENGTH];
+        file[..6].copy_from_slice(b"\x7fELF\x02\x01");
+        file[16..18].copy_from_slice(&TYPE_EXECUTABLE.to_le_bytes());
+        file[18..20].copy_from_slice(&MACHINE_X86_64.to_le_bytes());
+        file[24..32].copy_from_slice(&0x10_0020u64.to_le_bytes());
+        file[32..40].copy_from_slice(&(HEADER_LENGTH as u64).to_le_bytes());
+        file[54..56].copy_from_slice(&(PROGRAM_HEADER_LENGTH as u16).to_le_bytes());
+        file[56..58].copy_from_slice(&(segments.len() as u16).to_le_bytes());
+        let data = HEADER_LENGTH + segments.len() * PROGRAM_HEADER_LENGTH;
+        for &(kind, offset, address, filesz, memsz) in segments {
+            file.extend(kind.to_le_bytes());
+            file.extend((FLAG_READ | FLAG_EXECUTE).to_le_bytes());
+            for word in [data as u64 + offset, address, address, filesz, memsz, 4096] {
+                file.extend(word.to_le_bytes());
+            }
+        }
+        file.extend(contents);
+        file
+    }
+
+    #[test]
+    fn segments_and_notes() {
+        let mut note = Vec::new();
+        for word in [4u32, 4, 18] {
+            note.extend(word.to_le_bytes());
+        }
+        note.extend(b"Xen\0");
+        note.extend(0x10_0000u32.to_le_bytes());
+        let mut contents = b"code".to_vec();
+        contents.extend(&note);
+        let file =
+            file(&[(SEGMENT_LOAD, 0, 0x10_0000, 4, 64), (SEGMENT_NOTE, 4, 0, 20, 20)], &contents);
+        let elf = Elf::parse(&file).unwrap();
+        assert_eq!((elf.machine(), elf.entry()), (Machine::X86_64, 0x10_0020));
+        let segments: Vec<_> = elf.segments().collect();
+        assert_eq!(segments.len(), 1);
+        assert_eq!(segments[0].physical(), 0x10_0000..0x10_0040);
+        assert_eq!(segments[0].virtual_range(), 0x10_0000..0x10_0040);
+        assert!(segments[0].executable() && !segments[0].writable());
+        assert_eq!(elf.data(&segments[0]), b"code");
+        let notes: Vec<_> = elf.notes().collect();
+        assert_eq!(notes, [Note { name: b"Xen", kind: 18, desc: &[0, 0, 0x10, 0] }]);
+    }
+
+    #[test]
+    fn what_is_refused() {
+        let good = file(&[(SEGMENT_LOAD, 0, 0x10_0000, 4, 64)], b"code");
+        for length in 0..good.len() {
+            assert_eq!(Elf::parse(&good[..length]).err(), Some(ElfError::Truncated), "{length}");
+        }
+        let with = |at: usize, byte: u8| {
+            let mut bad = good.clone();
+            bad[at] = byte;
+            Elf::parse(&bad).err()
+        };
+        assert_eq!(with(0, 0), Some(ElfError::NotElf));
+        assert_eq!(with(4, 1), Some(ElfError::BadClass));
+        assert_eq!(with(16, 1), Some(ElfError::NotExecutable));
+        assert_eq!(with(18, 3), Some(ElfError::BadMachine));
+        assert_eq!(with(54, 32), Some(ElfError::BadProgramHeaders));
+        assert_eq!(with(HEADER_LENGTH + 40, 3), Some(ElfError::BadSegment));
+        assert_eq!(with(HEADER_LENGTH + 31, 0xff), None);
+        let wraps = file(&[(SEGMENT_LOAD, 0, u64::MAX - 8, 4, 64)], b"code");
+        assert_eq!(Elf::parse(&wraps).err(), Some(ElfError::BadSegment));
+    }
+}
