@@ -1,7 +1,9 @@
 //! The chips of a PC.
 
 pub mod debugexit;
+pub mod ioapic;
 pub mod kbd;
+pub mod lapic;
 pub mod pic;
 pub mod pit;
 pub mod pm;

@@ -318,7 +318,7 @@ impl Pit {
 
     fn read_port_b(&self, env: &dyn Env) -> u8 {
         let now: Nanos = env.now();
-        let refresh = if now / REFRESH_NANOS & 1 != 0 { PORT_B_REFRESH } else { 0 };
+        let refresh = if (now / REFRESH_NANOS) & 1 != 0 { PORT_B_REFRESH } else { 0 };
         let output = self.channels[2].output(CLOCK.in_nanos(now));
         self.port_b | refresh | if output { PORT_B_OUT2 } else { 0 }
     }
