@@ -11,6 +11,7 @@
 
 pub mod backend;
 pub mod clock;
+pub mod cpuid;
 pub mod exit;
 pub mod svm;
 
