@@ -1,1 +1,83 @@
-//! (to be written)
+//! Model-specific registers: APM vol. 2 (24593), appendix A; Intel SDM vol. 4, chapter 2, for
+//! those that AMD took over.
+
+/// Time stamp counter.
+pub const TSC: u32 = 0x10;
+/// Base and mode of the local APIC: [`apic_base`]. APM vol. 2 §16.3.1.
+pub const APIC_BASE: u32 = 0x1b;
+/// Memory-type range registers: how many there are. APM vol. 2 §7.7.
+pub const MTRR_CAP: u32 = 0xfe;
+/// Page attribute table. APM vol. 2 §7.8.
+pub const PAT: u32 = 0x277;
+/// Default memory type. APM vol. 2 §7.7.
+pub const MTRR_DEF_TYPE: u32 = 0x2ff;
+/// Deadline of the local APIC timer in TSC ticks, 0 disarms. SDM vol. 3 §11.5.4.1.
+pub const TSC_DEADLINE: u32 = 0x6e0;
+/// First x2APIC register; register `r` (its xAPIC offset) is at `X2APIC + r / 16`. APM vol. 2 §16.11.
+pub const X2APIC: u32 = 0x800;
+/// Extended features: [`efer`]. APM vol. 2 §3.1.7.
+pub const EFER: u32 = 0xc000_0080;
+/// Selectors of SYSCALL (47:32) and SYSRET (63:48). APM vol. 2 §6.1.1.
+pub const STAR: u32 = 0xc000_0081;
+/// Target of SYSCALL from 64-bit mode.
+pub const LSTAR: u32 = 0xc000_0082;
+/// Target of SYSCALL from compatibility mode.
+pub const CSTAR: u32 = 0xc000_0083;
+/// RFLAGS bits that SYSCALL clears.
+pub const SFMASK: u32 = 0xc000_0084;
+/// Base of FS.
+pub const FS_BASE: u32 = 0xc000_0100;
+/// Base of GS.
+pub const GS_BASE: u32 = 0xc000_0101;
+/// Base that SWAPGS exchanges with GS.
+pub const KERNEL_GS_BASE: u32 = 0xc000_0102;
+/// Auxiliary value of RDTSCP.
+pub const TSC_AUX: u32 = 0xc000_0103;
+/// SYSENTER code selector. APM vol. 2 §6.1.2.
+pub const SYSENTER_CS: u32 = 0x174;
+/// SYSENTER stack pointer.
+pub const SYSENTER_ESP: u32 = 0x175;
+/// SYSENTER target.
+pub const SYSENTER_EIP: u32 = 0x176;
+/// Debug control. APM vol. 2 §13.1.1.
+pub const DEBUG_CTL: u32 = 0x1d9;
+/// SVM control: [`vm_cr`]. APM vol. 2 §15.30.1.
+pub const VM_CR: u32 = 0xc001_0114;
+/// Physical address of the host save area. APM vol. 2 §15.30.4.
+pub const VM_HSAVE_PA: u32 = 0xc001_0117;
+
+/// Bits of [`APIC_BASE`].
+pub mod apic_base {
+    /// This is the bootstrap processor.
+    pub const BSP: u64 = 1 << 8;
+    /// x2APIC mode; only together with [`ENABLE`].
+    pub const X2APIC: u64 = 1 << 10;
+    /// The local APIC is on.
+    pub const ENABLE: u64 = 1 << 11;
+    /// Physical base of the registers (xAPIC).
+    pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+}
+
+/// Bits of [`EFER`].
+pub mod efer {
+    /// SYSCALL and SYSRET.
+    pub const SCE: u64 = 1 << 0;
+    /// Long mode once paging is on.
+    pub const LME: u64 = 1 << 8;
+    /// Long mode is active.
+    pub const LMA: u64 = 1 << 10;
+    /// No-execute pages.
+    pub const NXE: u64 = 1 << 11;
+    /// SVM instructions.
+    pub const SVME: u64 = 1 << 12;
+    /// Fast FXSAVE and FXRSTOR.
+    pub const FFXSR: u64 = 1 << 14;
+}
+
+/// Bits of [`VM_CR`].
+pub mod vm_cr {
+    /// EFER.SVME cannot be set while [`SVMDIS`] is.
+    pub const LOCK: u64 = 1 << 3;
+    /// SVM is off, usually by the firmware.
+    pub const SVMDIS: u64 = 1 << 4;
+}

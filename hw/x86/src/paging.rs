@@ -1,1 +1,234 @@
-//! (to be written)
+//! Control registers and long-mode page tables: APM vol. 2 (24593), §3.1 and §5.3; protection bits of
+//! CR4 also SDM vol. 3 §2.5.
+
+/// Entries in a table of any level.
+pub const ENTRIES: usize = 512;
+/// `log2` of the bytes that an entry maps, by level: 1 is the page table, 4 the top (PML4).
+pub const fn level_shift(level: u32) -> u32 {
+    12 + 9 * (level - 1)
+}
+
+/// Bits of an entry (APM vol. 2, figures 5-20 to 5-25).
+pub mod entry {
+    /// Present.
+    pub const PRESENT: u64 = 1 << 0;
+    /// Writable, if every level says so.
+    pub const WRITE: u64 = 1 << 1;
+    /// Accessible from CPL 3, if every level says so.
+    pub const USER: u64 = 1 << 2;
+    /// Page-level write-through: bit 0 of the PAT index.
+    pub const PWT: u64 = 1 << 3;
+    /// Page-level cache disable: bit 1 of the PAT index.
+    pub const PCD: u64 = 1 << 4;
+    /// Accessed.
+    pub const ACCESSED: u64 = 1 << 5;
+    /// Dirty (leaf).
+    pub const DIRTY: u64 = 1 << 6;
+    /// In levels 2 and 3: this entry is a leaf.
+    pub const LARGE: u64 = 1 << 7;
+    /// Leaf that survives a CR3 load (CR4.PGE).
+    pub const GLOBAL: u64 = 1 << 8;
+    /// Physical address.
+    pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+    /// No execute (EFER.NXE).
+    pub const NX: u64 = 1 << 63;
+    /// Strong uncacheable with the reset value of the PAT: index 3.
+    pub const UNCACHED: u64 = PCD | PWT;
+}
+
+/// Bits of CR0.
+pub mod cr0 {
+    /// Protected mode.
+    pub const PE: u64 = 1 << 0;
+    /// WAIT obeys TS.
+    pub const MP: u64 = 1 << 1;
+    /// x87 instructions fault.
+    pub const EM: u64 = 1 << 2;
+    /// The FPU holds another task's state: its next use faults (#NM).
+    pub const TS: u64 = 1 << 3;
+    /// Native x87 errors.
+    pub const NE: u64 = 1 << 5;
+    /// Supervisor writes obey read-only pages.
+    pub const WP: u64 = 1 << 16;
+    /// Not write-through.
+    pub const NW: u64 = 1 << 29;
+    /// Caches off.
+    pub const CD: u64 = 1 << 30;
+    /// Paging.
+    pub const PG: u64 = 1 << 31;
+}
+
+/// Bits of CR4.
+pub mod cr4 {
+    /// RDTSC is for CPL 0 only.
+    pub const TSD: u64 = 1 << 2;
+    /// Physical-address extension; needed for long mode.
+    pub const PAE: u64 = 1 << 5;
+    /// Machine checks are reported.
+    pub const MCE: u64 = 1 << 6;
+    /// Global pages.
+    pub const PGE: u64 = 1 << 7;
+    /// RDPMC at any CPL.
+    pub const PCE: u64 = 1 << 8;
+    /// FXSAVE, FXRSTOR and SSE.
+    pub const OSFXSR: u64 = 1 << 9;
+    /// SSE exceptions are #XF.
+    pub const OSXMMEXCPT: u64 = 1 << 10;
+    /// SGDT, SIDT, SLDT, SMSW and STR are for CPL 0 only.
+    pub const UMIP: u64 = 1 << 11;
+    /// RDFSBASE and its kin.
+    pub const FSGSBASE: u64 = 1 << 16;
+    /// Process-context identifiers.
+    pub const PCIDE: u64 = 1 << 17;
+    /// XSAVE, XSETBV.
+    pub const OSXSAVE: u64 = 1 << 18;
+    /// Supervisor code cannot execute user pages.
+    pub const SMEP: u64 = 1 << 20;
+    /// Supervisor code cannot reach user pages unless RFLAGS.AC is set.
+    pub const SMAP: u64 = 1 << 21;
+    /// Protection keys of user pages.
+    pub const PKE: u64 = 1 << 22;
+}
+
+/// Bits of XCR0 (APM vol. 2 §11.5.2).
+pub mod xcr0 {
+    /// x87; always set.
+    pub const X87: u64 = 1 << 0;
+    /// SSE.
+    pub const SSE: u64 = 1 << 1;
+    /// AVX.
+    pub const AVX: u64 = 1 << 2;
+    /// AVX-512: mask registers, upper halves, upper registers; all or none.
+    pub const AVX512: u64 = 7 << 5;
+    /// Protection-key rights of user pages.
+    pub const PKRU: u64 = 1 << 9;
+}
+
+/// Page-fault error code (APM vol. 2 §8.4.2).
+pub mod fault {
+    /// The page was present: a protection violation.
+    pub const PRESENT: u64 = 1 << 0;
+    /// It was a write.
+    pub const WRITE: u64 = 1 << 1;
+    /// CPL was 3.
+    pub const USER: u64 = 1 << 2;
+    /// A reserved bit was set.
+    pub const RESERVED: u64 = 1 << 3;
+    /// It was an instruction fetch.
+    pub const FETCH: u64 = 1 << 4;
+}
+
+/// A task-state segment in long mode (APM vol. 2, figure 12-8).
+#[derive(Clone, Copy, Debug)]
+#[repr(C, packed(4))]
+pub struct TaskState {
+    reserved_0: u32,
+    /// Stack pointers for entries to CPL 0, 1, 2.
+    pub rsp: [u64; 3],
+    reserved_1: u64,
+    /// Stacks of gates with an interrupt-stack-table index; `ist[0]` is index 1.
+    pub ist: [u64; 7],
+    reserved_2: u64,
+    reserved_3: u16,
+    /// Offset of the I/O permission bitmap; beyond the segment's limit means no port is allowed.
+    pub io_map_base: u16,
+}
+
+impl TaskState {
+    /// All stacks 0, no I/O permission bitmap.
+    pub const fn new() -> Self {
+        Self {
+            reserved_0: 0,
+            rsp: [0; 3],
+            reserved_1: 0,
+            ist: [0; 7],
+            reserved_2: 0,
+            reserved_3: 0,
+            io_map_base: u16::MAX,
+        }
+    }
+}
+
+impl Default for TaskState {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// A gate of the interrupt descriptor table in long mode (APM vol. 2 §4.8.4).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Gate {
+    low: u64,
+    high: u64,
+}
+
+impl Gate {
+    /// A present interrupt gate (interrupts are off at its target) in segment `selector`, on
+    /// interrupt stack `ist` (0: none), for software interrupts from privilege level `dpl` on.
+    pub const fn interrupt(target: u64, selector: u16, ist: u8, dpl: u8) -> Self {
+        const PRESENT_INTERRUPT: u64 = 0x8e << 40;
+        Self {
+            low: target & 0xffff
+                | (selector as u64) << 16
+                | (ist as u64 & 7) << 32
+                | PRESENT_INTERRUPT
+                | (dpl as u64 & 3) << 45
+                | (target >> 16 & 0xffff) << 48,
+            high: target >> 32,
+        }
+    }
+}
+
+/// Segment descriptors (APM vol. 2 §4.8).
+pub mod descriptor {
+    /// 64-bit code, CPL 0.
+    pub const KERNEL_CODE: u64 = 0x00af_9b00_0000_ffff;
+    /// Data, CPL 0.
+    pub const KERNEL_DATA: u64 = 0x00cf_9300_0000_ffff;
+    /// Data, CPL 3.
+    pub const USER_DATA: u64 = 0x00cf_f300_0000_ffff;
+    /// 64-bit code, CPL 3.
+    pub const USER_CODE: u64 = 0x00af_fb00_0000_ffff;
+    /// The two halves of an available 64-bit task-state segment of `limit + 1` bytes.
+    pub const fn task_state(base: u64, limit: u32) -> [u64; 2] {
+        [
+            limit as u64 & 0xffff
+                | (base & 0xff_ffff) << 16
+                | 0x89 << 40
+                | (limit as u64 >> 16 & 0xf) << 48
+                | (base >> 24 & 0xff) << 56,
+            base >> 32,
+        ]
+    }
+}
+
+const _: () = assert!(size_of::<TaskState>() == 104);
+const _: () = assert!(core::mem::offset_of!(TaskState, rsp) == 4);
+const _: () = assert!(core::mem::offset_of!(TaskState, ist) == 36);
+const _: () = assert!(core::mem::offset_of!(TaskState, io_map_base) == 102);
+const _: () = assert!(size_of::<Gate>() == 16);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gate_spreads_the_target() {
+        let gate = Gate::interrupt(0x1122_3344_5566_7788, 0x08, 2, 3);
+        assert_eq!(gate.low, 0x5566_ee02_0008_7788);
+        assert_eq!(gate.high, 0x1122_3344);
+    }
+
+    #[test]
+    fn task_state_descriptor_spreads_the_base() {
+        let [low, high] = descriptor::task_state(0x1122_3344_5566_7788, 0x2_2068);
+        assert_eq!(low, 0x5502_8966_7788_2068);
+        assert_eq!(high, 0x1122_3344);
+    }
+
+    #[test]
+    fn levels() {
+        assert_eq!([1, 2, 3, 4].map(level_shift), [12, 21, 30, 39]);
+    }
+}

@@ -1,2 +1,27 @@
+//! The kernel on x86-64: boot, CPUs, interrupts, time, and the parts of the machine that only
+//! privileged code can reach.
+//!
+//! Boot runs through [`boot`]: the loader's information becomes a [`boot::Machine`], the kernel's
+//! own page tables are built ([`memory`]), the CPUs get their areas ([`cpu`]) and are started
+//! ([`smp`]). What is pure (ranges, register sequences, conversions) also compiles and is tested on
+//! the host.
 #![cfg_attr(not(test), no_std)]
-#![forbid(unsafe_code)]
+
+pub mod apic;
+#[cfg(target_os = "none")]
+pub mod boot;
+pub mod cpu;
+pub mod features;
+pub mod idt;
+pub mod io;
+pub mod ioapic;
+pub mod log;
+pub mod memory;
+#[cfg(target_os = "none")]
+pub mod panic;
+pub mod ranges;
+#[cfg(target_os = "none")]
+pub mod smp;
+#[cfg(target_os = "none")]
+pub mod start;
+pub mod time;

@@ -1,0 +1,260 @@
+//! Page tables: one algorithm for host spaces and guest-physical spaces, over any format with
+//! tables of 512 entries.
+//!
+//! A mapping is 2^order pages, naturally aligned on both sides. It is written at the largest leaf
+//! size that its order allows, so its entries all lie in one table or are whole tables of the
+//! largest leaf; every store takes a table from one valid state to another.
+
+use abi::Status;
+
+/// Bits of index per level.
+const LEVEL_BITS: u32 = 9;
+
+/// What a mapping allows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Access {
+    /// Stores.
+    pub write: bool,
+    /// Instruction fetches.
+    pub execute: bool,
+    /// Device memory: uncached.
+    pub device: bool,
+}
+
+/// A page-table format. Level 0 holds 4 KiB leaves.
+pub trait Format {
+    /// Level of the root table.
+    const ROOT_LEVEL: u32;
+    /// Largest level that may hold leaves on this machine.
+    fn max_leaf_level() -> u32;
+    /// Entry for a leaf at `level`.
+    fn leaf(physical: u64, access: Access, level: u32) -> u64;
+    /// Entry for the next table.
+    fn table(physical: u64) -> u64;
+    /// Whether the entry maps anything.
+    fn is_present(entry: u64) -> bool;
+    /// Whether a present entry at `level` is a leaf.
+    fn is_leaf(entry: u64, level: u32) -> bool;
+    /// Physical address in a present entry.
+    fn address(entry: u64) -> u64;
+}
+
+/// Where tables live.
+pub trait Tables {
+    /// Reads entry `index` of the table at physical address `table`.
+    fn read(&self, table: u64, index: usize) -> u64;
+    /// Writes an entry.
+    fn write(&self, table: u64, index: usize, entry: u64);
+    /// A new zeroed table.
+    fn alloc(&self) -> Result<u64, Status>;
+    /// Gives a table back; it may still be in use by a walker until the flush.
+    fn free(&self, table: u64);
+}
+
+/// A promise to flush the TLBs that may hold what was just unmapped, before anybody relies on it.
+#[must_use = "stale translations survive until the space is flushed"]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Flush(bool);
+
+impl Flush {
+    /// Nothing to do.
+    pub const NONE: Self = Self(false);
+
+    /// Whether a flush is needed.
+    pub fn is_needed(self) -> bool {
+        self.0
+    }
+}
+
+fn index(page: u64, level: u32) -> usize {
+    (page >> (LEVEL_BITS * level) & 511) as usize
+}
+
+/// Level at which a mapping of this order is written, and number of entries there.
+fn shape<F: Format>(order: u8) -> (u32, u64) {
+    let level = (order as u32 / LEVEL_BITS).min(F::max_leaf_level());
+    (level, 1 << (order as u32 - level * LEVEL_BITS))
+}
+
+/// Maps `2^order` pages from page number `page` on to physical address `physical`. Nothing may be
+/// mapped there. `NoQuota` if a table cannot be had; then nothing is mapped.
+pub fn map<F: Format>(
+    tables: &impl Tables,
+    root: u64,
+    page: u64,
+    physical: u64,
+    order: u8,
+    access: Access,
+) -> Result<Flush, Status> {
+    let (level, entries) = shape::<F>(order);
+    let size = abi::PAGE_SIZE << (level * LEVEL_BITS);
+    let mut flush = Flush::NONE;
+    let mut done = 0;
+    while done < entries {
+        // One table holds the entries from here to its end.
+        let start = page + (done << (level * LEVEL_BITS));
+        let table = match walk::<F>(tables, root, start, level, true) {
+            Ok(table) => table,
+            Err(status) => {
+                // Nobody has been told of the entries, so nobody can have used them.
+                let _ = unmap_entries::<F>(tables, root, page, level, done);
+                return Err(status);
+            }
+        };
+        let first = index(start, level);
+        let count = (512 - first as u64).min(entries - done);
+        for offset in 0..count {
+            let slot = first + offset as usize;
+            let old = tables.read(table, slot);
+            let entry = F::leaf(physical + (done + offset) * size, access, level);
+            tables.write(table, slot, entry);
+            if F::is_present(old) {
+                // Only an empty lower table can be here; walkers may have cached it.
+                free_below::<F>(tables, old, level);
+                flush = Flush(true);
+            }
+        }
+        done += count;
+    }
+    Ok(flush)
+}
+
+/// Removes a mapping made by [`map`] with the same page and order.
+pub fn unmap<F: Format>(tables: &impl Tables, root: u64, page: u64, order: u8) -> Flush {
+    let (level, entries) = shape::<F>(order);
+    unmap_entries::<F>(tables, root, page, level, entries)
+}
+
+fn unmap_entries<F: Format>(
+    tables: &impl Tables,
+    root: u64,
+    page: u64,
+    level: u32,
+    entries: u64,
+) -> Flush {
+    let mut flush = Flush::NONE;
+    let mut done = 0;
+    while done < entries {
+        let start = page + (done << (level * LEVEL_BITS));
+        let first = index(start, level);
+        let count = (512 - first as u64).min(entries - done);
+        if let Ok(table) = walk::<F>(tables, root, start, level, false) {
+            for offset in 0..count as usize {
+                tables.write(table, first + offset, 0);
+            }
+            flush = Flush(true);
+        }
+        done += count;
+    }
+    flush
+}
+
+/// The table at `level` that covers `page`, made on the way if `make`.
+fn walk<F: Format>(
+    tables: &impl Tables,
+    root: u64,
+    page: u64,
+    level: u32,
+    make: bool,
+) -> Result<u64, Status> {
+    let mut table = root;
+    for at in (level + 1..=F::ROOT_LEVEL).rev() {
+        let slot = index(page, at);
+        let entry = tables.read(table, slot);
+        table = if F::is_present(entry) {
+            if F::is_leaf(entry, at) {
+                return Err(Status::Busy);
+            }
+            F::address(entry)
+        } else if make {
+            let new = tables.alloc()?;
+            tables.write(table, slot, F::table(new));
+            new
+        } else {
+            return Err(Status::BadArgument);
+        };
+    }
+    Ok(table)
+}
+
+/// The leaf that maps `page`: physical address of the page and the entry.
+pub fn translate<F: Format>(tables: &impl Tables, root: u64, page: u64) -> Option<(u64, u64)> {
+    let mut table = root;
+    for level in (0..=F::ROOT_LEVEL).rev() {
+        let entry = tables.read(table, index(page, level));
+        if !F::is_present(entry) {
+            return None;
+        }
+        if F::is_leaf(entry, level) {
+            let within = page & ((1 << (level * LEVEL_BITS)) - 1);
+            return Some((F::address(entry) + within * abi::PAGE_SIZE, entry));
+        }
+        table = F::address(entry);
+    }
+    None
+}
+
+/// Frees the table that `entry` at `level` points to, and all tables below it. It must map nothing.
+fn free_below<F: Format>(tables: &impl Tables, entry: u64, level: u32) {
+    if level == 0 || F::is_leaf(entry, level) {
+        return;
+    }
+    let table = F::address(entry);
+    if level > 1 {
+        for slot in 0..512 {
+            let next = tables.read(table, slot);
+            if F::is_present(next) {
+                free_below::<F>(tables, next, level - 1);
+            }
+        }
+    }
+    tables.free(table);
+}
+
+/// Frees the tables below the entries `range` of the root. They must map nothing.
+/// Returns `false` when `budget` tables were freed and more remain.
+pub fn clear<F: Format>(
+    tables: &impl Tables,
+    root: u64,
+    range: core::ops::Range<usize>,
+    budget: &mut u32,
+) -> bool {
+    // Frees one table per round, lowest first, so that any stop leaves a consistent tree.
+    for slot in range {
+        loop {
+            let entry = tables.read(root, slot);
+            if !F::is_present(entry) {
+                break;
+            }
+            if *budget == 0 {
+                return false;
+            }
+            *budget -= 1;
+            free_lowest::<F>(tables, root, slot, F::ROOT_LEVEL);
+        }
+    }
+    true
+}
+
+fn free_lowest<F: Format>(tables: &impl Tables, mut parent: u64, mut slot: usize, mut level: u32) {
+    loop {
+        let table = F::address(tables.read(parent, slot));
+        level -= 1;
+        let below = (level > 0)
+            .then(|| {
+                (0..512).find(|&index| {
+                    let entry = tables.read(table, index);
+                    F::is_present(entry) && !F::is_leaf(entry, level)
+                })
+            })
+            .flatten();
+        match below {
+            Some(index) => (parent, slot) = (table, index),
+            None => {
+                tables.write(parent, slot, 0);
+                tables.free(table);
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,390 @@
+//! From the boot loader to [`crate::start::bsp_main`]: reads what the loader and the firmware left in memory,
+//! builds the kernel's page tables, and brings up interrupts, time and the other CPUs.
+//!
+//! Until [`boot_main`] has its own tables, it runs on those of `boot.s`, which map the first 4 GiB; all that a loader
+//! passes lies there.
+
+use crate::cpu::MAX_CPUS;
+use crate::features::{Features, features, initial_apic_id};
+use crate::memory::{
+    self, BootMemory, FOUR_GIB, IMAGE_OFFSET, Image, KernelTables, MAX_RAM, normalise,
+};
+use crate::ranges::{Range, RangeSet};
+use crate::{apic, cpu, io, ioapic, log, panic, smp, start, time};
+use abi::Status;
+use core::arch::{asm, global_asm};
+use core::cell::UnsafeCell;
+use hw_tables::acpi::{Fadt, Madt, MadtEntry, Tables, apic_flag, find_rsdp};
+use hw_tables::{multiboot2, pvh};
+
+global_asm!(
+    include_str!("boot.s"),
+    boot_main = sym boot_main,
+    processor_main = sym smp::processor_main,
+    options(att_syntax)
+);
+
+/// Most bytes of the command line that are kept.
+const COMMAND_LINE_LENGTH: usize = 1024;
+/// Most entries of the loader's lists, and bytes of its information, that are believed.
+const MAX_ENTRIES: u32 = 1024;
+const MAX_INFORMATION: usize = 1 << 20;
+
+/// The machine, as boot found it.
+pub struct Machine {
+    /// Physical memory. More of it can be allocated; what then is in `free` is root's.
+    pub memory: BootMemory,
+    /// Device memory below 4 GiB: what is not RAM, except the pages of the interrupt controllers.
+    pub devices: RangeSet<MAX_RAM>,
+    /// The boot module, which is in none of the sets of free or used memory. Starts at a page.
+    pub bundle: Option<Range>,
+    /// Physical address of the ACPI RSDP, 0 if none.
+    pub rsdp: u64,
+    /// TSC frequency in kHz.
+    pub tsc_khz: u64,
+    /// CPUs that were started.
+    pub cpus: usize,
+    command_line: [u8; COMMAND_LINE_LENGTH],
+    command_line_length: usize,
+}
+
+struct Cell(UnsafeCell<Machine>);
+
+// SAFETY: only `boot_main` and what it calls use the machine, on the first CPU.
+unsafe impl Sync for Cell {}
+
+static MACHINE: Cell = Cell(UnsafeCell::new(Machine {
+    memory: BootMemory { ram: RangeSet::new(), free: RangeSet::new(), used: RangeSet::new() },
+    devices: RangeSet::new(),
+    bundle: None,
+    rsdp: 0,
+    tsc_khz: 0,
+    cpus: 1,
+    command_line: [0; COMMAND_LINE_LENGTH],
+    command_line_length: 0,
+}));
+
+impl Machine {
+    /// The kernel's command line.
+    pub fn command_line(&self) -> &str {
+        let bytes = &self.command_line[..self.command_line_length];
+        match core::str::from_utf8(bytes) {
+            Ok(text) => text,
+            // What follows the first byte that is not text is not obeyed.
+            Err(error) => core::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or(""),
+        }
+    }
+
+    /// Value of `name=value` on the command line; the last one counts.
+    pub fn option(&self, name: &str) -> Option<&str> {
+        self.command_line()
+            .split_ascii_whitespace()
+            .rev()
+            .find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
+    }
+
+    fn set_command_line(&mut self, bytes: &[u8]) {
+        let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
+        let length = end.min(COMMAND_LINE_LENGTH);
+        self.command_line[..length].copy_from_slice(&bytes[..length]);
+        self.command_line_length = length;
+    }
+}
+
+unsafe extern "C" {
+    static image_start: u8;
+    static text_start: u8;
+    static text_end: u8;
+    static rodata_end: u8;
+    static image_end: u8;
+}
+
+/// Where the image lies.
+pub fn image() -> Image {
+    let at = |symbol: *const u8| symbol as u64;
+    Image {
+        start: at(&raw const image_start),
+        code: Range::new(at(&raw const text_start), at(&raw const text_end)),
+        constants: Range::new(at(&raw const text_end), at(&raw const rodata_end)),
+        data: Range::new(at(&raw const rodata_end), at(&raw const image_end)),
+    }
+}
+
+/// Bytes that the loader or the firmware left below 4 GiB.
+fn left_bytes(physical: u64, length: usize) -> Option<&'static [u8]> {
+    // SAFETY: nothing writes there: the loader is gone, and memory that is in use is not
+    // allocated. What a loader lies about is its own image that it harms.
+    unsafe { memory::bytes(physical, length) }
+}
+
+/// Like [`left_bytes`], as much as there is.
+fn left_text(physical: u64) -> &'static [u8] {
+    let length = FOUR_GIB.saturating_sub(physical).min(COMMAND_LINE_LENGTH as u64);
+    left_bytes(physical, length as usize).unwrap_or(&[])
+}
+
+/// Takes what a PVH loader passes; returns what must not be overwritten besides the bundle.
+fn read_pvh(machine: &mut Machine, information: u64) -> Option<Range> {
+    let info = pvh::StartInfo::parse(left_bytes(information, pvh::StartInfo::LENGTH)?)?;
+    let list = |address, count: u32, length| {
+        left_bytes(address, count.min(MAX_ENTRIES) as usize * length).unwrap_or(&[])
+    };
+    machine.set_command_line(left_text(info.command_line));
+    machine.rsdp = info.rsdp;
+    let modules = list(info.module_list, info.modules, pvh::Module::LENGTH);
+    machine.bundle = pvh::Module::list(modules)
+        .next()
+        .map(|module| Range::sized(module.address, module.size));
+    let map = list(info.memory_map, info.memory_ranges, pvh::MemoryRange::LENGTH);
+    machine.memory = BootMemory::new(normalise(|| {
+        pvh::MemoryRange::list(map)
+            .map(|entry| (Range::sized(entry.address, entry.size), entry.kind == pvh::memory::RAM))
+    }));
+    Some(Range::default())
+}
+
+/// The same for a multiboot2 loader.
+fn read_multiboot2(machine: &mut Machine, information: u64) -> Option<Range> {
+    let header = left_bytes(information, multiboot2::BootInfo::HEADER_LENGTH)?;
+    let length = multiboot2::BootInfo::length(header)?.min(MAX_INFORMATION);
+    let info = multiboot2::BootInfo::parse(left_bytes(information, length)?)?;
+    machine.set_command_line(info.command_line().unwrap_or(&[]));
+    machine.bundle =
+        info.modules().next().map(|module| Range::new(module.start as u64, module.end as u64));
+    machine.memory = BootMemory::new(normalise(|| {
+        info.memory_map()
+            .map(|entry| (Range::sized(entry.address, entry.size), entry.kind == pvh::memory::RAM))
+    }));
+    // The RSDP is a copy in the information, which therefore has to stay.
+    let rsdp = info.rsdp()?;
+    machine.rsdp = rsdp.as_ptr() as u64 - memory::DIRECT_MAP;
+    Some(Range::sized(information, length as u64))
+}
+
+/// The RSDP where PC firmware leaves it (ACPI 6.5 §5.2.5.1), 0 if it is not there.
+fn search_rsdp() -> u64 {
+    const EBDA_POINTER: u64 = 0x40e;
+    const BIOS: (u64, usize) = (0xe_0000, 0x2_0000);
+    let segment = left_bytes(EBDA_POINTER, 2).map_or(0, |raw| u16::from_le_bytes([raw[0], raw[1]]));
+    [((segment as u64) << 4, 1024), BIOS]
+        .into_iter()
+        .find_map(|(base, length)| Some(base + find_rsdp(left_bytes(base, length)?)? as u64))
+        .unwrap_or(0)
+}
+
+/// Entered from `boot.s` with what the loader passed.
+extern "C" fn boot_main(magic: u32, information: u32) -> ! {
+    // SAFETY: this runs once, on the first CPU, and hands the only reference on.
+    let machine = unsafe { &mut *MACHINE.0.get() };
+    let kept = match magic {
+        pvh::MAGIC => read_pvh(machine, information as u64),
+        multiboot2::LOADER_MAGIC => read_multiboot2(machine, information as u64),
+        _ => None,
+    };
+    log::init(machine.option("log"));
+    panic::init(machine.option("panic"));
+    log!("Parador {}, booted by {}", env!("CARGO_PKG_VERSION"), loader_name(magic));
+    let Some(kept) = kept else { panic!("the boot loader's information cannot be read") };
+    log!("command line: {}", machine.command_line());
+    log_features(features());
+    reserve(machine, kept);
+    log_memory(machine);
+    if machine.rsdp == 0 {
+        machine.rsdp = search_rsdp();
+    }
+    if let Err(status) = build_address_space(machine) {
+        panic!("too little memory below 4 GiB for the kernel's page tables: {status:?}");
+    }
+    // SAFETY: CPU 0's area was just mapped; nothing on the old stack is used again.
+    unsafe {
+        let index = cpu::create(initial_apic_id());
+        asm!("mov rsp, {}", "xor ebp, ebp", "call {}", "ud2",
+            in(reg) cpu::kernel_stack_top(index), sym continue_on_own_stack, options(noreturn));
+    }
+}
+
+fn loader_name(magic: u32) -> &'static str {
+    match magic {
+        pvh::MAGIC => "PVH",
+        multiboot2::LOADER_MAGIC => "multiboot2",
+        _ => "an unknown loader",
+    }
+}
+
+fn log_features(have: &Features) {
+    let names = [
+        ("svm", have.svm),
+        ("npt", have.npt),
+        ("nrip-save", have.nrip_save),
+        ("decode-assist", have.decode_assist),
+        ("x2apic", have.x2apic),
+        ("tsc-deadline", have.tsc_deadline),
+        ("invariant-tsc", have.invariant_tsc),
+        ("1g-pages", have.huge_pages),
+        ("smep", have.smep),
+        ("smap", have.smap),
+        ("umip", have.umip),
+        ("fsgsbase", have.fsgsbase),
+        ("xsave", have.xsave),
+        ("pku", have.pku),
+    ];
+    struct Present<'a>(&'a [(&'static str, bool)]);
+    impl core::fmt::Display for Present<'_> {
+        fn fmt(&self, f: &mut core::fmt::Formatter) -> core::fmt::Result {
+            let mut present = self.0.iter().filter(|(_, present)| *present);
+            present.try_for_each(|(name, _)| write!(f, " {name}"))
+        }
+    }
+    log!("CPU features:{}; {} ASIDs", Present(&names), have.asids);
+    if !have.npt {
+        log!("no SVM with nested paging: virtual machines are not possible on this machine");
+    }
+}
+
+/// Takes what is in use out of free memory.
+fn reserve(machine: &mut Machine, kept: Range) {
+    let image = image();
+    let whole = Range::new(image.start, image.data.end - IMAGE_OFFSET);
+    let free = &mut machine.memory.free;
+    for range in [whole, kept].into_iter().chain(machine.bundle) {
+        free.remove(range.outward());
+    }
+    machine.memory.used.insert(whole.outward());
+    machine.memory.used.insert(kept.outward());
+    if machine.bundle.is_some_and(|bundle| bundle.base % abi::PAGE_SIZE != 0) {
+        log!("the boot module does not start at a page: ignored");
+        machine.bundle = None;
+    }
+}
+
+fn log_memory(machine: &Machine) {
+    for range in machine.memory.ram.as_slice() {
+        log!("RAM {:#013x}..{:#013x}", range.base, range.end);
+    }
+    let memory = &machine.memory;
+    log!("{} MiB RAM, {} MiB free", memory.ram.total() >> 20, memory.free.total() >> 20);
+    if memory.ram.overflowed() || memory.free.overflowed() {
+        log!("the memory map has too many entries: some RAM is not used");
+    }
+    match machine.bundle {
+        Some(bundle) => log!("boot module {:#x}..{:#x}", bundle.base, bundle.end),
+        None => log!("no boot module"),
+    }
+}
+
+/// Builds the kernel's page tables with room for all CPUs, and changes to them.
+fn build_address_space(machine: &mut Machine) -> Result<(), Status> {
+    let mut list = [0; MAX_CPUS];
+    let areas = processors(machine.rsdp, &mut list).max(1);
+    let tables = KernelTables::new(&mut machine.memory).ok_or(Status::NoQuota)?;
+    tables.map_image(&image())?;
+    tables.map_physical()?;
+    for index in 0..areas {
+        cpu::map_area(&tables, index)?;
+    }
+    let root = tables.finish();
+    // SAFETY: the tables map the image where it runs, the direct map, and the image's data, the
+    // stack included.
+    unsafe { io::write_cr3(root) };
+    Ok(())
+}
+
+/// APIC ids of the processors that the MADT lists as enabled; returns how many. The first is this one.
+fn processors(rsdp: u64, list: &mut [u32; MAX_CPUS]) -> usize {
+    list[0] = initial_apic_id();
+    let mut count = 1;
+    let Some(madt) = find_madt(rsdp) else { return count };
+    for entry in madt.entries() {
+        let (id, flags) = match entry {
+            MadtEntry::LocalApic { id, flags, .. } => (id as u32, flags),
+            MadtEntry::X2Apic { id, flags, .. } => (id, flags),
+            _ => continue,
+        };
+        if flags & apic_flag::ENABLED == 0 || list[..count].contains(&id) {
+            continue;
+        }
+        if count == MAX_CPUS {
+            log!("more than {MAX_CPUS} CPUs: the rest is not used");
+            break;
+        }
+        list[count] = id;
+        count += 1;
+    }
+    count
+}
+
+fn find_madt(rsdp: u64) -> Option<Madt<'static>> {
+    let tables = Tables::from_address(rsdp, left_bytes).ok()?;
+    Madt::parse(tables.find(Madt::SIGNATURE)?).ok()
+}
+
+fn find_pm_timer(rsdp: u64) -> Option<u16> {
+    let tables = Tables::from_address(rsdp, left_bytes).ok()?;
+    Fadt::parse(tables.find(Fadt::SIGNATURE)?).ok()?.pm_timer()?.port()
+}
+
+extern "C" fn continue_on_own_stack() -> ! {
+    // SAFETY: `boot_main` has ended without return, so this is the only reference.
+    let machine = unsafe { &mut *MACHINE.0.get() };
+    // SAFETY: the first CPU, once; its area is there.
+    unsafe { cpu::activate(0) };
+    let have = features();
+    let Some(local) = apic::init(have.x2apic, have.tsc_deadline) else {
+        panic!("the local APIC is out of reach");
+    };
+    local.enable();
+    find_frequencies(machine);
+    if let Some(madt) = find_madt(machine.rsdp) {
+        ioapic::init(&madt);
+    } else {
+        log!("no ACPI MADT: one CPU, no device interrupts");
+    }
+    machine.devices = machine.memory.holes();
+    machine.devices.remove(Range::sized(apic::page(), abi::PAGE_SIZE));
+    ioapic::pages().for_each(|page| machine.devices.remove(page));
+    start_processors(machine);
+    start::bsp_main(machine)
+}
+
+fn find_frequencies(machine: &mut Machine) {
+    let have = features();
+    let local = apic::local();
+    let known = have.tsc_khz.zip(have.apic_khz.or(local.has_deadline().then_some(1)));
+    let (tsc_khz, apic_khz, source) = known.map_or_else(
+        || {
+            local.start_counting();
+            let Some(found) = time::measure(find_pm_timer(machine.rsdp), || local.count()) else {
+                panic!("neither the ACPI PM timer nor the PIT counts");
+            };
+            (have.tsc_khz.unwrap_or(found.tsc_khz), found.apic_khz, found.reference)
+        },
+        |(tsc, apic)| (tsc, apic, "CPUID"),
+    );
+    time::set_frequency(tsc_khz);
+    local.set_frequency(apic_khz, tsc_khz);
+    local.enable();
+    machine.tsc_khz = tsc_khz;
+    log!(
+        "TSC {tsc_khz} kHz by {source}, APIC timer {}, {}",
+        if local.has_deadline() { "by TSC deadline" } else { "one-shot" },
+        if local.is_x2() { "x2APIC" } else { "xAPIC" },
+    );
+}
+
+fn start_processors(machine: &mut Machine) {
+    let mut list = [0; MAX_CPUS];
+    let count = processors(machine.rsdp, &mut list);
+    let Some(page) = smp::trampoline_page(&machine.memory.ram) else {
+        log!("no RAM below 64 KiB: the other CPUs cannot be started");
+        return;
+    };
+    for &apic_id in &list[1..count] {
+        // SAFETY: the first CPU, the others in reset; the page is nobody's; areas were mapped for all.
+        if unsafe { smp::start(apic_id, page) } {
+            machine.cpus += 1;
+        } else {
+            log!("the CPU with APIC id {apic_id} does not answer: left out");
+        }
+    }
+    log!("{} of {count} CPUs run", machine.cpus);
+}

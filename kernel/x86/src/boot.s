@@ -1,0 +1,196 @@
+# Start-up: from the boot loader's 32-bit protected mode to long mode in the upper half, and from an
+# application processor's real mode to the same.
+#
+# Two loaders are served. PVH (Xen "x86/HVM direct boot ABI") finds its entry in an ELF note and passes
+# hvm_start_info in EBX; multiboot2 finds its header and passes a magic number in EAX and its
+# information in EBX. Both come with flat 32-bit segments, paging and interrupts off.
+
+.set PVH_MAGIC, 0x336ec578            # hvm_start_info.magic, which is also what boot_main() expects
+.set CR4_PAE, 1 << 5
+.set MSR_EFER, 0xc0000080
+.set EFER_BITS, 1 << 11 | 1 << 8      # NXE, LME
+.set CR0_BITS, 1 << 31 | 1 << 16 | 1 << 5 | 1 << 1 | 1   # PG, WP, NE, MP, PE
+.set CODE64, 0x08
+.set DATA, 0x10
+
+.section .boot.header, "a"
+.balign 8
+multiboot2_header:
+    .long 0xe85250d6, 0, multiboot2_header_end - multiboot2_header
+    .long -(0xe85250d6 + multiboot2_header_end - multiboot2_header)
+    .short 6, 0                       # align modules to pages
+    .long 8
+    .short 0, 0                       # end
+    .long 8
+multiboot2_header_end:
+
+.section .note.pvh, "a", @note
+.balign 4
+    .long 4, 8, 18                    # name, descriptor, XEN_ELFNOTE_PHYS32_ENTRY
+    .asciz "Xen"
+    .quad pvh_entry
+
+.section .boot.text, "ax"
+.code32
+.global multiboot2_entry
+multiboot2_entry:
+    movl %eax, %esi
+    jmp start32
+pvh_entry:
+    movl $PVH_MAGIC, %esi
+start32:
+    cli
+    cld
+    movl %ebx, %edi
+    movl $boot_stack_physical, %esp
+
+    # Without long mode and no-execute pages there is nothing to run on, nor to tell it with.
+    movl $0x80000000, %eax
+    cpuid
+    cmpl $0x80000001, %eax
+    jb unsuitable
+    movl $0x80000001, %eax
+    cpuid
+    andl $(1 << 29 | 1 << 20), %edx
+    cmpl $(1 << 29 | 1 << 20), %edx
+    jne unsuitable
+
+    # Map the first 4 GiB three times: where they are, as image, and as direct map.
+    movl $boot_tables_physical, %ebp
+    leal 0x1003(%ebp), %eax
+    movl %eax, (%ebp)
+    movl %eax, 256 * 8(%ebp)
+    movl %eax, 258 * 8(%ebp)
+    xorl %ecx, %ecx
+1:  addl $0x1000, %eax
+    movl %eax, 0x1000(%ebp, %ecx, 8)
+    incl %ecx
+    cmpl $4, %ecx
+    jne 1b
+    movl $0x83, %eax                  # present, writable, 2 MiB
+    xorl %ecx, %ecx
+2:  movl %eax, 0x2000(%ebp, %ecx, 8)
+    addl $0x200000, %eax
+    incl %ecx
+    cmpl $(4 * 512), %ecx
+    jne 2b
+
+    movl $CR4_PAE, %eax
+    movl %eax, %cr4
+    movl %ebp, %cr3
+    movl $MSR_EFER, %ecx
+    rdmsr
+    orl $EFER_BITS, %eax
+    wrmsr
+    movl $CR0_BITS, %eax
+    movl %eax, %cr0
+    lgdtl boot_gdt_pointer
+    ljmpl $CODE64, $start64
+
+# "No 64" on the first serial port, and stop.
+unsuitable:
+    movl $unsuitable_text, %esi
+    movl $0x3f8, %edx
+3:  lodsb
+    testb %al, %al
+    jz 4f
+    outb %al, %dx
+    jmp 3b
+4:  hlt
+    jmp 4b
+unsuitable_text:
+    .asciz "kernel: this processor lacks long mode or NX\r\n"
+
+.code64
+start64:
+    movl $DATA, %eax
+    movl %eax, %ds
+    movl %eax, %es
+    movl %eax, %ss
+    xorl %eax, %eax
+    movl %eax, %fs
+    movl %eax, %gs
+    movabsq $start_high, %rax
+    jmpq *%rax
+
+.balign 8
+boot_gdt:
+    .quad 0, 0x00af9b000000ffff, 0x00cf93000000ffff
+boot_gdt_pointer:
+    .short boot_gdt_pointer - boot_gdt - 1
+    .long boot_gdt
+
+.text
+start_high:
+    leaq boot_stack_top(%rip), %rsp
+    xorl %ebp, %ebp
+    xchgl %esi, %edi                  # boot_main(magic, information)
+    callq {boot_main}
+    ud2
+
+# Copied to a page below 1 MiB, where a started processor begins with CS = page / 16, IP = 0. It goes to
+# long mode in one step on the start-up tables, then to the upper half on the kernel's tables.
+.section .rodata
+.global trampoline, trampoline_data, trampoline_end
+.code16
+trampoline:
+    cli
+    cld
+    movw %cs, %ax
+    movw %ax, %ds
+    xorl %ebx, %ebx
+    movw %ax, %bx
+    shll $4, %ebx                     # the page's address
+    leal (trampoline64 - trampoline)(%ebx), %eax
+    movl %eax, trampoline_target - trampoline
+    movl $boot_tables_physical, %eax
+    movl %eax, %cr3
+    movl $CR4_PAE, %eax
+    movl %eax, %cr4
+    movl $MSR_EFER, %ecx
+    rdmsr
+    orl $EFER_BITS, %eax
+    wrmsr
+    lgdtl trampoline_gdt_pointer - trampoline
+    movl $CR0_BITS, %eax
+    movl %eax, %cr0
+    ljmpl *(trampoline_target - trampoline)
+.code64
+trampoline64:
+    movl $DATA, %eax
+    movl %eax, %ds
+    movl %eax, %es
+    movl %eax, %ss
+    movq (trampoline_data - trampoline)(%rbx), %rcx
+    movq (trampoline_data - trampoline + 8)(%rbx), %rsp
+    movl (trampoline_data - trampoline + 16)(%rbx), %edi
+    movabsq $trampoline_high, %rax
+    jmpq *%rax
+.balign 8
+trampoline_gdt_pointer:
+    .short boot_gdt_pointer - boot_gdt - 1
+    .long boot_gdt
+trampoline_target:
+    .long 0
+    .short CODE64
+.balign 8
+trampoline_data:                      # filled in for each processor: CR3, stack, index
+    .quad 0, 0, 0
+trampoline_end:
+
+.text
+trampoline_high:
+    movq %rcx, %cr3
+    xorl %ebp, %ebp
+    callq {processor_main}
+    ud2
+
+.section .bss
+.balign 4096
+.global boot_tables, boot_stack_top
+boot_tables:                          # PML4, page-directory pointers, four page directories
+    .skip 6 * 4096
+boot_stack:
+    .skip 32768
+boot_stack_top:
+.text

@@ -1,0 +1,287 @@
+//! A CPU's own memory, and the state that each CPU is put into.
+//!
+//! Each CPU has an area at [`area`]: stacks with unmapped pages between them, then [`PerCpu`], which GS
+//! points to while the kernel runs.
+
+use crate::features::features;
+use crate::io::{read_cr0, read_cr4, rdmsr, write_cr0, write_cr4, write_xcr0, wrmsr};
+use crate::memory::{CPU_AREAS, KernelTables};
+use abi::{PAGE_SIZE, Status};
+use core::arch::asm;
+use core::cell::UnsafeCell;
+use core::mem::offset_of;
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use hw_x86::msr;
+use hw_x86::paging::{TaskState, cr0, cr4, descriptor};
+
+/// Most CPUs that are used.
+pub const MAX_CPUS: usize = 64;
+/// Bytes of an I/O permission bitmap: one bit per port.
+pub const IO_MAP_LENGTH: usize = 8192;
+
+/// Segment selectors. The order is what SYSCALL and SYSRET want (APM vol. 2 §6.1.1): with STAR as [`STAR`]
+/// kernel code and data follow each other, and user data and 64-bit user code.
+pub mod selector {
+    /// Kernel code.
+    pub const KERNEL_CODE: u16 = 0x08;
+    /// Kernel data and stack.
+    pub const KERNEL_DATA: u16 = 0x10;
+    /// User data and stack.
+    pub const USER_DATA: u16 = 0x18 | 3;
+    /// User code, 64-bit.
+    pub const USER_CODE: u16 = 0x20 | 3;
+    /// Task state.
+    pub const TASK_STATE: u16 = 0x28;
+    /// Value of the MSR STAR.
+    pub const STAR: u64 = (KERNEL_DATA as u64 | 3) << 48 | (KERNEL_CODE as u64) << 32;
+}
+
+const AREA_LENGTH: u64 = 0x2_0000;
+const KERNEL_STACK: (u64, u64) = (0x1000, 0x5000);
+const EXCEPTION_STACKS: [(u64, u64); 3] = [(0x6000, 0x8000), (0x9000, 0xb000), (0xc000, 0xe000)];
+const PER_CPU: u64 = 0x1_0000;
+
+/// Address of the area of CPU `index`.
+const fn area(index: usize) -> u64 {
+    CPU_AREAS + index as u64 * AREA_LENGTH
+}
+
+/// The task-state segment and the I/O permission bitmap that follows it.
+#[repr(C)]
+struct Tss {
+    state: TaskState,
+    io_map: [u8; IO_MAP_LENGTH],
+    /// The CPU may read one byte beyond the bitmap; it must be all ones (APM vol. 2 §12.2.4).
+    end: u8,
+}
+
+const TSS_LIMIT: u32 = (offset_of!(Tss, end)) as u32;
+
+/// What belongs to one CPU. The first fields are at fixed offsets, for assembly.
+#[repr(C)]
+pub struct PerCpu {
+    this: u64,
+    /// Offset 8: top of this CPU's kernel stack.
+    pub kernel_stack_top: AtomicU64,
+    /// Offset 16: free for the entry code.
+    pub scratch: AtomicU64,
+    /// Offset 24: where the registers of the running thread are saved; TSS.RSP0 points to its end.
+    pub frame: AtomicU64,
+    /// Number of this CPU; 0 is the one that booted.
+    pub id: u32,
+    /// Its local APIC's id.
+    pub apic_id: u32,
+    /// Interrupt vectors that came and are to be handled, a bit each.
+    pub pending: [AtomicU64; 4],
+    gdt: UnsafeCell<[u64; 7]>,
+    tss: UnsafeCell<Tss>,
+}
+
+const _: () = {
+    assert!(offset_of!(PerCpu, this) == 0);
+    assert!(offset_of!(PerCpu, kernel_stack_top) == 8);
+    assert!(offset_of!(PerCpu, scratch) == 16);
+    assert!(offset_of!(PerCpu, frame) == 24);
+    assert!(offset_of!(Tss, io_map) == 104);
+    assert!(PER_CPU + size_of::<PerCpu>() as u64 <= AREA_LENGTH);
+};
+
+// SAFETY: the cells are written only by `create`, before the CPU runs, and by the CPU itself, in
+// functions of this module that work on the current CPU.
+unsafe impl Sync for PerCpu {}
+
+static CREATED: AtomicUsize = AtomicUsize::new(0);
+
+/// What belongs to this CPU.
+#[inline]
+pub fn current() -> &'static PerCpu {
+    let this: *const PerCpu;
+    // SAFETY: in the kernel GS points to this CPU's `PerCpu`, which starts with its own address and lives for ever.
+    unsafe {
+        asm!("mov {}, gs:[0]", out(reg) this, options(nostack, readonly, preserves_flags));
+        &*this
+    }
+}
+
+/// What belongs to CPU `index`, if there is such a CPU.
+pub fn by_index(index: usize) -> Option<&'static PerCpu> {
+    // SAFETY: areas that were created stay mapped for ever.
+    (index < CREATED.load(Ordering::Acquire)).then(|| unsafe { &*per_cpu(index) })
+}
+
+fn per_cpu(index: usize) -> *mut PerCpu {
+    (area(index) + PER_CPU) as *mut PerCpu
+}
+
+/// Maps the area of CPU `index` into the tables to be.
+pub fn map_area(tables: &KernelTables, index: usize) -> Result<(), Status> {
+    let [first, second, third] = EXCEPTION_STACKS;
+    for (start, end) in [KERNEL_STACK, first, second, third] {
+        tables.map_new(area(index) + start, (end - start) / PAGE_SIZE)?;
+    }
+    let pages = (size_of::<PerCpu>() as u64).div_ceil(PAGE_SIZE);
+    tables.map_new(area(index) + PER_CPU, pages)
+}
+
+/// Fills the area of the next CPU and returns its number.
+///
+/// # Safety
+/// The next area is mapped in the tables in use, and only the first CPU does this.
+pub unsafe fn create(apic_id: u32) -> usize {
+    let index = CREATED.load(Ordering::Relaxed);
+    let this = per_cpu(index);
+    let stack_top = area(index) + KERNEL_STACK.1;
+    let mut state = TaskState::new();
+    state.rsp[0] = stack_top;
+    for (number, (_, end)) in EXCEPTION_STACKS.into_iter().enumerate() {
+        state.ist[number] = area(index) + end;
+    }
+    let task_state =
+        descriptor::task_state(this as u64 + offset_of!(PerCpu, tss) as u64, TSS_LIMIT);
+    // SAFETY: mapped and nobody else's, by the caller; the bitmap is filled where it lies, since the
+    // struct is too large to pass over a stack.
+    unsafe {
+        (&raw mut (*this).this).write(this as u64);
+        (&raw mut (*this).kernel_stack_top).write(AtomicU64::new(stack_top));
+        (&raw mut (*this).id).write(index as u32);
+        (&raw mut (*this).apic_id).write(apic_id);
+        (&raw mut (*this).gdt).cast::<[u64; 7]>().write([
+            0,
+            descriptor::KERNEL_CODE,
+            descriptor::KERNEL_DATA,
+            descriptor::USER_DATA,
+            descriptor::USER_CODE,
+            task_state[0],
+            task_state[1],
+        ]);
+        let tss = (&raw mut (*this).tss).cast::<Tss>();
+        tss.write_bytes(0xff, 1);
+        (&raw mut (*tss).state).write(state);
+    }
+    CREATED.store(index + 1, Ordering::Release);
+    index
+}
+
+/// Takes back the last CPU that was created: it did not come up, and its area serves the next one.
+pub fn discard_last() {
+    CREATED.fetch_sub(1, Ordering::AcqRel);
+}
+
+/// Top of the kernel stack of CPU `index`.
+pub const fn kernel_stack_top(index: usize) -> u64 {
+    area(index) + KERNEL_STACK.1
+}
+
+/// Operand of LGDT and LIDT.
+#[repr(C, packed)]
+pub struct TablePointer {
+    limit: u16,
+    base: u64,
+}
+
+impl TablePointer {
+    /// Points to a table.
+    pub fn to<T>(table: *const T) -> Self {
+        Self { limit: size_of::<T>() as u16 - 1, base: table as u64 }
+    }
+}
+
+/// Puts this CPU, number `index`, into the kernel's state: segments, control registers, features.
+///
+/// # Safety
+/// Runs once per CPU, on that CPU, after its area was created, with interrupts off.
+pub unsafe fn activate(index: usize) {
+    let this = per_cpu(index);
+    // SAFETY: the tables are in the CPU's area, which lives for ever; the selectors are theirs; GS
+    // gets this CPU's `PerCpu`. Its task state is not busy, since this runs once.
+    unsafe {
+        let gdt = TablePointer::to((&raw const (*this).gdt).cast::<[u64; 7]>());
+        asm!(
+            "lgdt [{gdt}]",
+            "push {code}",
+            "lea {scratch}, [rip + 2f]",
+            "push {scratch}",
+            "retfq",
+            "2:",
+            "mov ds, {data:e}",
+            "mov es, {data:e}",
+            "mov ss, {data:e}",
+            "mov fs, {zero:e}",
+            "mov gs, {zero:e}",
+            "ltr {task:x}",
+            gdt = in(reg) &gdt,
+            code = const selector::KERNEL_CODE,
+            scratch = out(reg) _,
+            data = in(reg) selector::KERNEL_DATA as u32,
+            zero = in(reg) 0,
+            task = in(reg) selector::TASK_STATE,
+        );
+        wrmsr(msr::GS_BASE, this as u64);
+        wrmsr(msr::KERNEL_GS_BASE, 0);
+        crate::idt::load();
+        set_control_registers();
+    }
+}
+
+/// # Safety
+/// As for [`activate`].
+unsafe fn set_control_registers() {
+    /// The PAT's value after reset; firmware may have changed it.
+    const PAT_RESET: u64 = 0x0007_0406_0007_0406;
+    let have = features();
+    let when = |present: bool, bits: u64| if present { bits } else { 0 };
+    let new_cr4 = read_cr4() & cr4::MCE
+        | cr4::PAE
+        | cr4::PGE
+        | when(have.fxsr, cr4::OSFXSR | cr4::OSXMMEXCPT)
+        | when(have.xsave, cr4::OSXSAVE)
+        | when(have.fsgsbase, cr4::FSGSBASE)
+        | when(have.umip, cr4::UMIP)
+        | when(have.smep, cr4::SMEP)
+        | when(have.smap, cr4::SMAP);
+    let new_cr0 = read_cr0() & !(cr0::EM | cr0::TS | cr0::CD | cr0::NW)
+        | cr0::PE
+        | cr0::MP
+        | cr0::NE
+        | cr0::WP
+        | cr0::PG;
+    // SAFETY: features that the CPU has; none of them changes what the kernel's memory holds. The
+    // kernel has no user-accessible pages, so SMEP and SMAP take nothing from it.
+    unsafe {
+        wrmsr(msr::PAT, PAT_RESET);
+        write_cr4(new_cr4);
+        write_cr0(new_cr0);
+        let efer = rdmsr(msr::EFER);
+        wrmsr(msr::EFER, efer | msr::efer::SCE | msr::efer::NXE);
+        if have.xsave {
+            write_xcr0(have.xcr0_mask);
+        }
+    }
+}
+
+/// Sets the stack that interrupts and exceptions from CPL 3 start on, on this CPU.
+#[inline]
+pub fn set_interrupt_stack(top: u64) {
+    let cpu = current();
+    cpu.frame.store(top, Ordering::Relaxed);
+    // SAFETY: only this CPU touches its task state, and it does not do so in parallel with itself:
+    // the kernel runs with interrupts off.
+    unsafe { (&raw mut (*cpu.tss.get()).state.rsp).cast::<u64>().write_unaligned(top) };
+}
+
+/// Gives the running task no ports, on this CPU.
+pub fn hide_ports() {
+    set_io_map_base(u16::MAX);
+}
+
+/// Gives the running task the ports whose bits in `map` are 0, on this CPU.
+pub fn show_ports(map: &[u8; IO_MAP_LENGTH]) {
+    // SAFETY: as in `set_interrupt_stack`.
+    unsafe { (&raw mut (*current().tss.get()).io_map).write(*map) };
+    set_io_map_base(offset_of!(Tss, io_map) as u16);
+}
+
+fn set_io_map_base(base: u16) {
+    // SAFETY: as in `set_interrupt_stack`.
+    unsafe { (&raw mut (*current().tss.get()).state.io_map_base).write_unaligned(base) };
+}

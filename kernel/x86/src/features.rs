@@ -1,0 +1,225 @@
+//! What this CPU can do, from CPUID: APM vol. 3 (24594), appendix E.3 and E.4. Asked once, on the first CPU; the others
+//! are taken to be alike.
+
+use core::arch::x86_64::{__cpuid, __cpuid_count, CpuidResult};
+use hw_x86::paging::xcr0;
+use spin::Once;
+
+/// The features that the kernel chooses its ways by.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Features {
+    /// SVM.
+    pub svm: bool,
+    /// SVM with nested paging.
+    pub npt: bool,
+    /// VMEXIT saves the next instruction's address.
+    pub nrip_save: bool,
+    /// VMEXIT decodes some instructions.
+    pub decode_assist: bool,
+    /// The VMCB's clean bits are obeyed.
+    pub vmcb_clean: bool,
+    /// TLB flush by ASID.
+    pub flush_by_asid: bool,
+    /// ASIDs, including the host's 0.
+    pub asids: u32,
+    /// The local APIC has x2APIC mode.
+    pub x2apic: bool,
+    /// The local APIC's timer has TSC-deadline mode.
+    pub tsc_deadline: bool,
+    /// The TSC runs at a constant rate in all power states.
+    pub invariant_tsc: bool,
+    /// RDTSCP and TSC_AUX.
+    pub rdtscp: bool,
+    /// 1 GiB pages.
+    pub huge_pages: bool,
+    /// RDFSBASE and its kin.
+    pub fsgsbase: bool,
+    /// Supervisor-mode execution prevention.
+    pub smep: bool,
+    /// Supervisor-mode access prevention.
+    pub smap: bool,
+    /// User-mode instruction prevention.
+    pub umip: bool,
+    /// Protection keys of user pages.
+    pub pku: bool,
+    /// FXSAVE and FXRSTOR.
+    pub fxsr: bool,
+    /// XSAVE.
+    pub xsave: bool,
+    /// XSAVEOPT.
+    pub xsaveopt: bool,
+    /// `XCR0` bits that the kernel enables and guests may enable; [`xcr0::X87`] and SSE without XSAVE.
+    pub xcr0_mask: u64,
+    /// Bytes of an XSAVE (else FXSAVE) area for `xcr0_mask`.
+    pub xsave_size: usize,
+    /// Bits of a physical address.
+    pub physical_bits: u32,
+    /// We are a guest ourselves.
+    pub hypervisor: bool,
+    /// TSC frequency in kHz, if CPUID tells.
+    pub tsc_khz: Option<u64>,
+    /// Frequency of the local APIC timer in kHz, if CPUID tells.
+    pub apic_khz: Option<u64>,
+}
+
+static FEATURES: Once<Features> = Once::new();
+
+/// The features of this machine.
+pub fn features() -> &'static Features {
+    FEATURES.call_once(|| Features::read(__cpuid_count))
+}
+
+/// `XCR0` components that the kernel knows how to handle.
+const KNOWN_XCR0: u64 = xcr0::X87 | xcr0::SSE | xcr0::AVX | xcr0::AVX512 | xcr0::PKRU;
+/// Bytes of the legacy area and header of XSAVE.
+const XSAVE_MIN: usize = 576;
+const FXSAVE_SIZE: usize = 512;
+
+impl Features {
+    /// Reads the features through `cpuid(leaf, sub-leaf)`.
+    fn read(cpuid: impl Fn(u32, u32) -> CpuidResult) -> Self {
+        let bit = |word: u32, bit: u32| word >> bit & 1 != 0;
+        let max = cpuid(0, 0).eax;
+        let basic = |leaf| if leaf <= max { cpuid(leaf, 0) } else { NOTHING };
+        let max_extended = cpuid(0x8000_0000, 0).eax;
+        let extended = |leaf| if leaf <= max_extended { cpuid(leaf, 0) } else { NOTHING };
+        let (one, seven) = (basic(1), basic(7));
+        let first = extended(0x8000_0001);
+        let svm_leaf = extended(0x8000_000a);
+        let svm = bit(first.ecx, 2);
+        let sizes = extended(0x8000_0008).eax & 0xff;
+        let mut found = Self {
+            svm,
+            npt: svm && bit(svm_leaf.edx, 0),
+            nrip_save: svm && bit(svm_leaf.edx, 3),
+            vmcb_clean: svm && bit(svm_leaf.edx, 5),
+            flush_by_asid: svm && bit(svm_leaf.edx, 6),
+            decode_assist: svm && bit(svm_leaf.edx, 7),
+            asids: if svm { svm_leaf.ebx } else { 0 },
+            x2apic: bit(one.ecx, 21),
+            tsc_deadline: bit(one.ecx, 24),
+            invariant_tsc: bit(extended(0x8000_0007).edx, 8),
+            rdtscp: bit(first.edx, 27),
+            huge_pages: bit(first.edx, 26),
+            fsgsbase: bit(seven.ebx, 0),
+            smep: bit(seven.ebx, 7),
+            smap: bit(seven.ebx, 20),
+            umip: bit(seven.ecx, 2),
+            pku: bit(seven.ecx, 3),
+            fxsr: bit(one.edx, 24),
+            xsave: bit(one.ecx, 26),
+            xcr0_mask: xcr0::X87 | xcr0::SSE,
+            xsave_size: FXSAVE_SIZE,
+            physical_bits: if sizes == 0 { 36 } else { sizes },
+            hypervisor: bit(one.ecx, 31),
+            ..Self::default()
+        };
+        if found.xsave && max >= 0xd {
+            let leaf = cpuid(0xd, 0);
+            let mut mask = (leaf.eax as u64 | (leaf.edx as u64) << 32) & KNOWN_XCR0;
+            if mask & xcr0::AVX == 0 || mask & xcr0::AVX512 != xcr0::AVX512 {
+                mask &= !xcr0::AVX512;
+            }
+            found.xcr0_mask = mask;
+            found.xsaveopt = bit(cpuid(0xd, 1).eax, 0);
+            found.xsave_size = (2..63)
+                .filter(|component| mask >> component & 1 != 0)
+                .map(|component| cpuid(0xd, component))
+                .map(|part| part.ebx as usize + part.eax as usize)
+                .fold(XSAVE_MIN, usize::max);
+        }
+        found.read_frequencies(basic(0x15), cpuid);
+        found
+    }
+
+    /// Leaf 15h (SDM vol. 2A, CPUID): TSC / crystal = EBX / EAX, crystal in ECX Hz, which also drives the
+    /// local APIC's timer. Leaf 4000_0010h (by convention among hypervisors): both in kHz.
+    fn read_frequencies(
+        &mut self,
+        crystal: CpuidResult,
+        cpuid: impl Fn(u32, u32) -> CpuidResult,
+    ) {
+        if crystal.eax != 0 && crystal.ebx != 0 && crystal.ecx != 0 {
+            let hertz = crystal.ecx as u64 * crystal.ebx as u64 / crystal.eax as u64;
+            self.tsc_khz = Some(hertz / 1000);
+            self.apic_khz = Some(crystal.ecx as u64 / 1000);
+        } else if self.hypervisor
+            && (0x4000_0010..0x4000_0100).contains(&cpuid(0x4000_0000, 0).eax)
+        {
+            let timing = cpuid(0x4000_0010, 0);
+            self.tsc_khz = Some(timing.eax as u64);
+            self.apic_khz = Some(timing.ebx as u64);
+        }
+        self.tsc_khz = self.tsc_khz.filter(|&khz| khz != 0);
+        self.apic_khz = self.apic_khz.filter(|&khz| khz != 0);
+    }
+}
+
+const NOTHING: CpuidResult = CpuidResult { eax: 0, ebx: 0, ecx: 0, edx: 0 };
+
+/// This CPU's initial APIC id: 32 bits where leaf 0Bh exists, else 8.
+pub fn initial_apic_id() -> u32 {
+    if features().x2apic && __cpuid(0).eax >= 0xb && __cpuid_count(0xb, 0).ebx != 0 {
+        return __cpuid_count(0xb, 0).edx;
+    }
+    __cpuid(1).ebx >> 24
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn leaf(eax: u32, ebx: u32, ecx: u32, edx: u32) -> CpuidResult {
+        CpuidResult { eax, ebx, ecx, edx }
+    }
+
+    #[test]
+    fn poor_cpu() {
+        let found = Features::read(|number, _| match number {
+            0 => leaf(1, 0, 0, 0),
+            0x8000_0000 => leaf(0x8000_0001, 0, 0, 0),
+            1 => leaf(0, 0, 0, 1 << 24),
+            0x8000_0001 => NOTHING,
+            _ => panic!("leaf {number:#x} does not exist"),
+        });
+        assert!(!found.svm && !found.npt && !found.xsave && found.fxsr);
+        assert_eq!((found.xsave_size, found.physical_bits), (512, 36));
+    }
+
+    #[test]
+    fn rich_cpu() {
+        let found = Features::read(|number, sub| match (number, sub) {
+            (0, 0) => leaf(0x15, 0, 0, 0),
+            (1, 0) => leaf(0, 0, 1 << 26 | 1 << 21, 1 << 24),
+            (0xd, 0) => leaf(0x2e7, 0, 0, 0),
+            (0xd, 2) => leaf(256, 576, 0, 0),
+            (0xd, 5) => leaf(64, 832, 0, 0),
+            (0xd, 6) => leaf(512, 896, 0, 0),
+            (0xd, 7) => leaf(1024, 1408, 0, 0),
+            (0xd, 9) => leaf(8, 2432, 0, 0),
+            (0x15, 0) => leaf(2, 200, 24_000_000, 0),
+            (0x8000_0000, 0) => leaf(0x8000_000a, 0, 0, 0),
+            (0x8000_0001, 0) => leaf(0, 0, 1 << 2, 1 << 26),
+            (0x8000_0008, 0) => leaf(48, 0, 0, 0),
+            (0x8000_000a, 0) => leaf(1, 0x8000, 0, 1 | 1 << 3),
+            _ => NOTHING,
+        });
+        assert!(found.npt && found.nrip_save && !found.decode_assist && found.huge_pages);
+        assert_eq!(found.asids, 0x8000);
+        assert_eq!(found.xcr0_mask, 0x2e7);
+        assert_eq!(found.xsave_size, 2440);
+        assert_eq!((found.tsc_khz, found.apic_khz), (Some(2_400_000), Some(24_000)));
+    }
+
+    #[test]
+    fn partial_avx512_is_none() {
+        let found = Features::read(|number, sub| match (number, sub) {
+            (0, 0) => leaf(0xd, 0, 0, 0),
+            (1, 0) => leaf(0, 0, 1 << 26, 0),
+            (0xd, 0) => leaf(0x67, 0, 0, 0),
+            (0xd, 2) => leaf(256, 576, 0, 0),
+            _ => NOTHING,
+        });
+        assert_eq!((found.xcr0_mask, found.xsave_size), (7, 832));
+    }
+}

@@ -1,0 +1,132 @@
+//! Instructions that have no Rust form: ports, model-specific and control registers.
+//!
+//! Reading is safe where it has no effect; everything that changes the machine is `unsafe`, and
+//! its caller says why memory stays sound.
+
+use core::arch::asm;
+
+macro_rules! port {
+    ($read:ident, $write:ident, $type:ty, $register:tt) => {
+        /// Reads a port.
+        ///
+        /// # Safety
+        /// Reading may have effects in the device; none of them may reach memory that Rust relies on.
+        #[inline]
+        pub unsafe fn $read(port: u16) -> $type {
+            let value;
+            // SAFETY: the caller answers for the device.
+            unsafe {
+                asm!(concat!("in ", $register, ", dx"), in("dx") port, out($register) value,
+                    options(nomem, nostack, preserves_flags));
+            }
+            value
+        }
+
+        /// Writes a port.
+        ///
+        /// # Safety
+        /// The device must not be made to touch memory that Rust relies on.
+        #[inline]
+        pub unsafe fn $write(port: u16, value: $type) {
+            // SAFETY: the caller answers for the device.
+            unsafe {
+                asm!(concat!("out dx, ", $register), in("dx") port, in($register) value,
+                    options(nomem, nostack, preserves_flags));
+            }
+        }
+    };
+}
+
+port!(in8, out8, u8, "al");
+port!(in16, out16, u16, "ax");
+port!(in32, out32, u32, "eax");
+
+/// Reads a model-specific register.
+///
+/// # Safety
+/// The register must exist on this CPU, or this faults.
+#[inline]
+pub unsafe fn rdmsr(msr: u32) -> u64 {
+    let (low, high): (u32, u32);
+    // SAFETY: reading has no effect on memory; existence is the caller's.
+    unsafe {
+        asm!("rdmsr", in("ecx") msr, out("eax") low, out("edx") high,
+            options(nomem, nostack, preserves_flags));
+    }
+    (high as u64) << 32 | low as u64
+}
+
+/// Writes a model-specific register.
+///
+/// # Safety
+/// The register must exist, take the value, and the change must keep the kernel sound.
+#[inline]
+pub unsafe fn wrmsr(msr: u32, value: u64) {
+    // SAFETY: the caller's contract. Memory is not declared untouched: some registers order it.
+    unsafe {
+        asm!("wrmsr", in("ecx") msr, in("eax") value as u32, in("edx") (value >> 32) as u32,
+            options(nostack, preserves_flags));
+    }
+}
+
+macro_rules! control_register {
+    ($read:ident, $write:ident, $name:literal) => {
+        /// Reads the control register.
+        #[inline]
+        pub fn $read() -> u64 {
+            let value;
+            // SAFETY: reading a control register at CPL 0 has no effect.
+            unsafe {
+                asm!(concat!("mov {}, ", $name), out(reg) value,
+                    options(nomem, nostack, preserves_flags));
+            }
+            value
+        }
+
+        /// Writes the control register.
+        ///
+        /// # Safety
+        /// The CPU must accept the value, and memory must stay as Rust sees it.
+        #[inline]
+        pub unsafe fn $write(value: u64) {
+            // SAFETY: the caller's contract.
+            unsafe {
+                asm!(concat!("mov ", $name, ", {}"), in(reg) value, options(nostack, preserves_flags));
+            }
+        }
+    };
+}
+
+control_register!(read_cr0, write_cr0, "cr0");
+control_register!(read_cr2, write_cr2, "cr2");
+control_register!(read_cr3, write_cr3, "cr3");
+control_register!(read_cr4, write_cr4, "cr4");
+
+/// Sets XCR0.
+///
+/// # Safety
+/// CR4.OSXSAVE is set, and the CPU has the features.
+pub unsafe fn write_xcr0(value: u64) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        asm!("xsetbv", in("ecx") 0, in("eax") value as u32, in("edx") (value >> 32) as u32,
+            options(nomem, nostack, preserves_flags));
+    }
+}
+
+/// The stack pointer, about here.
+#[inline(always)]
+pub fn stack_pointer() -> u64 {
+    let value;
+    // SAFETY: a register move.
+    unsafe { asm!("mov {}, rsp", out(reg) value, options(nomem, nostack, preserves_flags)) };
+    value
+}
+
+/// Stops this CPU for good: only an NMI, INIT or reset gets through.
+pub fn stop() -> ! {
+    loop {
+        // SAFETY: with interrupts off, halting has no effect on memory.
+        unsafe { asm!("cli", "hlt", options(nomem, nostack)) };
+    }
+}

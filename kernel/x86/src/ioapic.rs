@@ -1,0 +1,314 @@
+//! The I/O APICs and the 8259 pair (82093AA datasheet, ACPI 6.5 §5.2.12), and message-signalled interrupts.
+//!
+//! Interrupt inputs are named by their global number (GSI). All are masked until they are configured and unmasked.
+
+use crate::cpu;
+use crate::io::out8;
+use crate::memory::direct;
+use crate::ranges::Range;
+use hw_tables::acpi::{Madt, MadtEntry};
+use hw_x86::apic::{io, msi, pic};
+use spin::Mutex;
+
+/// Most I/O APICs that are used.
+pub const MAX_IO_APICS: usize = 8;
+/// ISA interrupts.
+const ISA_LINES: usize = 16;
+
+/// Reads and writes the two directly mapped registers of an I/O APIC.
+trait Window {
+    fn read(&mut self, offset: u64) -> u32;
+    fn write(&mut self, offset: u64, value: u32);
+}
+
+/// The registers at this physical address.
+struct Mapped(u64);
+
+impl Window for Mapped {
+    fn read(&mut self, offset: u64) -> u32 {
+        // SAFETY: registers that the firmware's table names, mapped uncached.
+        unsafe { direct(self.0 + offset).cast::<u32>().read_volatile() }
+    }
+
+    fn write(&mut self, offset: u64, value: u32) {
+        // SAFETY: as in `read`; all that it does is to interrupt CPUs, at vectors that have handlers.
+        unsafe { direct(self.0 + offset).cast::<u32>().write_volatile(value) };
+    }
+}
+
+struct IoApic<W> {
+    window: W,
+    first_gsi: u32,
+    count: u32,
+}
+
+impl<W: Window> IoApic<W> {
+    /// Masks all inputs.
+    fn new(window: W, first_gsi: u32) -> Self {
+        let mut this = Self { window, first_gsi, count: 0 };
+        this.count = (this.read(io::VERSION) >> 16 & 0xff) + 1;
+        for input in 0..this.count {
+            this.write(io::REDIRECTION + 2 * input, io::MASKED);
+        }
+        this
+    }
+
+    fn read(&mut self, register: u32) -> u32 {
+        self.window.write(io::SELECT, register);
+        self.window.read(io::WINDOW)
+    }
+
+    fn write(&mut self, register: u32, value: u32) {
+        self.window.write(io::SELECT, register);
+        self.window.write(io::WINDOW, value);
+    }
+
+    fn configure(&mut self, input: u32, flags: u32, destination: u8) {
+        let low = io::REDIRECTION + 2 * input;
+        // Masked while it is half written.
+        self.write(low, io::MASKED);
+        self.write(low + 1, (destination as u32) << io::DESTINATION_SHIFT);
+        self.write(low, flags | io::MASKED);
+    }
+
+    fn set_masked(&mut self, input: u32, masked: bool) {
+        let low = io::REDIRECTION + 2 * input;
+        let old = self.read(low) & !io::MASKED;
+        self.write(low, if masked { old | io::MASKED } else { old });
+    }
+}
+
+/// An interrupt input and its signal.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Line {
+    /// Global number.
+    pub gsi: u32,
+    /// Level (else edge) triggered.
+    pub level: bool,
+    /// Active low (else high).
+    pub active_low: bool,
+}
+
+struct Controllers {
+    io_apics: [Option<IoApic<Mapped>>; MAX_IO_APICS],
+    isa: [Line; ISA_LINES],
+}
+
+static CONTROLLERS: Mutex<Controllers> = Mutex::new(Controllers {
+    io_apics: [const { None }; MAX_IO_APICS],
+    isa: [Line { gsi: 0, level: false, active_low: false }; ISA_LINES],
+});
+
+impl Controllers {
+    fn input(&mut self, gsi: u32) -> Option<(&mut IoApic<Mapped>, u32)> {
+        self.io_apics.iter_mut().flatten().find_map(|io_apic| {
+            let input = gsi.checked_sub(io_apic.first_gsi)?;
+            (input < io_apic.count).then_some((io_apic, input))
+        })
+    }
+}
+
+/// The ISA interrupts' inputs: as numbered, edge-triggered and active high, unless overridden.
+fn isa_lines(entries: impl Iterator<Item = MadtEntry>) -> [Line; ISA_LINES] {
+    let mut lines =
+        core::array::from_fn(|irq| Line { gsi: irq as u32, level: false, active_low: false });
+    for entry in entries {
+        if let MadtEntry::InterruptOverride { bus: 0, source, gsi, flags } = entry
+            && let Some(line) = lines.get_mut(source as usize)
+        {
+            *line = Line {
+                gsi,
+                level: flags.level_triggered(false),
+                active_low: flags.active_low(false),
+            };
+        }
+    }
+    lines
+}
+
+/// Takes the I/O APICs from the MADT, masks all their inputs, and silences the 8259 pair.
+pub fn init(madt: &Madt) {
+    silence_pic();
+    let mut controllers = CONTROLLERS.lock();
+    controllers.isa = isa_lines(madt.entries());
+    let found = madt.entries().filter_map(|entry| match entry {
+        MadtEntry::IoApic { address, gsi_base, .. } => Some((address as u64, gsi_base)),
+        _ => None,
+    });
+    for (place, (address, gsi_base)) in controllers.io_apics.iter_mut().zip(found) {
+        *place = Some(IoApic::new(Mapped(address), gsi_base));
+    }
+}
+
+/// Puts the 8259 pair's vectors out of the exceptions' way and masks everything: a masked 8259
+/// may still send spurious interrupts.
+fn silence_pic() {
+    let first = crate::idt::FIRST_INTERRUPT;
+    for (port, value) in [
+        (pic::COMMAND_1, pic::INITIALISE),
+        (pic::COMMAND_2, pic::INITIALISE),
+        (pic::DATA_1, first),
+        (pic::DATA_2, first + 8),
+        (pic::DATA_1, pic::CASCADE_1),
+        (pic::DATA_2, pic::CASCADE_2),
+        (pic::DATA_1, pic::MODE_8086),
+        (pic::DATA_2, pic::MODE_8086),
+        (pic::DATA_1, 0xff),
+        (pic::DATA_2, 0xff),
+    ] {
+        // SAFETY: interrupt controllers without DMA, now masked.
+        unsafe { out8(port, value) };
+    }
+}
+
+/// The pages of the I/O APICs' registers.
+pub fn pages() -> impl Iterator<Item = Range> {
+    let controllers = CONTROLLERS.lock();
+    let bases: [Option<u64>; MAX_IO_APICS] = core::array::from_fn(|index| {
+        controllers.io_apics[index].as_ref().map(|io_apic| io_apic.window.0)
+    });
+    bases.into_iter().flatten().map(|base| Range::sized(base, 0x20).outward())
+}
+
+/// One more than the highest GSI with an input.
+pub fn gsi_count() -> u32 {
+    let controllers = CONTROLLERS.lock();
+    controllers.io_apics.iter().flatten().map(|it| it.first_gsi + it.count).max().unwrap_or(0)
+}
+
+/// The input of an ISA interrupt.
+pub fn isa_line(irq: u8) -> Option<Line> {
+    CONTROLLERS.lock().isa.get(irq as usize).copied()
+}
+
+/// Why an interrupt cannot be routed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RouteError {
+    /// No I/O APIC has this input.
+    NoInput,
+    /// No such CPU, or its APIC id does not fit the message.
+    BadCpu,
+}
+
+fn destination(cpu: usize) -> Result<u8, RouteError> {
+    let target = cpu::by_index(cpu).ok_or(RouteError::BadCpu)?;
+    target.apic_id.try_into().map_err(|_| RouteError::BadCpu)
+}
+
+/// Sends an input to a vector of a CPU. It is left masked.
+pub fn configure(
+    line: Line,
+    vector: u8,
+    cpu: usize,
+) -> Result<(), RouteError> {
+    let destination = destination(cpu)?;
+    let mut controllers = CONTROLLERS.lock();
+    let (io_apic, input) = controllers.input(line.gsi).ok_or(RouteError::NoInput)?;
+    let flags = vector as u32
+        | if line.level { io::LEVEL } else { 0 }
+        | if line.active_low { io::ACTIVE_LOW } else { 0 };
+    io_apic.configure(input, flags, destination);
+    Ok(())
+}
+
+/// Masks an input. No such input, no effect.
+pub fn mask(gsi: u32) {
+    set_masked(gsi, true);
+}
+
+/// Unmasks a configured input. No such input, no effect.
+pub fn unmask(gsi: u32) {
+    set_masked(gsi, false);
+}
+
+fn set_masked(gsi: u32, masked: bool) {
+    if let Some((io_apic, input)) = CONTROLLERS.lock().input(gsi) {
+        io_apic.set_masked(input, masked);
+    }
+}
+
+/// Address that a device writes to in order to interrupt a CPU.
+pub fn msi_address(cpu: usize) -> Result<u64, RouteError> {
+    Ok(msi::ADDRESS | (destination(cpu)? as u64) << msi::DESTINATION_SHIFT)
+}
+
+/// What it writes there to interrupt at a vector: fixed delivery, edge-triggered.
+pub const fn msi_data(vector: u8) -> u32 {
+    vector as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hw_tables::acpi::InterruptFlags;
+
+    /// 24 inputs, as in the 82093AA.
+    struct Fake {
+        selected: u32,
+        registers: [u32; 0x40],
+        half_written: bool,
+    }
+
+    impl Window for Fake {
+        fn read(&mut self, offset: u64) -> u32 {
+            assert_eq!(offset, io::WINDOW);
+            if self.selected == io::VERSION { 0x17_0020 } else { self.registers[self.selected as usize] }
+        }
+
+        fn write(&mut self, offset: u64, value: u32) {
+            match offset {
+                io::SELECT => self.selected = value,
+                _ => {
+                    let selected = self.selected as usize;
+                    if selected % 2 == 1 && self.registers[selected - 1] & io::MASKED == 0 {
+                        self.half_written = true;
+                    }
+                    self.registers[selected] = value;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn starts_masked_and_stays_so_while_half_written() {
+        let mut io_apic = IoApic::new(
+            Fake { selected: 0, registers: [0; 0x40], half_written: false },
+            0,
+        );
+        assert_eq!(io_apic.count, 24);
+        let low = |io_apic: &IoApic<Fake>, input: usize| io_apic.window.registers[0x10 + 2 * input];
+        assert!((0..24).all(|input| low(&io_apic, input) == io::MASKED));
+        io_apic.configure(9, 0x35 | io::LEVEL, 3);
+        assert_eq!(low(&io_apic, 9), 0x35 | io::LEVEL | io::MASKED);
+        io_apic.set_masked(9, false);
+        assert_eq!(low(&io_apic, 9), 0x8035);
+        assert_eq!(io_apic.window.registers[0x23], 3 << 24);
+        io_apic.configure(9, 0x36, 4);
+        io_apic.set_masked(9, true);
+        assert_eq!(low(&io_apic, 9), 0x36 | io::MASKED);
+        assert!(!io_apic.window.half_written);
+    }
+
+    #[test]
+    fn overrides() {
+        let entry = |source, gsi, flags| MadtEntry::InterruptOverride {
+            bus: 0,
+            source,
+            gsi,
+            flags: InterruptFlags(flags),
+        };
+        let lines = isa_lines([entry(0, 2, 0), entry(9, 9, 0xf), entry(77, 1, 0)].into_iter());
+        assert_eq!(lines[0], Line { gsi: 2, level: false, active_low: false });
+        assert_eq!(lines[9], Line { gsi: 9, level: true, active_low: true });
+        assert_eq!(lines[4], Line { gsi: 4, level: false, active_low: false });
+    }
+
+    #[test]
+    fn unknown_inputs_and_cpus_are_refused() {
+        assert_eq!(gsi_count(), 0);
+        assert_eq!(configure(Line::default(), 0x30, 0), Err(RouteError::BadCpu));
+        assert_eq!(msi_address(1), Err(RouteError::BadCpu));
+        assert_eq!(msi_data(0x31), 0x31);
+        mask(5);
+    }
+}

@@ -1,0 +1,224 @@
+//! Sets of physical addresses with a fixed capacity: the memory map, and allocation at boot.
+//!
+//! A set is kept sorted, without overlap, touching ranges merged. When it is full it forgets
+//! rather than invents: what does not fit is left out, and [`RangeSet::overflowed`] says so.
+
+/// The addresses `base..end`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Range {
+    /// First byte.
+    pub base: u64,
+    /// First byte after it.
+    pub end: u64,
+}
+
+impl Range {
+    /// `base..end`.
+    pub const fn new(base: u64, end: u64) -> Self {
+        Self { base, end }
+    }
+
+    /// `length` bytes from `base`; cut off at the end of the address space.
+    pub const fn sized(base: u64, length: u64) -> Self {
+        Self { base, end: base.saturating_add(length) }
+    }
+
+    /// Length in bytes.
+    pub const fn length(self) -> u64 {
+        self.end.saturating_sub(self.base)
+    }
+
+    /// Whether there is nothing in it.
+    pub const fn is_empty(self) -> bool {
+        self.base >= self.end
+    }
+
+    /// The pages that lie wholly in it.
+    pub const fn inward(self) -> Self {
+        let mask = abi::PAGE_SIZE - 1;
+        Self { base: self.base.saturating_add(mask) & !mask, end: self.end & !mask }
+    }
+
+    /// The pages that it touches.
+    pub const fn outward(self) -> Self {
+        let mask = abi::PAGE_SIZE - 1;
+        Self { base: self.base & !mask, end: self.end.saturating_add(mask) & !mask }
+    }
+}
+
+/// A set of at most `N` ranges.
+#[derive(Clone, Debug)]
+pub struct RangeSet<const N: usize> {
+    ranges: [Range; N],
+    length: usize,
+    overflowed: bool,
+}
+
+impl<const N: usize> Default for RangeSet<N> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<const N: usize> RangeSet<N> {
+    /// The empty set.
+    pub const fn new() -> Self {
+        Self { ranges: [Range::new(0, 0); N], length: 0, overflowed: false }
+    }
+
+    /// The ranges, ascending.
+    pub fn as_slice(&self) -> &[Range] {
+        &self.ranges[..self.length]
+    }
+
+    /// Bytes in all.
+    pub fn total(&self) -> u64 {
+        self.as_slice().iter().map(|range| range.length()).sum()
+    }
+
+    /// Whether something was left out for want of room.
+    pub fn overflowed(&self) -> bool {
+        self.overflowed
+    }
+
+    /// Whether the range touches the set.
+    pub fn overlaps(&self, range: Range) -> bool {
+        !range.is_empty()
+            && self.as_slice().iter().any(|old| old.base < range.end && range.base < old.end)
+    }
+
+    /// Adds a range.
+    pub fn insert(&mut self, mut range: Range) {
+        if range.is_empty() {
+            return;
+        }
+        let mut kept = 0;
+        for index in 0..self.length {
+            let old = self.ranges[index];
+            if old.end < range.base || range.end < old.base {
+                self.ranges[kept] = old;
+                kept += 1;
+            } else {
+                range = Range::new(old.base.min(range.base), old.end.max(range.end));
+            }
+        }
+        self.length = kept;
+        self.place(self.as_slice().partition_point(|old| old.base < range.base), range);
+    }
+
+    /// Takes a range away.
+    pub fn remove(&mut self, cut: Range) {
+        if cut.is_empty() {
+            return;
+        }
+        let mut index = 0;
+        while index < self.length {
+            let old = self.ranges[index];
+            let left = Range::new(old.base, old.end.min(cut.base));
+            let right = Range::new(old.base.max(cut.end), old.end);
+            match (left.is_empty(), right.is_empty()) {
+                (true, true) => {
+                    self.ranges.copy_within(index + 1..self.length, index);
+                    self.length -= 1;
+                    continue;
+                }
+                (false, true) => self.ranges[index] = left,
+                (true, false) => self.ranges[index] = right,
+                (false, false) => {
+                    self.ranges[index] = left;
+                    self.place(index + 1, right);
+                    index += 1;
+                }
+            }
+            index += 1;
+        }
+    }
+
+    /// Takes `length` bytes aligned to `align` (a power of two) from the highest place that ends at or
+    /// below `limit`; returns their base.
+    pub fn take(&mut self, length: u64, align: u64, limit: u64) -> Option<u64> {
+        let base = self.as_slice().iter().rev().find_map(|range| {
+            let base = range.end.min(limit).checked_sub(length)? & !(align - 1);
+            (base >= range.base).then_some(base)
+        })?;
+        self.remove(Range::sized(base, length));
+        Some(base)
+    }
+
+    fn place(&mut self, at: usize, range: Range) {
+        if self.length == N {
+            self.overflowed = true;
+            return;
+        }
+        self.ranges.copy_within(at..self.length, at + 1);
+        self.ranges[at] = range;
+        self.length += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Does the same to a set and to 256 flags, with a small generator, and compares.
+    #[test]
+    fn against_flags() {
+        let mut state = 1u64;
+        let mut next = |bound: u64| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) % bound
+        };
+        let mut set = RangeSet::<130>::new();
+        let mut flags = [false; 256];
+        for _ in 0..5000 {
+            let base = next(256);
+            let end = (base + next(24)).min(256);
+            let add = next(2) == 0;
+            let range = Range::new(base, end);
+            assert_eq!(set.overlaps(range), (base..end).any(|at| flags[at as usize]));
+            if add { set.insert(range) } else { set.remove(range) }
+            (base..end).for_each(|at| flags[at as usize] = add);
+            let mut seen = [false; 256];
+            let mut last = None;
+            for range in set.as_slice() {
+                assert!(!range.is_empty() && last.is_none_or(|last| range.base > last), "{set:?}");
+                last = Some(range.end);
+                (range.base..range.end).for_each(|at| seen[at as usize] = true);
+            }
+            assert_eq!(seen, flags);
+        }
+        assert!(!set.overflowed());
+    }
+
+    #[test]
+    fn full_sets_forget() {
+        let mut set = RangeSet::<2>::new();
+        set.insert(Range::new(0, 100));
+        set.insert(Range::new(200, 300));
+        set.insert(Range::new(400, 500));
+        assert!(set.overflowed());
+        set.remove(Range::new(40, 60));
+        assert_eq!(set.as_slice(), [Range::new(0, 40), Range::new(200, 300)]);
+    }
+
+    #[test]
+    fn take_from_the_top() {
+        let mut set = RangeSet::<4>::new();
+        set.insert(Range::new(0x1000, 0x9000));
+        set.insert(Range::new(0x10_0000, 0x20_0000));
+        assert_eq!(set.take(0x1000, 0x1000, 0xa000), Some(0x8000));
+        assert_eq!(set.take(0x4000, 0x4000, u64::MAX), Some(0x1f_c000));
+        assert_eq!(set.take(0x10_0000, 0x1000, u64::MAX), None);
+        assert_eq!(set.take(0x2000, 0x4000, 0xa000), Some(0x4000));
+        assert_eq!(set.total(), 0x3000 + 0x2000 + 0xf_c000);
+    }
+
+    #[test]
+    fn rounding_at_the_end_of_the_world() {
+        let all = Range::sized(5, u64::MAX);
+        assert_eq!(all.end, u64::MAX);
+        assert_eq!(all.inward(), Range::new(0x1000, !0xfff));
+        assert!(Range::new(0x1001, 0x1fff).inward().is_empty());
+        assert_eq!(Range::new(0x1001, 0x1fff).outward(), Range::new(0x1000, 0x2000));
+    }
+}

@@ -1,0 +1,222 @@
+//! Time: the TSC, its frequency, and conversion to nanoseconds.
+//!
+//! The frequency comes from CPUID where it tells, else from comparison with a timer of known frequency: the
+//! ACPI PM timer (ACPI 6.5 §4.8.2.1), else the PIT (Intel 8254). Both together measure the local APIC's timer.
+
+use crate::io::{in8, in32, out8};
+use core::arch::x86_64::_rdtsc;
+use spin::Once;
+
+/// Frequency of the PM timer in Hz.
+const PM_HZ: u64 = 3_579_545;
+/// The PM timer counts at least 24 bits.
+const PM_MASK: u32 = 0xff_ffff;
+/// Frequency of the PIT in Hz.
+const PIT_HZ: u64 = 1_193_182;
+/// How long a measurement takes, as a fraction of a second.
+const MEASURES_PER_SECOND: u64 = 100;
+/// Reads of a timer without change before it counts as dead.
+const PATIENCE: u32 = 1_000_000;
+
+/// Conversion between ticks and nanoseconds, by fixed-point multiplication with 32 fractional bits.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Scale {
+    khz: u64,
+    to_nanoseconds: u64,
+    to_ticks: u64,
+}
+
+impl Scale {
+    /// For a counter of `khz` kHz, which is not 0.
+    pub const fn new(khz: u64) -> Self {
+        let khz = if khz == 0 { 1 } else { khz };
+        Self { khz, to_nanoseconds: (1_000_000 << 32) / khz, to_ticks: (khz << 32) / 1_000_000 }
+    }
+
+    /// Frequency in kHz.
+    pub const fn khz(&self) -> u64 {
+        self.khz
+    }
+
+    /// Ticks to nanoseconds, saturating.
+    pub const fn nanoseconds(&self, ticks: u64) -> u64 {
+        scale(ticks, self.to_nanoseconds)
+    }
+
+    /// Nanoseconds to ticks, saturating.
+    pub const fn ticks(&self, nanoseconds: u64) -> u64 {
+        scale(nanoseconds, self.to_ticks)
+    }
+}
+
+const fn scale(value: u64, factor: u64) -> u64 {
+    let scaled = (value as u128 * factor as u128) >> 32;
+    if scaled > u64::MAX as u128 { u64::MAX } else { scaled as u64 }
+}
+
+static SCALE: Once<Scale> = Once::new();
+
+/// The TSC's scale. Before [`set_frequency`], one tick is taken for a nanosecond.
+pub fn scale_of_tsc() -> Scale {
+    SCALE.get().copied().unwrap_or(const { Scale::new(1_000_000) })
+}
+
+/// Sets the TSC's frequency. The first call wins.
+pub fn set_frequency(khz: u64) {
+    SCALE.call_once(|| Scale::new(khz));
+}
+
+/// The TSC now. Not ordered with the instructions around it.
+#[inline]
+pub fn tsc() -> u64 {
+    // SAFETY: reading the counter has no effect.
+    unsafe { _rdtsc() }
+}
+
+/// TSC ticks to nanoseconds.
+pub fn to_nanoseconds(ticks: u64) -> u64 {
+    scale_of_tsc().nanoseconds(ticks)
+}
+
+/// Nanoseconds to TSC ticks.
+pub fn to_ticks(nanoseconds: u64) -> u64 {
+    scale_of_tsc().ticks(nanoseconds)
+}
+
+/// Waits at least this long.
+pub fn wait_microseconds(microseconds: u64) {
+    let end = tsc().saturating_add(to_ticks(microseconds.saturating_mul(1000)));
+    while tsc() < end {
+        core::hint::spin_loop();
+    }
+}
+
+/// Frequencies found by [`measure`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Measured {
+    /// TSC in kHz.
+    pub tsc_khz: u64,
+    /// Local APIC timer in kHz.
+    pub apic_khz: u64,
+    /// Against what.
+    pub reference: &'static str,
+}
+
+/// Measures the TSC and the local APIC's timer, which `apic_count` reads while it counts down, against
+/// the PM timer at `pm_port`, else the PIT. About 10 ms. `None` if neither counts.
+pub fn measure(pm_port: Option<u16>, apic_count: impl Fn() -> u32) -> Option<Measured> {
+    let sample = || (tsc(), apic_count());
+    let by_pm = pm_port.and_then(|port| {
+        let ticks = PM_HZ / MEASURES_PER_SECOND;
+        let (start, end, passed) = span_of_pm_timer(port, ticks, sample)?;
+        Some(frequencies(start, end, passed, PM_HZ, "PM timer"))
+    });
+    by_pm.or_else(|| {
+        let ticks = PIT_HZ / MEASURES_PER_SECOND;
+        let (start, end) = span_of_pit(ticks as u16, sample)?;
+        Some(frequencies(start, end, ticks, PIT_HZ, "PIT"))
+    })
+}
+
+type Sample = (u64, u32);
+
+fn frequencies(
+    start: Sample,
+    end: Sample,
+    passed: u64,
+    hertz: u64,
+    reference: &'static str,
+) -> Measured {
+    let khz = |count: u64| {
+        (count as u128 * hertz as u128 / (passed as u128 * 1000)).clamp(1, u32::MAX as u128) as u64
+    };
+    Measured {
+        tsc_khz: khz(end.0.wrapping_sub(start.0)),
+        apic_khz: khz(start.1.wrapping_sub(end.1) as u64),
+        reference,
+    }
+}
+
+/// Samples at a tick of the PM timer and again `ticks` later; also returns the ticks that really passed.
+fn span_of_pm_timer(
+    port: u16,
+    ticks: u64,
+    sample: impl Fn() -> Sample,
+) -> Option<(Sample, Sample, u64)> {
+    // SAFETY: reading a timer, named by the firmware.
+    let read = || unsafe { in32(port) } & PM_MASK;
+    let wait_for_change = |from: u32| (0..PATIENCE).map(|_| read()).find(|&now| now != from);
+    let first = wait_for_change(read())?;
+    let start = sample();
+    let mut last = first;
+    loop {
+        last = wait_for_change(last)?;
+        let passed = (last.wrapping_sub(first) & PM_MASK) as u64;
+        if passed >= ticks {
+            return Some((start, sample(), passed));
+        }
+    }
+}
+
+/// Samples at the start and at the end of `ticks` of the PIT's channel 2, which nothing else uses.
+fn span_of_pit(ticks: u16, sample: impl Fn() -> Sample) -> Option<(Sample, Sample)> {
+    /// System control port B: bit 0 gate and bit 5 output of channel 2, bit 1 speaker.
+    const CONTROL_B: u16 = 0x61;
+    const CHANNEL_2: u16 = 0x42;
+    const COMMAND: u16 = 0x43;
+    /// Channel 2, both bytes, mode 0: the output rises at the end.
+    const COUNT_DOWN_ONCE: u8 = 0xb0;
+    // SAFETY: the PIT and the speaker have no DMA.
+    unsafe {
+        out8(CONTROL_B, in8(CONTROL_B) & !0b11 | 0b01);
+        out8(COMMAND, COUNT_DOWN_ONCE);
+        out8(CHANNEL_2, ticks as u8);
+        out8(CHANNEL_2, (ticks >> 8) as u8);
+    }
+    let start = sample();
+    // SAFETY: as above.
+    let done = (0..PATIENCE).any(|_| unsafe { in8(CONTROL_B) } & 1 << 5 != 0);
+    done.then(|| (start, sample()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_gigahertz_is_exact() {
+        let scale = Scale::new(1_000_000);
+        for value in [0, 1, 12345, u64::MAX] {
+            assert_eq!(scale.nanoseconds(value), value);
+            assert_eq!(scale.ticks(value), value);
+        }
+    }
+
+    #[test]
+    fn round_trips_stay_close() {
+        for khz in [1_000, 999_999, 2_445_406, 3_700_123, 5_000_000] {
+            let scale = Scale::new(khz);
+            for nanoseconds in [1_000, 1_000_000, 3_600_000_000_000, 86_400_000_000_000] {
+                let back = scale.nanoseconds(scale.ticks(nanoseconds));
+                let error = nanoseconds.abs_diff(back);
+                assert!(error <= 1_000_000 / khz + 1 + nanoseconds / 1_000_000, "{khz} {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn far_deadlines_saturate() {
+        assert_eq!(Scale::new(3_000_000).ticks(u64::MAX), u64::MAX);
+        assert_eq!(Scale::new(500_000).nanoseconds(u64::MAX), u64::MAX);
+        assert_eq!(Scale::new(0).khz(), 1, "no division by zero");
+    }
+
+    #[test]
+    fn frequencies_from_samples() {
+        let found = frequencies((100, 0xffff_0000), (24_000_100, 0xfff0_0000), 35_795, PM_HZ, "");
+        assert_eq!(found.tsc_khz, 2_400_030);
+        assert_eq!(found.apic_khz, 98_305);
+        let dead = frequencies((100, 5), (100, 5), 35_795, PM_HZ, "");
+        assert_eq!((dead.tsc_khz, dead.apic_khz), (1, 1), "never 0");
+    }
+}
