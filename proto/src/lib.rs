@@ -1,4 +1,21 @@
+//! What crosses a service boundary between native programs.
+//!
+//! Every message is an `abi::Tag` whose label is the operation (calls) or a status (replies), up to
+//! four register words, and words in the message page. Text and bytes travel in message-page words,
+//! little-endian, packed by [`bytes`]. Receivers check every length: a sender is never trusted.
+//!
+//! Who sent a message is told by the badge of the gate, which the sender cannot forge.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+pub mod bytes;
+pub mod console;
+pub mod control;
+pub mod log;
+pub mod start;
 pub mod system;
+
+/// Label of a reply to a message that the receiver understood.
+pub const DONE: u64 = 0;
+/// Label of a reply to an unknown operation, or one with arguments out of range.
+pub const REFUSED: u64 = 1;

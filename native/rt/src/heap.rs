@@ -1,0 +1,14 @@
+//! The global allocator, for programs that build tables or parse files.
+
+use talc::TalcLock;
+use talc::source::Claim;
+
+/// Bytes of the heap, in the program's own memory.
+pub const SIZE: usize = 64 << 10;
+
+#[global_allocator]
+static ALLOCATOR: TalcLock<spin::lock_api::RawMutex, Claim> = {
+    static mut HEAP: [u8; SIZE] = [0; SIZE];
+    // SAFETY: nothing else names the array.
+    TalcLock::new(unsafe { Claim::array(&raw mut HEAP) })
+};

@@ -1,0 +1,123 @@
+//! The task's log: lines of text to root, or from root to the kernel.
+
+use core::fmt::{self, Write};
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use proto::log::{MAX_TEXT, WRITE};
+
+pub use proto::log::Level;
+
+use crate::objects::{Gate, Message, Platform};
+use crate::page::Page;
+
+/// Slot of the log gate; of the platform with [`PLATFORM`]; 0 before start.
+static SINK: AtomicU64 = AtomicU64::new(0);
+const PLATFORM: u64 = 1 << 63;
+
+pub(crate) fn to_gate(gate: Gate) {
+    SINK.store(gate.selector(), Ordering::Relaxed);
+}
+
+pub(crate) fn to_platform(platform: Platform) {
+    SINK.store(platform.selector() | PLATFORM, Ordering::Relaxed);
+}
+
+/// Text in a buffer of fixed size; what does not fit is cut.
+pub struct Text {
+    bytes: [u8; MAX_TEXT],
+    length: usize,
+}
+
+impl Text {
+    /// No text.
+    pub const fn new() -> Self {
+        Self { bytes: [0; MAX_TEXT], length: 0 }
+    }
+
+    /// The text, which may end within a character.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.length]
+    }
+}
+
+impl Default for Text {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Write for Text {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let room = MAX_TEXT - self.length;
+        let taken = text.len().min(room);
+        self.bytes[self.length..self.length + taken].copy_from_slice(&text.as_bytes()[..taken]);
+        self.length += taken;
+        Ok(())
+    }
+}
+
+/// Writes a text to the log. What cannot be written is lost.
+#[cold]
+#[inline(never)]
+pub fn write(level: Level, arguments: fmt::Arguments) {
+    let mut text = Text::new();
+    let sink = SINK.load(Ordering::Relaxed);
+    if sink & PLATFORM != 0 {
+        let _ = text.write_str(level.prefix());
+        let _ = text.write_fmt(arguments);
+        let _ = text.write_str("\n");
+        write_platform(Platform::at(sink & !PLATFORM), text.bytes());
+    } else {
+        let _ = text.write_fmt(arguments);
+        let words = Page::current().set_bytes(text.bytes());
+        let length = text.bytes().len() as u64;
+        let _ =
+            Gate::at(sink).call(Message::new(WRITE, [level as u64, length, 0, 0]).with_page(words));
+    }
+}
+
+/// Writes bytes to the kernel's log, at most [`MAX_TEXT`].
+pub fn write_platform(platform: Platform, bytes: &[u8]) {
+    let bytes = &bytes[..bytes.len().min(MAX_TEXT)];
+    Page::current().set_bytes(bytes);
+    let _ = platform.log(bytes.len() as u64);
+}
+
+/// Logs that something failed.
+#[macro_export]
+macro_rules! error {
+    ($($arguments:tt)+) => { $crate::log::write($crate::log::Level::Error, format_args!($($arguments)+)) };
+}
+
+/// Logs that something is odd.
+#[macro_export]
+macro_rules! warn {
+    ($($arguments:tt)+) => { $crate::log::write($crate::log::Level::Warn, format_args!($($arguments)+)) };
+}
+
+/// Logs what a user wants to know.
+#[macro_export]
+macro_rules! info {
+    ($($arguments:tt)+) => { $crate::log::write($crate::log::Level::Info, format_args!($($arguments)+)) };
+}
+
+/// Logs what a developer wants to know.
+#[macro_export]
+macro_rules! debug {
+    ($($arguments:tt)+) => { $crate::log::write($crate::log::Level::Debug, format_args!($($arguments)+)) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_text_is_cut() {
+        let mut text = Text::new();
+        for _ in 0..100 {
+            write!(text, "0123456789").unwrap();
+        }
+        assert_eq!(text.bytes().len(), MAX_TEXT);
+        assert_eq!(&text.bytes()[510..], b"01");
+    }
+}

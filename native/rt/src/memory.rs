@@ -1,0 +1,291 @@
+//! Memory without Rust objects: windows that are copied to and from, and delegated.
+
+use core::arch::asm;
+
+use abi::{Item, ItemKind, Op, PAGE_SHIFT, PAGE_SIZE, Selector, Status, ops};
+
+use crate::objects::{Task, Vm};
+use crate::page::Page;
+use crate::syscall::call;
+
+/// Received memory goes here: `proto::start` and `abi::boot` leave these 64 GiB free.
+const RECEIVE: u64 = 0x20_0000_0000;
+/// Bytes of the reserve.
+const RECEIVE_LENGTH: u64 = 0x10_0000_0000;
+
+/// A range of mapped memory in which no Rust object lives. Other tasks, guests and devices may
+/// access it at any time, so it is only ever copied, and what is read may be anything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    base: u64,
+    length: u64,
+    writable: bool,
+}
+
+impl Window {
+    /// A window over `base..base + length`.
+    ///
+    /// # Safety
+    /// No Rust object lives in the range, now or later.
+    pub(crate) const unsafe fn new(base: u64, length: u64) -> Self {
+        Self { base, length, writable: true }
+    }
+
+    /// A window over `base..base + length` that is not written to, and delegated without the right to.
+    ///
+    /// # Safety
+    /// No Rust object lives in the range, now or later, other than constant bytes.
+    pub(crate) const unsafe fn read_only(base: u64, length: u64) -> Self {
+        Self { base, length, writable: false }
+    }
+
+    /// Address of the first byte.
+    pub const fn base(self) -> u64 {
+        self.base
+    }
+
+    /// Length in bytes.
+    pub const fn length(self) -> u64 {
+        self.length
+    }
+
+    /// Those of `rights` that the window can be delegated with.
+    pub(crate) const fn keep(self, rights: u8) -> u8 {
+        if self.writable { rights } else { rights & !abi::rights::WRITE }
+    }
+
+    /// The part of `length` bytes from `offset`, if the window has it.
+    pub fn part(self, offset: u64, length: u64) -> Option<Self> {
+        let end = offset.checked_add(length)?;
+        (end <= self.length).then_some(Self { base: self.base + offset, length, ..self })
+    }
+
+    /// Copies `bytes` to `offset`; `false`, and nothing done, if they do not fit or the window is
+    /// read-only.
+    #[must_use]
+    pub fn write(self, offset: u64, bytes: &[u8]) -> bool {
+        let Some(part) = self.part(offset, bytes.len() as u64) else { return false };
+        if !self.writable {
+            return false;
+        }
+        // SAFETY: the destination is in the window, the source is a slice; they cannot overlap.
+        unsafe { copy(bytes.as_ptr() as u64, part.base, part.length) };
+        true
+    }
+
+    /// Copies from `offset` to `bytes`; `false`, and nothing done, if there is not as much.
+    #[must_use]
+    pub fn read(self, offset: u64, bytes: &mut [u8]) -> bool {
+        let Some(part) = self.part(offset, bytes.len() as u64) else { return false };
+        // SAFETY: the source is in the window, the destination is a slice; they cannot overlap.
+        unsafe { copy(part.base, bytes.as_mut_ptr() as u64, part.length) };
+        true
+    }
+
+    /// Fills everything with zeros, unless the window is read-only.
+    pub fn clear(self) {
+        if !self.writable {
+            return;
+        }
+        // SAFETY: the range is in the window. The direction flag is clear in Rust code.
+        unsafe {
+            asm!("rep stosq", inout("rcx") self.length / 8 => _, inout("rdi") self.base => _,
+                 in("rax") 0, options(nostack, preserves_flags));
+            asm!("rep stosb", inout("rcx") self.length % 8 => _,
+                 inout("rdi") self.base + (self.length & !7) => _,
+                 in("rax") 0, options(nostack, preserves_flags));
+        }
+    }
+
+    /// Splits the window's pages into naturally aligned blocks that are as large as possible if they
+    /// are to be mapped one after the other from address `destination`: address and order of each.
+    pub fn blocks(self, destination: u64) -> impl Iterator<Item = (u64, u8)> + Clone {
+        let mut at = self.base;
+        let end = self.base + self.length;
+        core::iter::from_fn(move || {
+            let left = (end.saturating_sub(at)) >> PAGE_SHIFT;
+            if left == 0 {
+                return None;
+            }
+            let there = destination.wrapping_add(at.wrapping_sub(self.base));
+            let aligned = ((at | there) >> PAGE_SHIFT).trailing_zeros();
+            let order = aligned.min(left.ilog2()).min(Item::MAX_ORDER as u32) as u8;
+            let block = at;
+            at += PAGE_SIZE << order;
+            Some((block, order))
+        })
+    }
+
+    /// Takes the window's pages back from everybody whom they were delegated to.
+    pub fn revoke(self) -> Result<(), Status> {
+        self.unmap(0)
+    }
+
+    /// Takes the window's pages back from everybody, this task included.
+    pub fn release(self) -> Result<(), Status> {
+        self.unmap(ops::UNMAP_SELF)
+    }
+
+    fn unmap(self, flags: u64) -> Result<(), Status> {
+        for (base, order) in self.blocks(self.base) {
+            let item = Item::memory(order, abi::rights::ALL);
+            // SAFETY: no Rust object lives in a window.
+            unsafe { call(Op::Unmap, [item.pack(), base >> PAGE_SHIFT, flags, 0, 0, 0]) }?;
+        }
+        Ok(())
+    }
+}
+
+/// Spaces that memory can be delegated to.
+pub trait Space: Copy {
+    /// The slot of the task or guest.
+    fn space(self) -> Selector;
+
+    /// Delegates a window's pages to `destination` there, with these rights.
+    fn map(self, window: Window, destination: u64, rights: u8) -> Result<(), Status> {
+        let rights = window.keep(rights);
+        for (base, order) in window.blocks(destination) {
+            let there = destination + (base - window.base());
+            delegate(
+                self.space(),
+                Item::memory(order, rights),
+                base >> PAGE_SHIFT,
+                there >> PAGE_SHIFT,
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl Space for Task {
+    fn space(self) -> Selector {
+        self.selector()
+    }
+}
+
+impl Space for Vm {
+    fn space(self) -> Selector {
+        self.selector()
+    }
+}
+
+impl Task {
+    /// Delegates a capability to a slot there, with these of its rights.
+    pub fn give(self, capability: Selector, slot: Selector, rights: u8) -> Result<(), Status> {
+        delegate(self.selector(), Item::capability(rights), capability, slot)
+    }
+
+    /// Delegates the I/O ports `base..base + count`, where `count` is a power of two that `base` is a multiple of.
+    pub fn give_ports(self, base: u16, count: u16) -> Result<(), Status> {
+        let order = count.trailing_zeros() as u8;
+        delegate(self.selector(), Item::ports(order), base as u64, base as u64)
+    }
+}
+
+fn delegate(target: Selector, item: Item, source: u64, destination: u64) -> Result<(), Status> {
+    // SAFETY: memory comes out of a window. It goes to another space, or to where nothing was
+    // mapped in this one.
+    unsafe { call(Op::Delegate, [target, item.pack(), source, destination, 0, 0]) }.map(drop)
+}
+
+pub(crate) fn unmap_capability(selector: Selector, own: bool) -> Result<(), Status> {
+    let item = Item::capability(abi::rights::ALL);
+    let flags = if own { ops::UNMAP_SELF } else { 0 };
+    // SAFETY: no memory of this task changes, other than by losing it.
+    unsafe { call(Op::Unmap, [item.pack(), selector, flags, 0, 0, 0]) }.map(drop)
+}
+
+/// Takes a capability back from everybody whom it was delegated to, and keeps it.
+pub fn revoke_capability(selector: Selector) -> Result<(), Status> {
+    unmap_capability(selector, false)
+}
+
+/// Lets the running thread receive memory with messages: up to `length` bytes, at `offset` of the range that
+/// is reserved for it. 0 refuses.
+pub fn accept_memory(offset: u64, length: u64) -> bool {
+    let fits = offset.checked_add(length).is_some_and(|end| end <= RECEIVE_LENGTH);
+    if fits {
+        let base = (RECEIVE + offset) >> PAGE_SHIFT;
+        let accept = abi::Window { base, count: length >> PAGE_SHIFT };
+        Page::current().accept(ItemKind::Memory, accept);
+    }
+    fits
+}
+
+/// The memory that came as item `index` of the message just received.
+pub fn received_memory(index: usize) -> Option<Window> {
+    let (item, base) = Page::current().item(index)?;
+    let base = base.checked_mul(PAGE_SIZE)?;
+    let length = PAGE_SIZE << item.order;
+    let reserved = base >= RECEIVE && base.checked_add(length)? <= RECEIVE + RECEIVE_LENGTH;
+    (item.kind == ItemKind::Memory && reserved).then_some(Window {
+        base,
+        length,
+        writable: item.rights & abi::rights::WRITE != 0,
+    })
+}
+
+/// Copies bytes.
+///
+/// # Safety
+/// Source and destination are mapped, do not overlap, and no reference to the destination is
+/// live, other than the caller's.
+unsafe fn copy(source: u64, destination: u64, length: u64) {
+    let head = length & !7;
+    // SAFETY: the caller vouches for the ranges. The direction flag is clear in Rust code.
+    unsafe {
+        asm!("rep movsq", inout("rcx") length / 8 => _, inout("rsi") source => _,
+             inout("rdi") destination => _, options(nostack, preserves_flags));
+        asm!("rep movsb", inout("rcx") length % 8 => _, inout("rsi") source + head => _,
+             inout("rdi") destination + head => _, options(nostack, preserves_flags));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn window(base: u64, length: u64) -> Window {
+        // SAFETY: only its arithmetic is used.
+        unsafe { Window::new(base, length) }
+    }
+
+    #[test]
+    fn blocks_are_aligned_in_both_spaces() {
+        let window = window(0x20_3000, 0x40_5000);
+        for destination in [0, 0x3000, 0x1000, 0x20_3000] {
+            let mut at = window.base();
+            for (base, order) in window.blocks(destination) {
+                let size = PAGE_SIZE << order;
+                assert_eq!(base, at);
+                assert_eq!(base % size, 0);
+                assert_eq!((destination + base - window.base()) % size, 0);
+                at += size;
+            }
+            assert_eq!(at, window.base() + window.length());
+        }
+        assert_eq!(window.blocks(0x3000).map(|block| block.1).max(), Some(9));
+    }
+
+    #[test]
+    fn parts_stay_inside() {
+        let window = window(0x1000, 0x1000);
+        assert_eq!(window.part(0xfff, 1).map(Window::base), Some(0x1fff));
+        assert_eq!(window.part(0xfff, 2), None);
+        assert_eq!(window.part(u64::MAX, 2), None);
+    }
+
+    #[test]
+    fn copies() {
+        let memory = vec![1u8; 100].leak();
+        let window = window(memory.as_mut_ptr() as u64, 100);
+        assert!(window.write(3, b"thirteen chars"));
+        let mut read = [0; 14];
+        assert!(window.read(3, &mut read));
+        assert_eq!(&read, b"thirteen chars");
+        assert!(!window.write(90, &[0; 11]));
+        window.clear();
+        assert!(window.read(86, &mut read));
+        assert_eq!(read, [0; 14]);
+    }
+}

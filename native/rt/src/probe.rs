@@ -1,0 +1,118 @@
+//! Raw system calls and deliberate faults, for programs that test the kernel.
+//!
+//! Nothing here keeps the promises of this crate: that is its purpose. A program that enables this
+//! feature must expect to be stopped at any point, and runs in a task of its own.
+
+use core::arch::asm;
+
+use crate::syscall;
+
+/// Makes a system call with any number and arguments; returns `rax` and the result words.
+pub fn system_call(op: u64, arguments: [u64; 6]) -> (u64, [u64; 6]) {
+    // SAFETY: none; the program is a test and its task holds nothing of value.
+    unsafe { syscall::raw(op, arguments) }
+}
+
+/// Reads a byte at any address.
+pub fn read(address: u64) -> u8 {
+    let value;
+    // SAFETY: reading is harmless, or faults and stops the thread.
+    unsafe {
+        asm!("mov {}, byte ptr [{}]", out(reg_byte) value, in(reg) address, options(nostack, readonly))
+    }
+    value
+}
+
+/// Writes a byte at any address.
+pub fn write(address: u64, value: u8) {
+    // SAFETY: none; see the module's head.
+    unsafe { asm!("mov byte ptr [{}], {}", in(reg) address, in(reg_byte) value, options(nostack)) }
+}
+
+/// Continues at any address.
+pub fn jump(address: u64) -> ! {
+    // SAFETY: none; see the module's head.
+    unsafe { asm!("jmp {}", in(reg) address, options(noreturn)) }
+}
+
+/// Executes an undefined instruction.
+pub fn undefined() -> ! {
+    // SAFETY: faults and stops the thread.
+    unsafe { asm!("ud2", options(noreturn)) }
+}
+
+/// Executes a privileged instruction.
+pub fn privileged() {
+    // SAFETY: faults and stops the thread.
+    unsafe { asm!("cli", options(nomem, nostack)) }
+}
+
+/// Pushes until the stack ends.
+pub fn exhaust_stack() -> ! {
+    // SAFETY: writes to the unused part of the stack, then faults at the guard page.
+    unsafe { asm!("2: push rax", "jmp 2b", options(noreturn)) }
+}
+
+/// Divides by zero.
+pub fn divide_by_zero() {
+    // SAFETY: faults and stops the thread.
+    unsafe {
+        asm!("div ecx", inout("eax") 1 => _, inout("edx") 0 => _, inout("ecx") 0 => _, options(nomem, nostack));
+    }
+}
+
+/// Address of this program's code and constants, which are mapped read-only.
+pub fn code_address() -> u64 {
+    undefined as *const () as u64
+}
+
+/// Fills every general register with a pattern made from `seed`, spends `loops` rounds, and counts the registers
+/// that changed meanwhile.
+pub fn check_registers(seed: u64, loops: u64) -> u64 {
+    let mismatches: u64;
+    // SAFETY: `rbx` and `rbp` are saved on the stack, all others are declared; balanced stack.
+    unsafe {
+        asm!(
+            "push rbx",
+            "push rbp",
+            "lea rdx, [rax + 1]",
+            "lea rbx, [rax + 2]",
+            "lea rbp, [rax + 3]",
+            "lea rsi, [rax + 4]",
+            "lea rdi, [rax + 5]",
+            "lea r8, [rax + 6]",
+            "lea r9, [rax + 7]",
+            "lea r10, [rax + 8]",
+            "lea r11, [rax + 9]",
+            "lea r12, [rax + 10]",
+            "lea r13, [rax + 11]",
+            "lea r14, [rax + 12]",
+            "lea r15, [rax + 13]",
+            "2:",
+            "dec rcx",
+            "jnz 2b",
+            // Every difference to rax that is as expected cancels out; any other leaves bits in rcx.
+            "sub rdx, rax", "xor rdx, 1", "or rcx, rdx",
+            "sub rbx, rax", "xor rbx, 2", "or rcx, rbx",
+            "sub rbp, rax", "xor rbp, 3", "or rcx, rbp",
+            "sub rsi, rax", "xor rsi, 4", "or rcx, rsi",
+            "sub rdi, rax", "xor rdi, 5", "or rcx, rdi",
+            "sub r8, rax", "xor r8, 6", "or rcx, r8",
+            "sub r9, rax", "xor r9, 7", "or rcx, r9",
+            "sub r10, rax", "xor r10, 8", "or rcx, r10",
+            "sub r11, rax", "xor r11, 9", "or rcx, r11",
+            "sub r12, rax", "xor r12, 10", "or rcx, r12",
+            "sub r13, rax", "xor r13, 11", "or rcx, r13",
+            "sub r14, rax", "xor r14, 12", "or rcx, r14",
+            "sub r15, rax", "xor r15, 13", "or rcx, r15",
+            "pop rbp",
+            "pop rbx",
+            inout("rax") seed => _,
+            inout("rcx") loops.max(1) => mismatches,
+            out("rdx") _, out("rsi") _, out("rdi") _,
+            out("r8") _, out("r9") _, out("r10") _, out("r11") _,
+            out("r12") _, out("r13") _, out("r14") _, out("r15") _,
+        );
+    }
+    (mismatches != 0) as u64
+}

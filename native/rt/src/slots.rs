@@ -1,0 +1,57 @@
+//! Which capability slots are free.
+
+use abi::Selector;
+
+/// Allocator of `64 * WORDS` slots.
+#[derive(Clone, Debug)]
+pub struct Slots<const WORDS: usize> {
+    first: Selector,
+    used: [u64; WORDS],
+}
+
+impl<const WORDS: usize> Slots<WORDS> {
+    /// All slots from `first` are free.
+    pub const fn new(first: Selector) -> Self {
+        Self { first, used: [0; WORDS] }
+    }
+
+    /// Takes a free slot.
+    pub fn take(&mut self) -> Option<Selector> {
+        let (index, word) =
+            self.used.iter_mut().enumerate().find(|(_, word)| **word != u64::MAX)?;
+        let bit = word.trailing_ones();
+        *word |= 1 << bit;
+        Some(self.first + 64 * index as u64 + bit as u64)
+    }
+
+    /// Gives a slot back, whose capability is gone.
+    pub fn give(&mut self, slot: Selector) {
+        let index = slot.wrapping_sub(self.first);
+        if let Some(word) = self.used.get_mut((index / 64) as usize) {
+            *word &= !(1 << (index % 64));
+        }
+    }
+
+    /// Number of free slots.
+    pub fn free(&self) -> u32 {
+        self.used.iter().map(|word| word.count_zeros()).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_slot_once() {
+        let mut slots = Slots::<2>::new(16);
+        let taken: Vec<_> = core::iter::from_fn(|| slots.take()).collect();
+        assert_eq!(taken, (16..144).collect::<Vec<_>>());
+        slots.give(77);
+        slots.give(3);
+        slots.give(1000);
+        assert_eq!(slots.free(), 1);
+        assert_eq!(slots.take(), Some(77));
+        assert_eq!(slots.take(), None);
+    }
+}

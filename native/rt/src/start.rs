@@ -1,0 +1,207 @@
+//! Start and end of a program.
+
+use core::slice;
+use core::sync::atomic::{AtomicU32, Ordering};
+
+use abi::boot::{self, BootInfo, RegionKind};
+use proto::control;
+use proto::start::{
+    FILES, FILES_ALIGN, MAX_START, MESSAGE_PAGE, RangeKind, START_PAGE, Start, slot,
+};
+
+use crate::memory::Window;
+use crate::objects::{Gate, Message, Platform};
+use crate::page::Page;
+use crate::port::Ports;
+use crate::{log, thread};
+
+/// Makes `main(&'static Start) -> u64` the program of a task that root starts; it returns the exit code.
+#[macro_export]
+macro_rules! entry {
+    ($main:path) => {
+        #[unsafe(no_mangle)]
+        extern "C" fn native_main() -> ! {
+            $crate::start::run($main)
+        }
+    };
+}
+
+/// Makes `main(Boot) -> !` the first program, root.
+#[macro_export]
+macro_rules! root_entry {
+    ($main:path) => {
+        #[unsafe(no_mangle)]
+        extern "C" fn native_main() -> ! {
+            $crate::start::run_root($main)
+        }
+    };
+}
+
+/// First instructions of the program: the kernel and root enter with an aligned stack.
+#[cfg(target_os = "none")]
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+extern "C" fn _start() -> ! {
+    unsafe extern "C" {
+        safe fn native_main() -> !;
+    }
+    core::arch::naked_asm!("xor ebp, ebp", "and rsp, -16", "call {main}", "ud2", main = sym native_main)
+}
+
+/// Runs the program of a task; called by [`entry!`](crate::entry) only.
+#[doc(hidden)]
+pub fn run(main: fn(&Start<'static>) -> u64) -> ! {
+    thread::set_first_page(MESSAGE_PAGE);
+    log::to_gate(Gate::at(slot::LOG));
+    let pointer = core::ptr::with_exposed_provenance(START_PAGE as usize);
+    // SAFETY: root maps the start page read-only and never changes it.
+    let bytes = unsafe { slice::from_raw_parts(pointer, MAX_START) };
+    let code = match Start::decode(bytes) {
+        Some(start) => main(&start),
+        None => control::code::INTERNAL,
+    };
+    exit(code, &control::Statistics::ZERO)
+}
+
+/// Ends the program.
+pub fn exit(code: u64, statistics: &control::Statistics) -> ! {
+    let words = statistics.pack();
+    Page::current().set_words(&words);
+    let message = Message::new(control::EXITED, [code, 0, 0, 0]).with_page(words.len() as u8);
+    let _ = Gate::at(slot::CONTROL).call(message);
+    stop()
+}
+
+/// The end of a thread: a fault that whoever watches over the task sees.
+fn stop() -> ! {
+    loop {
+        // SAFETY: an undefined instruction; the kernel stops the thread.
+        unsafe { core::arch::asm!("ud2", options(nomem, nostack)) }
+    }
+}
+
+/// The memory ranges of a kind that root describes in the start page.
+pub fn windows<'a>(start: &'a Start, kind: RangeKind) -> impl Iterator<Item = Window> + 'a {
+    start.ranges.iter().filter(move |range| range.kind == kind).map(|range| {
+        // SAFETY: root keeps the ranges clear of the program's image, stack and pages, and files are
+        // constant.
+        unsafe {
+            match range.kind {
+                RangeKind::Private | RangeKind::Guest => Window::new(range.base, range.length),
+                RangeKind::Kernel | RangeKind::Initrd => {
+                    let length = range.length.next_multiple_of(abi::PAGE_SIZE);
+                    Window::read_only(range.base & !(abi::PAGE_SIZE - 1), length)
+                }
+            }
+        }
+    })
+}
+
+/// The read-only file that root maps for this task.
+pub fn file(start: &Start, kind: RangeKind) -> Option<&'static [u8]> {
+    let range = start.ranges.iter().find(|range| range.kind == kind)?;
+    let fits =
+        range.base >= FILES && range.base.checked_add(range.length)? <= FILES + 2 * FILES_ALIGN;
+    if !fits {
+        return None;
+    }
+    let pointer = core::ptr::with_exposed_provenance(range.base as usize);
+    // SAFETY: root maps files of the bundle there, read-only, and nobody has write access.
+    Some(unsafe { slice::from_raw_parts(pointer, range.length as usize) })
+}
+
+/// What the kernel gives root.
+pub struct Boot {
+    /// The boot page.
+    pub info: &'static BootInfo,
+    /// The boot bundle; read-only for everybody.
+    pub bundle: &'static [u8],
+}
+
+impl Boot {
+    /// The RAM regions: physical address and memory.
+    pub fn ram(&self) -> impl Iterator<Item = (u64, Window)> {
+        let count = (self.info.region_count as usize).min(boot::MAX_REGIONS);
+        self.info.regions[..count]
+            .iter()
+            .filter(|region| region.kind == RegionKind::Ram as u32)
+            .map(|region| {
+                // SAFETY: the kernel maps free RAM there, which holds nothing of this program's.
+                (region.base, unsafe {
+                    Window::new(boot::PHYSICAL_WINDOW + region.base, region.length)
+                })
+            })
+    }
+
+    /// The pages of the bundle that hold `offset..offset + length`, to delegate read-only.
+    pub fn bundle_pages(&self, offset: u64, length: u64) -> Option<Window> {
+        let end = offset.checked_add(length)?;
+        if end > self.info.bundle_length {
+            return None;
+        }
+        let first = (self.info.bundle_base + offset) & !(abi::PAGE_SIZE - 1);
+        let last = (self.info.bundle_base + end).next_multiple_of(abi::PAGE_SIZE);
+        // SAFETY: the bundle is constant.
+        Some(unsafe { Window::read_only(boot::PHYSICAL_WINDOW + first, last - first) })
+    }
+}
+
+/// Runs root; called by [`root_entry!`](crate::root_entry) only.
+#[doc(hidden)]
+pub fn run_root(main: fn(Boot) -> !) -> ! {
+    thread::set_first_page(boot::ROOT_MESSAGE_PAGE);
+    log::to_platform(Platform::at(boot::slot::PLATFORM));
+    let info = core::ptr::with_exposed_provenance::<BootInfo>(boot::BOOT_INFO_ADDRESS as usize);
+    // SAFETY: the kernel maps the boot page read-only and never changes it.
+    let info = unsafe { &*info };
+    let address = (boot::PHYSICAL_WINDOW + info.bundle_base) as usize;
+    // SAFETY: the kernel maps the bundle there; root never makes a writable window of it.
+    let bundle = unsafe {
+        slice::from_raw_parts(
+            core::ptr::with_exposed_provenance(address),
+            info.bundle_length as usize,
+        )
+    };
+    main(Boot { info, bundle })
+}
+
+/// Port and value that end the machine when root panics; bit 31 marks them as set.
+static LAST_WORDS: AtomicU32 = AtomicU32::new(0);
+
+/// Makes a panic of root write `value` to `port` before it resets the machine.
+pub fn on_root_panic(port: u16, value: u8) {
+    LAST_WORDS.store(1 << 31 | (port as u32) << 8 | value as u32, Ordering::Relaxed);
+}
+
+/// Tells a panic to whoever watches over the program, and stops.
+#[cfg(target_os = "none")]
+#[panic_handler]
+fn panic(info: &core::panic::PanicInfo) -> ! {
+    use core::fmt::Write;
+    let mut text = log::Text::new();
+    let _ = write!(text, "{info}");
+    if thread::first_page() == boot::ROOT_MESSAGE_PAGE {
+        root_panicked(text.bytes());
+    } else {
+        let words = Page::current().set_bytes(text.bytes());
+        let length = text.bytes().len() as u64;
+        let message = Message::new(control::PANICKED, [length, 0, 0, 0]).with_page(words);
+        let _ = Gate::at(slot::CONTROL).call(message);
+    }
+    stop()
+}
+
+#[cfg_attr(not(target_os = "none"), allow(dead_code, reason = "only called when panicking"))]
+fn root_panicked(text: &[u8]) {
+    let platform = Platform::at(boot::slot::PLATFORM);
+    log::write_platform(platform, b"root: ");
+    log::write_platform(platform, text);
+    log::write_platform(platform, b"\n");
+    let last = LAST_WORDS.load(Ordering::Relaxed);
+    if last >> 31 != 0
+        && let Some(port) = Ports::new((last >> 8) as u16, 1)
+    {
+        port.write(0, last as u8);
+    }
+    let _ = platform.reset();
+}

@@ -1,0 +1,47 @@
+//! Time: the time-stamp counter, and what it means.
+
+use proto::start::Clock;
+
+/// The time-stamp counter, now.
+#[inline(always)]
+pub fn tsc() -> u64 {
+    // SAFETY: reads a counter; the kernel leaves `RDTSC` to everybody.
+    unsafe { core::arch::x86_64::_rdtsc() }
+}
+
+/// Ticks of the time-stamp counter in `nanos` nanoseconds, rounded up, at `khz` kHz.
+pub const fn ticks(khz: u64, nanos: u64) -> u64 {
+    let ticks = (nanos as u128 * khz as u128).div_ceil(1_000_000);
+    if ticks > u64::MAX as u128 { u64::MAX } else { ticks as u64 }
+}
+
+/// Nanoseconds in `ticks` ticks at `khz` kHz.
+pub const fn nanos(khz: u64, ticks: u64) -> u64 {
+    let khz = if khz == 0 { 1 } else { khz };
+    let nanos = ticks as u128 * 1_000_000 / khz as u128;
+    if nanos > u64::MAX as u128 { u64::MAX } else { nanos as u64 }
+}
+
+/// The tick `nanos` nanoseconds from now.
+pub fn after(clock: &Clock, nanos: u64) -> u64 {
+    tsc().saturating_add(ticks(clock.tsc_khz, nanos))
+}
+
+/// Wall-clock time in seconds since 1970, UTC.
+pub fn unix_seconds(clock: &Clock) -> u64 {
+    clock.unix_seconds + nanos(clock.tsc_khz, tsc().saturating_sub(clock.tsc)) / 1_000_000_000
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conversions_do_not_overflow() {
+        assert_eq!(ticks(2_000_000, 1), 2);
+        assert_eq!(ticks(1, 1), 1, "rounded up");
+        assert_eq!(ticks(u64::MAX, u64::MAX), u64::MAX);
+        assert_eq!(nanos(2_000_000, 3), 1);
+        assert_eq!(nanos(0, u64::MAX), u64::MAX);
+    }
+}

@@ -1,0 +1,60 @@
+//! A virtual CPU and its state page.
+
+use core::sync::atomic::{AtomicU32, Ordering};
+
+use abi::vcpu::VcpuState;
+use abi::{Op, PAGE_SIZE, Selector, Status};
+use proto::start::STATE_PAGES;
+
+use crate::objects::{Factory, Notification, Vm};
+use crate::syscall::call;
+
+/// State pages in use; a page is never given to a second vCPU.
+static TAKEN: AtomicU32 = AtomicU32::new(0);
+
+/// A virtual CPU. Dropping it leaves the kernel's object as it is.
+pub struct Vcpu {
+    selector: Selector,
+    state: &'static mut VcpuState,
+}
+
+impl Vcpu {
+    /// Makes virtual CPU `index` (0 to 15) of a guest; events of `notification` make [`Vcpu::run`] return.
+    pub fn create(
+        factory: Factory,
+        slot: Selector,
+        vm: Vm,
+        index: u32,
+        notification: Notification,
+    ) -> Result<Self, Status> {
+        if index >= 16 || TAKEN.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0 {
+            return Err(Status::Busy);
+        }
+        let address = STATE_PAGES + index as u64 * PAGE_SIZE;
+        factory.vcpu(slot, vm, address, notification)?;
+        // SAFETY: the kernel has mapped a page of its own there, filled with integers. `TAKEN` makes
+        // this the only reference, and the kernel accesses the page only within `run` and `fetch`,
+        // which borrow the reference exclusively.
+        let state = unsafe { &mut *core::ptr::with_exposed_provenance_mut(address as usize) };
+        Ok(Self { selector: slot, state })
+    }
+
+    /// The state page.
+    #[inline(always)]
+    pub fn state(&mut self) -> &mut VcpuState {
+        self.state
+    }
+
+    /// Runs the guest until it exits; why is in the state page.
+    #[inline(always)]
+    pub fn run(&mut self) -> Result<(), Status> {
+        // SAFETY: changes only the state page, whose reference is borrowed.
+        unsafe { call(Op::VcpuRun, [self.selector, 0, 0, 0, 0, 0]) }.map(drop)
+    }
+
+    /// Fetches state groups into the state page.
+    pub fn fetch(&mut self, groups: u64) -> Result<(), Status> {
+        // SAFETY: as for `run`.
+        unsafe { call(Op::VcpuState, [self.selector, groups, 0, 0, 0, 0]) }.map(drop)
+    }
+}

@@ -1,0 +1,217 @@
+//! What a task that root starts finds: fixed addresses, fixed capability slots, and the start page.
+//!
+//! Everything but guest memory lies in the first few megabytes, so that few page tables are needed:
+//!
+//! | address | what |
+//! |---|---|
+//! | `0x20_0000` | program, as linked |
+//! | [`START_PAGE`] | this description, read-only |
+//! | [`MESSAGE_PAGE`] | message page of the first thread |
+//! | [`THREAD_PAGES`] | message pages of further threads |
+//! | [`STATE_PAGES`] | vCPU state pages |
+//! | [`MEMORY`] | private memory: heap, further stacks |
+//! | up to [`STACK_TOP`] | stack of the first thread; the page below it is never mapped |
+//! | [`FILES`] | read-only files: kernel, RAM disk |
+//! | [`GUEST_MEMORY`] | guest memory |
+
+use heapless::Vec;
+use serde::{Deserialize, Serialize};
+
+use crate::system::{MAX_ARGUMENTS, OnReset};
+
+/// Address of the start page; also the first argument of the task.
+pub const START_PAGE: u64 = 0x40_0000;
+/// Address of the message page of the first thread.
+pub const MESSAGE_PAGE: u64 = 0x40_1000;
+/// Address of the message page of the second thread; the others follow.
+pub const THREAD_PAGES: u64 = 0x40_2000;
+/// Most threads of a task.
+pub const MAX_THREADS: usize = 14;
+/// Address of the state page of the first vCPU; the others follow.
+pub const STATE_PAGES: u64 = 0x41_0000;
+/// First private memory.
+pub const MEMORY: u64 = 0x42_0000;
+/// Top of the first thread's stack.
+pub const STACK_TOP: u64 = 0x60_0000;
+/// First byte of read-only files. The offset within is that of the boot bundle's in physical
+/// memory modulo [`FILES_ALIGN`], so that large pages map large files.
+pub const FILES: u64 = 0x4000_0000;
+/// Alignment of [`FILES`], and an upper limit of the bundle's size.
+pub const FILES_ALIGN: u64 = 0x4000_0000;
+/// First byte of guest memory; aligned for the largest delegation.
+pub const GUEST_MEMORY: u64 = 0x40_0000_0000;
+
+/// Capability slots of a task that root starts. A task without use for one finds it empty.
+pub mod slot {
+    /// The task itself.
+    pub const TASK: u64 = 1;
+    /// Its first thread.
+    pub const THREAD: u64 = 2;
+    /// The factory for its own objects.
+    pub const FACTORY: u64 = 3;
+    /// Its notification; bound to the first thread.
+    pub const NOTIFICATION: u64 = 4;
+    /// Log gate.
+    pub const LOG: u64 = 5;
+    /// Control gate.
+    pub const CONTROL: u64 = 6;
+    /// VMM: console session. Server: interrupt of its device.
+    pub const DEVICE: u64 = 7;
+    /// Server: root's notification, right `SIGNAL`.
+    pub const ROOT: u64 = 8;
+    /// First free slot.
+    pub const FREE: u64 = 16;
+    /// Number of slots of a task.
+    pub const COUNT: u64 = 120;
+}
+
+/// Event bits of a task's notification.
+pub mod event {
+    /// Console: input has come, or there is room for output.
+    pub const CONSOLE: u64 = 1 << 0;
+    /// Root asks the task to end.
+    pub const STOP: u64 = 1 << 2;
+    /// Server: interrupt of its device.
+    pub const INTERRUPT: u64 = 1 << 3;
+}
+
+/// Most memory ranges of a task.
+pub const MAX_RANGES: usize = 24;
+/// Most bytes of an encoded start page.
+pub const MAX_START: usize = 4096;
+
+/// What a memory range is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RangeKind {
+    /// Private memory of the task.
+    Private,
+    /// Guest memory, a naturally aligned power of two. The ranges are in the order of
+    /// guest-physical addresses, largest first.
+    Guest,
+    /// The guest's kernel image, read-only.
+    Kernel,
+    /// The guest's RAM disk, read-only.
+    Initrd,
+}
+
+/// A range of the task's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Range {
+    /// What it is for.
+    pub kind: RangeKind,
+    /// First byte; page-aligned.
+    pub base: u64,
+    /// Length in bytes; of read-only files the exact one, else a multiple of the page size.
+    pub length: u64,
+}
+
+/// The machine's clocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Clock {
+    /// Frequency of the time-stamp counter in kHz.
+    pub tsc_khz: u64,
+    /// Time-stamp counter at which `unix_seconds` was read.
+    pub tsc: u64,
+    /// Wall-clock time in seconds since 1970, UTC.
+    pub unix_seconds: u64,
+}
+
+/// What a task is to do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Role<'a> {
+    /// A native program with arguments.
+    Program(#[serde(borrow)] Vec<&'a str, MAX_ARGUMENTS>),
+    /// A console server.
+    Console {
+        /// First I/O port of its 16550.
+        port: u16,
+    },
+    /// A VMM.
+    Vmm(#[serde(borrow)] Vmm<'a>),
+}
+
+/// What a VMM is to do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vmm<'a> {
+    /// Number of vCPUs.
+    pub vcpus: u32,
+    /// Guest memory in bytes.
+    pub memory: u64,
+    /// Kernel command line.
+    pub command_line: &'a str,
+    /// A console session is in [`slot::DEVICE`].
+    pub console: bool,
+    /// What a reset does.
+    pub on_reset: OnReset,
+    /// `XCR0` bits that the guest may enable.
+    pub xcr0_mask: u64,
+    /// Bytes that the VMM uses beyond guest memory, page tables and kernel objects included, as
+    /// far as root knows when it starts the VMM.
+    pub footprint: u64,
+}
+
+/// The start page.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Start<'a> {
+    /// Name of the task, of the virtual machine for a VMM.
+    pub name: &'a str,
+    /// CPU of the first thread.
+    pub cpu: u32,
+    /// Priority of the first thread.
+    pub priority: u8,
+    /// Clocks.
+    pub clock: Clock,
+    /// Memory.
+    pub ranges: Vec<Range, MAX_RANGES>,
+    /// What to do.
+    #[serde(borrow)]
+    pub role: Role<'a>,
+}
+
+impl<'a> Start<'a> {
+    /// Reads a start page; `None` if it is damaged.
+    pub fn decode(bytes: &'a [u8]) -> Option<Self> {
+        postcard::from_bytes(bytes).ok()
+    }
+
+    /// Writes the description into `buffer` and returns the written part; `None` if it does not fit.
+    pub fn encode<'b>(&self, buffer: &'b mut [u8]) -> Option<&'b mut [u8]> {
+        postcard::to_slice(self, buffer).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn longest_description_fits_a_page() {
+        let line = "x".repeat(crate::system::MAX_COMMAND_LINE);
+        let range = Range { kind: RangeKind::Guest, base: u64::MAX, length: u64::MAX };
+        let start = Start {
+            name: "a-name-of-the-longest-kind-there",
+            cpu: u32::MAX,
+            priority: u8::MAX,
+            clock: Clock { tsc_khz: u64::MAX, tsc: u64::MAX, unix_seconds: u64::MAX },
+            ranges: Vec::from_iter([range; MAX_RANGES]),
+            role: Role::Vmm(Vmm {
+                vcpus: u32::MAX,
+                memory: u64::MAX,
+                command_line: &line,
+                console: true,
+                on_reset: OnReset::Reset,
+                xcr0_mask: u64::MAX,
+                footprint: u64::MAX,
+            }),
+        };
+        let mut buffer = [0; MAX_START];
+        let bytes = start.encode(&mut buffer).unwrap();
+        assert_eq!(Start::decode(bytes), Some(start));
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        assert_eq!(Start::decode(&[0xff; 64]), None);
+        assert_eq!(Start::decode(&[]), None);
+    }
+}
