@@ -55,8 +55,7 @@ pub fn debian_kernel(
         let mut packages = depends.split([',', '|']).map(str::trim);
         packages.find(|package| package.starts_with("linux-image-"))
     });
-    // "linux-image-6.1.0-56-cloud-amd64 (= 6.1.192-2)"
-    let package = image.and_then(|image| image.split_whitespace().next()).ok_or_else(|| {
+    let package = image.and_then(Package::exact).ok_or_else(|| {
         Failure::new(failure::UNAVAILABLE, format!("package {KERNEL_PACKAGE} names no kernel"))
             .help("run `apt-get update`, or give a file as `kernel`")
     })?;
@@ -64,7 +63,7 @@ pub fn debian_kernel(
         file if name.starts_with("boot") && file.starts_with("vmlinuz-") => Some("vmlinuz"),
         file => MODULES.into_iter().find(|module| *module == file),
     };
-    fetch(cache, package, step, interruptible, pick, "vmlinuz")
+    fetch(cache, &package, step, interruptible, pick, "vmlinuz")
 }
 
 /// A static busybox: the installed one, else from its package.
@@ -78,27 +77,44 @@ pub fn busybox(
         return Ok((installed.to_owned(), format!("installed {INSTALLED_BUSYBOX}")));
     }
     let pick = |name: &Path| (name.file_name()? == "busybox").then_some("busybox");
-    let fetched = fetch(cache, BUSYBOX_PACKAGE, step, interruptible, pick, "busybox")?;
+    let version = apt_show(BUSYBOX_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
+    let package = Package { name: BUSYBOX_PACKAGE.to_owned(), version };
+    let fetched = fetch(cache, &package, step, interruptible, pick, "busybox")?;
     Ok((fetched.folder.join("busybox"), fetched.title))
 }
 
-/// Fetches the candidate version of a package. `pick` names the files to keep; `must` has to be among them.
+/// A version of a package.
+#[derive(Debug, PartialEq, Eq)]
+struct Package {
+    name: String,
+    version: String,
+}
+
+impl Package {
+    /// Reads a dependency on an exact version: `linux-image-6.1.0-56-cloud-amd64 (= 6.1.192-2)`.
+    fn exact(dependency: &str) -> Option<Self> {
+        let (name, version) = dependency.split_once(" (= ")?;
+        let version = version.strip_suffix(')')?;
+        Some(Self { name: name.trim().to_owned(), version: version.trim().to_owned() })
+    }
+}
+
+/// Fetches a package. `pick` names the files to keep; `must` has to be among them.
 fn fetch(
     cache: &Path,
-    package: &str,
+    package: &Package,
     step: &Step,
     interruptible: &Interruptible,
     pick: impl Fn(&Path) -> Option<&'static str>,
     must: &str,
 ) -> Result<Fetched, Failure> {
-    let shown = apt_show(package)?;
-    let version = shown.field("Version").unwrap_or_default();
+    let Package { name, version } = package;
     let safe_version: String = version
         .chars()
         .map(|c| if c.is_ascii_alphanumeric() || "+-.~".contains(c) { c } else { '_' })
         .collect();
-    let folder = cache.join(format!("{package}_{safe_version}"));
-    let title = format!("{package} {version}");
+    let folder = cache.join(format!("{name}_{safe_version}"));
+    let title = format!("{name} {version}");
     if folder.join(must).is_file() {
         return Ok(Fetched { folder, title: format!("{title}, kept from before") });
     }
@@ -113,7 +129,7 @@ fn fetch(
     step.now(format!("fetching {title}"));
     let download = work.path().join("download");
     create(&download)?;
-    let target = format!("{package}={version}");
+    let target = format!("{name}={version}");
     run("apt-get", &title, |command| command.args(["download", &target]).current_dir(&download))?;
     let archive = fs::read_dir(&download)
         .and_then(|mut entries| entries.next().transpose())
@@ -238,5 +254,13 @@ mod tests {
         assert_eq!(shown.field("Version"), Some("1:2-3"));
         assert_eq!(shown.field("Depends"), Some("b (= 2), c"));
         assert_eq!(shown.field("Dep"), None);
+    }
+
+    #[test]
+    fn exact_dependencies() {
+        let package = Package { name: "linux-image-6".into(), version: "6.1-2".into() };
+        assert_eq!(Package::exact("linux-image-6 (= 6.1-2)"), Some(package));
+        assert_eq!(Package::exact("linux-image-6 (>= 6.1-2)"), None);
+        assert_eq!(Package::exact("linux-image-6"), None);
     }
 }

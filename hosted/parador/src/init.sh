@@ -1,12 +1,12 @@
 #!/bin/busybox sh
 # First program of a guest with the initial RAM disk "busybox": sets up what a shell expects, runs
 # one on the console and powers off when it ends. A kernel command line with parador.run="COMMAND"
-# runs that instead and powers off.
+# runs that instead and ends the machine with the command's exit code.
 
 /bin/busybox mount -t devtmpfs dev /dev
 /bin/busybox mount -t proc proc /proc
 /bin/busybox mount -t sysfs sys /sys
-/bin/busybox mkdir -p /dev/pts /sbin /usr/bin /usr/sbin
+/bin/busybox mkdir -p /dev/pts /usr/bin /usr/sbin
 /bin/busybox mount -t devpts devpts /dev/pts
 /bin/busybox mount -t tmpfs tmp /tmp
 /bin/busybox --install -s
@@ -25,6 +25,7 @@ trap 'reboot -f' TERM
 trap 'halt -f' USR1
 
 line=$(cat /proc/cmdline)
+command=
 case " $line" in
 *" parador.run="*)
     command=${line#*parador.run=}
@@ -35,15 +36,26 @@ case " $line" in
         ;;
     *) command=${command%% *} ;;
     esac
-    # Not the console's own process, so that the traps above work meanwhile.
-    sh -c "$command" </dev/console &
+    set -- sh -c "$command"
     ;;
 *)
+    set -- sh
     echo
     echo "Linux $(uname -r), a guest of Parador. \`poweroff\` or the end of this shell switches it off."
-    # A session of its own on the real terminal device: only then ^C reaches what runs in the shell.
-    setsid cttyhack sh </dev/console &
     ;;
 esac
-wait $!
+
+# The traps above only run while this script waits in `read`, so the shell has to be a background
+# process; but what `&` starts ignores ^C for good. Hence the daemon, and a session of
+# its own on the real terminal device for the shell: only there ^C reaches what runs in it.
+mkfifo /tmp/end
+exec 3<>/tmp/end
+start-stop-daemon -S -b -n shell -a /bin/sh -- -c 'setsid cttyhack "$@"; echo $? >/tmp/end' - "$@"
+read -r status <&3
+
+# The machine's debug exit port takes codes up to 63; without the port the guest just powers off.
+if [ -n "$command" ] && [ "$status" != 0 ]; then
+    [ "$status" -le 63 ] || status=63
+    machine-exit "$status"
+fi
 poweroff -f

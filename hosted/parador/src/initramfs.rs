@@ -5,6 +5,7 @@
 //! so equal inputs give equal archives.
 
 use crate::failure::Failure;
+use crate::machine_exit;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -20,12 +21,13 @@ const CHARACTER_DEVICE: u32 = 0o020_600;
 pub fn busybox(busybox: &Path, modules: &[PathBuf]) -> Result<Vec<u8>, Failure> {
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
     let mut archive = Archive::new();
-    for folder in ["bin", "dev", "lib", "lib/modules", "proc", "root", "sys", "tmp"] {
+    for folder in ["bin", "dev", "lib", "lib/modules", "proc", "root", "sbin", "sys", "tmp"] {
         archive.add(folder, FOLDER, (0, 0), &[]);
     }
     // The kernel opens it before `/init` can mount anything.
     archive.add("dev/console", CHARACTER_DEVICE, (5, 1), &[]);
     archive.add("bin/busybox", EXECUTABLE, (0, 0), &read(busybox)?);
+    archive.add(machine_exit::NAME, EXECUTABLE, (0, 0), &machine_exit::program());
     archive.add("init", EXECUTABLE, (0, 0), INIT.as_bytes());
     for (index, module) in modules.iter().enumerate() {
         let name = module.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
@@ -134,10 +136,12 @@ mod tests {
             "lib/modules",
             "proc",
             "root",
+            "sbin",
             "sys",
             "tmp",
             "dev/console",
             "bin/busybox",
+            "sbin/machine-exit",
             "init",
             "lib/modules/0-a.ko",
         ];

@@ -14,6 +14,7 @@ mod guest;
 mod image;
 mod initramfs;
 mod interrupt;
+mod machine_exit;
 mod problem;
 mod programs;
 mod steps;
