@@ -1,1 +1,255 @@
-fn main() {}
+//! `cargo xtask bench`: what Parador costs, in executed instructions on an emulated machine.
+//!
+//! QEMU counts instructions (`-icount shift=0`: one instruction is one nanosecond of the machine's
+//! time), so a figure is the same in every run and on every host. Instructions do not price world
+//! switches; their number stands beside every figure. Every system runs twice, and the spread
+//! between the runs is reported.
+#![forbid(unsafe_code)]
+
+mod chart;
+mod guest;
+mod peers;
+mod report;
+mod runs;
+mod statistics;
+
+use anyhow::{Context, Result, bail};
+use parador_tests::system::workspace;
+use peers::GUEST;
+use report::{Figure, short};
+use runs::Output;
+use serde_json::{Map, Value, json};
+use statistics::Statistics;
+use std::process::Command;
+
+/// Runs of every system.
+const RUNS: usize = 2;
+
+/// Costs of leaving the guest, measured by a guest of its own: key, title, name in its output, limit,
+/// peer.
+const EXITS: &[(&str, &str, &str, f64, f64)] = &[
+    ("hypercall", "hypercall settled in the kernel", "hypercall", 170.0, peers::KVM_HYPERCALL),
+    ("cpuid_exit", "CPUID answered by the user-level VMM", "cpuid", 1_500.0, peers::KVM_CPUID),
+    ("pio_exit", "port I/O answered by the user-level VMM", "pio", 1_800.0, peers::KVM_PORT),
+];
+
+const EXITS_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[vm]]\nname = \"exits\"\n\
+    memory = \"16M\"\nkernel = \"{artifacts}/guest-exits\"\nconsole = \"com1\"\n";
+const GATE_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[task]]\n\
+    name = \"gatebench\"\nbinary = \"check-gatebench\"\nessential = true\n";
+
+fn main() -> Result<()> {
+    std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
+    let ram_disk = guest::ram_disk()?;
+    let description = runs::guest_description(&ram_disk);
+    let kernel = runs::guest_kernel(&description)?;
+
+    let exits = repeat("micro-guest", || runs::system(EXITS_SYSTEM))?;
+    let gate = repeat("gate call", || runs::system(GATE_SYSTEM))?;
+    let bare = repeat("Linux on the bare machine", || runs::bare(&kernel, &ram_disk))?;
+    let guest = repeat("Linux in a virtual machine", || runs::system(&description))?;
+    let statistics = Statistics::read(&first(&guest)?.log)?;
+
+    let mut figures = exit_figures(&exits)?;
+    figures.push(Figure {
+        key: "gate_call_reply",
+        title: "gate call + reply, two tasks, one CPU",
+        value: first(&gate)?.value("gate_call_reply")?,
+        unit: "instructions",
+        world_switches: None,
+        peer: None,
+        limit: 500.0,
+        spread: spread(&gate, "gate_call_reply")?,
+    });
+    let rows = print_guest(&bare, &guest)?;
+    figures.extend(guest_figures(&bare, &guest, &statistics)?);
+    figures.push(Figure {
+        key: "vmm_bytes",
+        title: "memory of the VMM beyond guest memory",
+        value: statistics.bytes,
+        unit: "bytes",
+        world_switches: None,
+        peer: Some(peers::KARMA_BYTES),
+        limit: peers::KARMA_BYTES,
+        spread: 0.0,
+    });
+    figures.push(Figure {
+        key: "kernel_lines",
+        title: "kernel, lines of Rust and assembly",
+        value: kernel_lines()?,
+        unit: "lines",
+        world_switches: None,
+        peer: None,
+        limit: 12_000.0,
+        spread: 0.0,
+    });
+    statistics.print();
+    print_boot(&bare, &guest)?;
+    report::print(&figures);
+    report::write_json(&figures)?;
+    report::append_series(&figures, rows, first(&guest)?.fact("kernel"))?;
+    draw(&bare, &guest)?;
+    if figures.iter().any(|figure| !figure.holds()) {
+        bail!("a figure misses its limit");
+    }
+    Ok(())
+}
+
+fn repeat(what: &str, run: impl Fn() -> Result<Output>) -> Result<Vec<Output>> {
+    (1..=RUNS)
+        .map(|number| {
+            println!("running {number} of {RUNS}: {what}");
+            run().with_context(|| what.to_owned())
+        })
+        .collect()
+}
+
+fn first(outputs: &[Output]) -> Result<&Output> {
+    outputs.first().context("nothing was run")
+}
+
+/// Difference between the runs, relative to the first.
+fn spread(outputs: &[Output], name: &str) -> Result<f64> {
+    let reference = first(outputs)?.value(name)?;
+    let mut largest: f64 = 0.0;
+    for output in outputs {
+        largest = largest.max((output.value(name)? - reference).abs() / reference);
+    }
+    Ok(largest)
+}
+
+fn exit_figures(exits: &[Output]) -> Result<Vec<Figure>> {
+    EXITS
+        .iter()
+        .map(|&(key, title, name, limit, peer)| {
+            Ok(Figure {
+                key,
+                title,
+                value: first(exits)?.value(name)?,
+                unit: "instructions",
+                // One exit and one entry again for each operation.
+                world_switches: Some(1.0),
+                peer: Some(peer),
+                limit,
+                spread: spread(exits, name)?,
+            })
+        })
+        .collect()
+}
+
+/// Ratios of the guest benchmark to the bare machine: geometric mean and worst row.
+fn guest_figures(
+    bare: &[Output],
+    guest: &[Output],
+    statistics: &Statistics,
+) -> Result<[Figure; 2]> {
+    let mut product = 0.0;
+    let mut worst: f64 = 0.0;
+    let mut largest_spread: f64 = 0.0;
+    let (mut peer_product, mut peer_worst): (f64, f64) = (0.0, 0.0);
+    for row in GUEST {
+        let ratio = first(guest)?.value(row.name)? / first(bare)?.value(row.name)?;
+        product += ratio.ln();
+        worst = worst.max(ratio);
+        peer_product += (row.kvm / row.native).ln();
+        peer_worst = peer_worst.max(row.kvm / row.native);
+        largest_spread = largest_spread.max(spread(guest, row.name)?).max(spread(bare, row.name)?);
+    }
+    let count = GUEST.len() as f64;
+    let figure = |key, title, value, peer, limit| Figure {
+        key,
+        title,
+        value,
+        unit: "ratio to native",
+        world_switches: Some(statistics.entries),
+        peer: Some(peer),
+        limit,
+        spread: largest_spread,
+    };
+    Ok([
+        figure(
+            "guest_geomean",
+            "guest benchmark, geometric mean",
+            (product / count).exp(),
+            (peer_product / count).exp(),
+            1.01,
+        ),
+        figure("guest_worst", "guest benchmark, worst row", worst, peer_worst, 1.05),
+    ])
+}
+
+/// Prints the guest benchmark row by row and returns it for the series.
+fn print_guest(bare: &[Output], guest: &[Output]) -> Result<Value> {
+    println!(
+        "\n{:<38} {:>10} {:>10} {:>7} {:>8} {:>8} {:>8}",
+        "instructions per operation", "native", "guest", "ratio", "KVM", "KVM npt=0", "Xen PV"
+    );
+    let mut rows = Map::new();
+    for row in GUEST {
+        let native = first(bare)?.value(row.name)?;
+        let value = first(guest)?.value(row.name)?;
+        let ratio = |peer: f64| format!("{:.3}", peer / row.native);
+        println!(
+            "{:<38} {:>10} {:>10} {:>7.3} {:>8} {:>8} {:>8}",
+            row.title,
+            short(native),
+            short(value),
+            value / native,
+            ratio(row.kvm),
+            row.shadow.map_or("-".into(), ratio),
+            ratio(row.xen),
+        );
+        rows.insert(row.name.to_owned(), json!({ "native": native, "guest": value }));
+    }
+    Ok(Value::Object(rows))
+}
+
+fn print_boot(bare: &[Output], guest: &[Output]) -> Result<()> {
+    let (native, virtual_) = (first(bare)?.value("boot")?, first(guest)?.value("boot")?);
+    println!(
+        "\nboot to init: native {:.0} million instructions, guest {:.0} million (ratio {:.3})",
+        native / 1e6,
+        virtual_ / 1e6,
+        virtual_ / native
+    );
+    Ok(())
+}
+
+/// The count of `cargo xtask size`.
+fn kernel_lines() -> Result<f64> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .args(["xtask", "size"])
+        .current_dir(workspace())
+        .output()
+        .context("cannot start cargo")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    text.lines()
+        .find_map(|line| line.strip_prefix("x86-64 kernel: ")?.split(' ').next()?.parse().ok())
+        .context("cargo xtask size printed no count of the kernel")
+}
+
+fn draw(bare: &[Output], guest: &[Output]) -> Result<()> {
+    let mut groups = Vec::new();
+    for row in GUEST {
+        let ratio = first(guest)?.value(row.name)? / first(bare)?.value(row.name)?;
+        groups.push(chart::Group {
+            title: row.title.to_owned(),
+            values: vec![
+                Some(ratio),
+                Some(row.kvm / row.native),
+                row.shadow.map(|shadow| shadow / row.native),
+                Some(row.xen / row.native),
+            ],
+        });
+    }
+    let text = chart::ratios(
+        "Instructions per operation in a guest, relative to native Linux (less is better)",
+        &["Parador", "KVM", "KVM, shadow paging", "Xen PV"],
+        &groups,
+    )?;
+    let path = workspace().join("bench/results/guest.svg");
+    std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    println!("drew {}", path.display());
+    Ok(())
+}

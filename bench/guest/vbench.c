@@ -1,0 +1,384 @@
+/* vbench - small static micro-benchmark set for comparing hypervisors.
+ *
+ * Every result line is:   VB <name> <value> <unit> [n=<iterations>]
+ * Times come from CLOCK_MONOTONIC.  Under QEMU "-icount shift=0" one virtual
+ * nanosecond is one executed guest instruction (outer machine), so a value
+ * printed as ns IS an instruction count of everything the outer CPU executed
+ * (guest + hypervisor + VMM) between the two clock reads.
+ *
+ *   vbench [-s scale%] [-x] [test ...]
+ *     -s 50    run 50 % of the default iteration counts
+ *     -x       also run tests that need a hypervisor underneath (vmmcall)
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/io.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+static int scale = 100, xtests;
+static char **only; static int nonly;
+
+static inline uint64_t now(void)
+{
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec * 1000000000ull + t.tv_nsec;
+}
+static inline uint64_t rdtsc(void)
+{
+	uint32_t a, d;
+	__asm__ volatile("lfence; rdtsc" : "=a"(a), "=d"(d) :: "memory");
+	return (uint64_t)d << 32 | a;
+}
+static int N(int n) { int r = (int)((long)n * scale / 100); return r < 1 ? 1 : r; }
+static int want(const char *s)
+{
+	if (!nonly) return 1;
+	for (int i = 0; i < nonly; i++) if (!strcmp(only[i], s)) return 1;
+	return 0;
+}
+static void out(const char *name, double ns, int n)
+{
+	printf("VB %-16s %12.1f ns n=%d\n", name, ns, n);
+	fflush(stdout);
+}
+static void die(const char *s) { perror(s); exit(1); }
+static void xread(int fd, void *p, int n) { if (read(fd, p, n) != n) _exit(3); }
+static void xwrite(int fd, const void *p, int n) { if (write(fd, p, n) != n) _exit(4); }
+
+/* ---- plain cpu ---------------------------------------------------------- */
+static void t_compute(void)
+{
+	int n = N(10000000);
+	unsigned long s = 1;
+	uint64_t t = now();
+	for (int i = 0; i < n; i++) {
+		s = s * 6364136223846793005ul + i;
+		__asm__ volatile("" : "+r"(s));
+	}
+	out("compute", (double)(now() - t) / n, n);
+}
+static void t_clock(void)
+{
+	int n = N(20000);
+	uint64_t t = now();
+	for (int i = 0; i < n; i++) (void)now();
+	out("clock_gettime", (double)(now() - t) / n, n);
+}
+static void t_syscall(void)
+{
+	int n = N(100000);
+	uint64_t t = now();
+	for (int i = 0; i < n; i++) syscall(SYS_getppid);
+	out("nullsys", (double)(now() - t) / n, n);
+}
+
+/* time since the kernel started to keep it: as the first program, the cost of booting */
+static void t_boot(void)
+{
+	struct timespec t;
+	if (!nonly) return;
+	clock_gettime(CLOCK_BOOTTIME, &t);
+	out("boot", t.tv_sec * 1e9 + t.tv_nsec, 1);
+}
+
+/* ---- processes ---------------------------------------------------------- */
+static void t_forkwait(void)
+{
+	int n = N(500);
+	for (int k = -5; k < n; k++) {
+		static uint64_t t;
+		if (k == 0) t = now();
+		pid_t p = fork();
+		if (p < 0) die("fork");
+		if (!p) _exit(0);
+		if (waitpid(p, 0, 0) != p) die("waitpid");
+		if (k == n - 1) out("forkwait", (double)(now() - t) / n, n);
+	}
+}
+
+static void t_forkexec(void)
+{
+	int n = N(100);
+	uint64_t t = 0;
+	for (int k = -3; k < n; k++) {
+		if (k == 0) t = now();
+		pid_t p = fork();
+		if (p < 0) die("fork");
+		if (!p) { execl("/proc/self/exe", "vbench", "-e", (char *)0); _exit(9); }
+		int st; waitpid(p, &st, 0);
+		if (st) { printf("VB forkexec failed %x\n", st); return; }
+	}
+	out("forkexec", (double)(now() - t) / n, n);
+}
+
+/* ---- memory ------------------------------------------------------------- */
+static void touch(const char *name, int fd, int flags, int n)
+{
+	const int PG = 1024;
+	uint64_t t = 0;
+	for (int i = -2; i < n; i++) {
+		if (i == 0) t = now();
+		char *p = mmap(0, PG * 4096, PROT_READ | PROT_WRITE, flags, fd, 0);
+		if (p == MAP_FAILED) die("mmap");
+		madvise(p, PG * 4096, MADV_NOHUGEPAGE);
+		for (int j = 0; j < PG; j++) p[j * 4096] = 1;
+		munmap(p, PG * 4096);
+	}
+	out(name, (double)(now() - t) / n / PG, n * PG);
+}
+static void t_touch(void)
+{
+	/* per page: map 4 MB, write one byte in each of 1024 pages, unmap */
+	touch("touch_anon", -1, MAP_PRIVATE | MAP_ANONYMOUS, N(40));
+	int fd = memfd_create("touch", 0);
+	if (fd < 0 || ftruncate(fd, 4 << 20)) { perror("memfd"); return; }
+	touch("touch_file", fd, MAP_SHARED, N(40));
+	close(fd);
+}
+/* first touch ever of 96 MB: only meaningful as the first test after boot; shows
+ * lazily populated nested/host page tables (guest THP off, 4 KB faults) */
+static void t_cold(void)
+{
+	size_t mb = 96, n = mb << 8;
+	char *p = mmap(0, mb << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (p == MAP_FAILED) die("mmap");
+	madvise(p, mb << 20, MADV_NOHUGEPAGE);
+	for (int k = 0; k < 2; k++) {
+		uint64_t t = now();
+		for (size_t j = 0; j < n; j++) p[j << 12] = 1;
+		out(k ? "coldtouch_2nd" : "coldtouch_1st", (double)(now() - t) / n, (int)n);
+		if (!k) madvise(p, mb << 20, MADV_DONTNEED);   /* 2nd: guest faults again, host side warm */
+	}
+	munmap(p, mb << 20);
+}
+static void t_thp(void)
+{
+	int n = N(40);
+	size_t sz = 2 << 20;
+	char *b = mmap(0, 2 * sz, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (b == MAP_FAILED) die("mmap");
+	char *p = (char *)(((uintptr_t)b + sz - 1) & ~(sz - 1));
+	madvise(p, sz, MADV_HUGEPAGE);
+	uint64_t t = 0;
+	for (int i = -2; i < n; i++) {
+		if (i == 0) t = now();
+		for (size_t j = 0; j < sz; j += 4096) p[j] = 1;
+		madvise(p, sz, MADV_DONTNEED);
+	}
+	out("touch_2M_thp", (double)(now() - t) / n, n);
+	munmap(b, 2 * sz);
+}
+static void t_mprot(void)
+{
+	int n = N(2000);
+	char *p = mmap(0, 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	memset(p, 1, 65536);
+	uint64_t t = now();
+	for (int i = 0; i < n; i++) {
+		mprotect(p, 4096, PROT_READ);
+		mprotect(p, 4096, PROT_READ | PROT_WRITE);
+		p[0] = i;
+	}
+	out("mprotect_pair", (double)(now() - t) / n, n);
+	munmap(p, 65536);
+}
+
+/* ---- IPC ---------------------------------------------------------------- */
+static void pingpong(const char *name, int a0, int a1, int b0, int b1, int n)
+{
+	/* parent: write a1, read b0.   child: read a0, write b1 */
+	char c = 0;
+	const int warm = 50;
+	pid_t p = fork();
+	if (p < 0) die("fork");
+	if (!p) {
+		for (int i = 0; i < n + warm; i++) { xread(a0, &c, 1); xwrite(b1, &c, 1); }
+		_exit(0);
+	}
+	uint64_t t = 0;
+	for (int i = 0; i < n + warm; i++) {
+		if (i == warm) t = now();
+		xwrite(a1, &c, 1); xread(b0, &c, 1);
+	}
+	out(name, (double)(now() - t) / n, n);
+	waitpid(p, 0, 0);
+}
+static void t_sock(void)
+{
+	int s[2];
+	if (socketpair(AF_UNIX, SOCK_STREAM, 0, s)) die("socketpair");
+	pingpong("sockxmit_rt", s[1], s[0], s[0], s[1], N(5000));
+	close(s[0]); close(s[1]);
+}
+static void t_pipe(void)
+{
+	int a[2], b[2];
+	if (pipe(a) || pipe(b)) die("pipe");
+	pingpong("pipe_rt", a[0], a[1], b[0], b[1], N(5000));
+	close(a[0]); close(a[1]); close(b[0]); close(b[1]);
+}
+
+/* ---- lat_ctx ------------------------------------------------------------ */
+static volatile int sink;
+static void sumit(int *p, int kb)
+{
+	int s = 0;
+	for (int i = 0; i < kb * 256; i++) s += p[i];
+	sink = s;
+}
+static double ctx_overhead(int kb, int n)
+{
+	int p[2]; char c = 0;
+	int *m = kb ? calloc(kb, 1024) : 0;
+	if (m) memset(m, 1, kb * 1024);
+	if (pipe(p)) die("pipe");
+	uint64_t t = now();
+	for (int i = 0; i < n; i++) { xwrite(p[1], &c, 1); xread(p[0], &c, 1); sumit(m, kb); }
+	t = now() - t;
+	close(p[0]); close(p[1]); free(m);
+	return (double)t / n;
+}
+static void t_ctx(void)
+{
+	static const int procs[] = { 2, 8, 16 }, sizes[] = { 0, 16, 64 };
+	for (unsigned a = 0; a < 3; a++) for (unsigned b = 0; b < 3; b++) {
+		int np = procs[a], kb = sizes[b], pp[16][2];
+		int loops = N(4000 / np), warm = 3;
+		pid_t kid[16];
+		for (int i = 0; i < np; i++) if (pipe(pp[i])) die("pipe");
+		for (int i = 1; i < np; i++) {
+			kid[i] = fork();
+			if (kid[i] < 0) die("fork");
+			if (!kid[i]) {
+				char c;
+				int *m = kb ? malloc(kb * 1024) : 0;
+				if (m) memset(m, 1, kb * 1024);
+				for (int k = 0; k < loops + warm; k++) {
+					xread(pp[i][0], &c, 1);
+					sumit(m, kb);
+					xwrite(pp[(i + 1) % np][1], &c, 1);
+				}
+				_exit(0);
+			}
+		}
+		char c = 0;
+		int *m = kb ? malloc(kb * 1024) : 0;
+		if (m) memset(m, 1, kb * 1024);
+		uint64_t t = 0;
+		for (int k = 0; k < loops + warm; k++) {
+			if (k == warm) t = now();
+			xwrite(pp[1 % np][1], &c, 1);
+			xread(pp[0][0], &c, 1);
+			sumit(m, kb);
+		}
+		double raw = (double)(now() - t) / loops / np;
+		for (int i = 1; i < np; i++) waitpid(kid[i], 0, 0);
+		for (int i = 0; i < np; i++) { close(pp[i][0]); close(pp[i][1]); }
+		free(m);
+		double ov = ctx_overhead(kb, loops);
+		char nm[40];
+		snprintf(nm, sizeof nm, "ctx_%dp_%dk_raw", np, kb);
+		out(nm, raw, loops * np);
+		snprintf(nm, sizeof nm, "ctx_%dp_%dk", np, kb);
+		out(nm, raw - ov, loops * np);
+	}
+}
+
+/* ---- exits -------------------------------------------------------------- */
+static sigjmp_buf jb;
+static void onsig(int s) { siglongjmp(jb, s); }
+static void guarded(const char *name, void (*f)(int), int n)
+{
+	int s;
+	signal(SIGILL, onsig); signal(SIGSEGV, onsig); signal(SIGBUS, onsig);
+	if (!(s = sigsetjmp(jb, 1))) {
+		f(N(10));                       /* warm */
+		uint64_t t = now();
+		f(n);
+		t = now() - t;
+		out(name, (double)t / n, n);
+	} else
+		printf("VB %-16s unavailable (signal %d)\n", name, s);
+	signal(SIGILL, SIG_DFL); signal(SIGSEGV, SIG_DFL); signal(SIGBUS, SIG_DFL);
+}
+static void f_cpuid(int n)
+{
+	while (n--) { uint32_t a = 0, b, c = 0, d;
+		__asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d) :: "memory"); }
+}
+static char repbuf[4096];
+static void f_rep(int n)
+{
+	while (n--) { void *d = repbuf; unsigned long c = 512;
+		__asm__ volatile("rep stosq" : "+D"(d), "+c"(c) : "a"(0ul) : "memory"); }
+}
+static void f_rdtsc(int n) { while (n--) rdtsc(); }
+static void f_vmmcall(int n)
+{
+	/* unknown hypercall number; from CPL3 KVM answers -EPERM, after a full exit */
+	while (n--) { uint64_t a = 0x7fff; __asm__ volatile("vmmcall" : "+a"(a) :: "memory", "rbx", "rcx", "rdx"); }
+}
+static void f_out80(int n) { while (n--) outb(0, 0x80); }
+static void f_inpit(int n) { while (n--) inb(0x61); }
+static void t_exits(void)
+{
+	guarded("rep_stosq_4k", f_rep, N(2000));     /* how the emulator counts rep */
+	guarded("x_empty_rdtsc", f_rdtsc, N(20000));
+	guarded("x_cpuid", f_cpuid, N(20000));
+	if (xtests) guarded("x_vmmcall", f_vmmcall, N(20000));
+	if (!iopl(3)) {
+		guarded("x_out80", f_out80, N(5000));
+		guarded("x_in61", f_inpit, N(5000));
+	} else
+		printf("VB x_out80 unavailable (iopl: %s)\n", strerror(errno));
+}
+
+/* ---- idle / timer -------------------------------------------------------- */
+static void t_timer(void)
+{
+	int n = N(100);
+	struct timespec d = { 0, 100000 };
+	nanosleep(&d, 0);
+	uint64_t t = now();
+	for (int i = 0; i < n; i++) nanosleep(&d, 0);
+	out("sleep100us_over", (double)(now() - t) / n - 100000, n);
+}
+
+int main(int argc, char **argv)
+{
+	int o;
+	while ((o = getopt(argc, argv, "s:xe")) > 0) {
+		if (o == 's') scale = atoi(optarg);
+		else if (o == 'x') xtests = 1;
+		else if (o == 'e') return 0;
+		else return 1;
+	}
+	only = argv + optind; nonly = argc - optind;
+	uint64_t a = now(), ta = rdtsc();
+	static const struct { const char *n; void (*f)(void); } T[] = {
+		{ "boot", t_boot }, { "cold", t_cold }, { "compute", t_compute }, { "clock", t_clock }, { "nullsys", t_syscall },
+		{ "forkwait", t_forkwait }, { "forkexec", t_forkexec },
+		{ "touchmem", t_touch }, { "thp", t_thp }, { "mprot", t_mprot },
+		{ "sockxmit", t_sock }, { "pipe", t_pipe }, { "ctx", t_ctx },
+		{ "exits", t_exits }, { "timer", t_timer },
+	};
+	for (unsigned i = 0; i < sizeof T / sizeof *T; i++) if (want(T[i].n)) T[i].f();
+	uint64_t b = now(), tb = rdtsc();
+	printf("VB total_ns %llu tsc %llu ratio %.6f\n", (unsigned long long)(b - a),
+	       (unsigned long long)(tb - ta), (double)(tb - ta) / (b - a));
+	printf("VB done\n");
+	return 0;
+}

@@ -1,0 +1,99 @@
+//! A bar chart as SVG text: groups of bars on a logarithmic axis.
+
+use anyhow::Result;
+use std::fmt::Write;
+
+const COLOURS: [&str; 5] = ["#1b6ca8", "#8fb8de", "#e0a458", "#c8553d", "#7a7a7a"];
+const LEFT: f64 = 250.0;
+const WIDTH: f64 = 560.0;
+const BAR: f64 = 11.0;
+const GAP: f64 = 10.0;
+const TOP: f64 = 70.0;
+/// Value at the left end of the axis.
+const FIRST: f64 = 0.5;
+const LAST: f64 = 8.0;
+
+/// One group of bars.
+pub struct Group {
+    /// Text beside it.
+    pub title: String,
+    /// One value for each legend; `None` leaves the bar out.
+    pub values: Vec<Option<f64>>,
+}
+
+/// Draws ratios to native, 1 being native speed.
+pub fn ratios(title: &str, legends: &[&str], groups: &[Group]) -> Result<String> {
+    let group_height = BAR * legends.len() as f64 + GAP;
+    let bottom = TOP + group_height * groups.len() as f64;
+    let x = |value: f64| {
+        let value = value.clamp(FIRST, LAST);
+        LEFT + WIDTH * (value / FIRST).ln() / (LAST / FIRST).ln()
+    };
+    let mut out = String::new();
+    writeln!(
+        out,
+        r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {:.0} {:.0}" font-family="sans-serif" font-size="12">
+<rect width="100%" height="100%" fill="#ffffff"/>
+<text x="12" y="22" font-size="15">{title}</text>"##,
+        LEFT + WIDTH + 60.0,
+        bottom + 40.0
+    )?;
+    for (index, legend) in legends.iter().enumerate() {
+        let at = 12.0 + 150.0 * index as f64;
+        let colour = COLOURS[index % COLOURS.len()];
+        writeln!(
+            out,
+            r##"<rect x="{at:.0}" y="36" width="12" height="12" fill="{colour}"/><text x="{:.0}" y="46">{legend}</text>"##,
+            at + 17.0
+        )?;
+    }
+    for mark in [0.5, 1.0, 2.0, 4.0, 8.0] {
+        let at = x(mark);
+        let colour = if mark == 1.0 { "#000000" } else { "#dddddd" };
+        writeln!(
+            out,
+            r##"<line x1="{at:.1}" y1="{:.1}" x2="{at:.1}" y2="{bottom:.1}" stroke="{colour}"/><text x="{at:.1}" y="{:.1}" text-anchor="middle">{mark}×</text>"##,
+            TOP - 6.0,
+            bottom + 18.0
+        )?;
+    }
+    for (index, group) in groups.iter().enumerate() {
+        let y = TOP + group_height * index as f64;
+        writeln!(
+            out,
+            r##"<text x="{:.1}" y="{:.1}" text-anchor="end">{}</text>"##,
+            LEFT - 10.0,
+            y + group_height / 2.0,
+            group.title
+        )?;
+        for (bar, value) in group.values.iter().enumerate() {
+            let Some(value) = *value else { continue };
+            let y = y + BAR * bar as f64;
+            let (from, to) = (x(1.0).min(x(value)), x(1.0).max(x(value)));
+            writeln!(
+                out,
+                r##"<rect x="{from:.1}" y="{y:.1}" width="{:.1}" height="{:.1}" fill="{}"/><text x="{:.1}" y="{:.1}" font-size="9">{value:.2}</text>"##,
+                (to - from).max(1.0),
+                BAR - 1.0,
+                COLOURS[bar % COLOURS.len()],
+                to + 4.0,
+                y + BAR - 2.0
+            )?;
+        }
+    }
+    writeln!(out, "</svg>")?;
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn draws_every_value() {
+        let groups = [Group { title: "a".into(), values: vec![Some(1.01), None, Some(20.0)] }];
+        let text = ratios("t", &["x", "y", "z"], &groups).unwrap();
+        assert!(text.starts_with("<svg") && text.ends_with("</svg>\n"));
+        assert!(text.contains(">1.01<") && text.contains(">20.00<"));
+    }
+}

@@ -1,0 +1,68 @@
+//! What native Linux and other hypervisors need on the same emulated machine.
+//!
+//! Measured with the same benchmark and kernel series on QEMU 7.2 (`-icount shift=0`): KVM is Debian's
+//! kernel with `kvm_amd` and QEMU's microvm as its user-level monitor, Xen is 4.17 with a
+//! paravirtualized guest.
+
+/// One row of the guest benchmark, in instructions per operation.
+pub struct Peer {
+    /// Name in the benchmark's output.
+    pub name: &'static str,
+    /// What it measures.
+    pub title: &'static str,
+    /// Native Linux.
+    pub native: f64,
+    /// KVM with nested paging.
+    pub kvm: f64,
+    /// KVM with shadow paging; `None` where it could not be measured.
+    pub shadow: Option<f64>,
+    /// Xen, paravirtualized.
+    pub xen: f64,
+}
+
+const fn peer(
+    name: &'static str,
+    title: &'static str,
+    native: f64,
+    kvm: f64,
+    shadow: Option<f64>,
+    xen: f64,
+) -> Peer {
+    Peer { name, title, native, kvm, shadow, xen }
+}
+
+/// The rows that make up the guest's score.
+pub const GUEST: &[Peer] = &[
+    peer("nullsys", "null system call", 338.0, 340.0, Some(339.0), 946.0),
+    peer("forkwait", "fork + exit + wait", 147_280.0, 148_444.0, Some(697_580.0), 610_880.0),
+    peer("forkexec", "fork + exec", 513_777.0, 621_054.0, Some(1_941_789.0), 1_653_476.0),
+    peer("touch_anon", "touch fresh anonymous page", 4_592.0, 4_634.0, Some(11_694.0), 8_871.0),
+    peer("touch_file", "touch page of a mapped file", 2_708.0, 2_745.0, Some(10_298.0), 7_433.0),
+    peer("coldtouch_1st", "first touch of guest memory", 3_310.0, 4_330.0, Some(10_998.0), 6_122.0),
+    peer("sockxmit_rt", "socket pair round trip", 17_430.0, 17_565.0, None, 28_713.0),
+    peer(
+        "ctx_2p_0k",
+        "context switch, 2 processes, 0 KB",
+        3_327.0,
+        3_420.0,
+        Some(6_794.0),
+        7_266.0,
+    ),
+    peer(
+        "ctx_16p_64k",
+        "context switch, 16 processes, 64 KB",
+        4_116.0,
+        3_973.0,
+        Some(8_147.0),
+        7_988.0,
+    ),
+];
+
+/// A hypercall that KVM answers in the kernel.
+pub const KVM_HYPERCALL: f64 = 3_137.0;
+/// CPUID, answered in KVM's kernel part.
+pub const KVM_CPUID: f64 = 2_864.0;
+/// Port I/O, answered by KVM's user-level monitor.
+pub const KVM_PORT: f64 = 5_843.0;
+/// Memory of Karma, a monitor of the same kind, for one virtual machine, in bytes.
+pub const KARMA_BYTES: f64 = 284.0 * 1024.0;

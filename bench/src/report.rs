@@ -1,0 +1,171 @@
+//! Results: a table for people, `target/bench.json`, and the series in git.
+
+use anyhow::{Context, Result};
+use parador_tests::system::{target, workspace};
+use serde_json::{Map, Value, json};
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::process::Command;
+
+/// One figure.
+#[derive(Clone, Debug)]
+pub struct Figure {
+    /// Key in `bench.json`.
+    pub key: &'static str,
+    /// What it is.
+    pub title: &'static str,
+    /// Its value.
+    pub value: f64,
+    /// Unit of the value and of the peer's.
+    pub unit: &'static str,
+    /// World switches (entries into the guest) for one operation; `None` where there is no guest.
+    pub world_switches: Option<f64>,
+    /// What the peer needs for the same; `None` without a peer.
+    pub peer: Option<f64>,
+    /// The most that is allowed.
+    pub limit: f64,
+    /// Largest difference between repeated runs, relative to the value.
+    pub spread: f64,
+}
+
+impl Figure {
+    /// Whether the promise is kept.
+    pub fn holds(&self) -> bool {
+        self.value <= self.limit
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "value": rounded(self.value),
+            "unit": self.unit,
+            "world_switches": self.world_switches.map(rounded),
+            "peer": self.peer.map(rounded),
+        })
+    }
+}
+
+/// Four decimals: ratios differ in the third.
+fn rounded(value: f64) -> f64 {
+    (value * 10_000.0).round() / 10_000.0
+}
+
+/// Prints the promises with their peers.
+pub fn print(figures: &[Figure]) {
+    println!(
+        "\n{:<46} {:>12} {:>9} {:>9} {:>9} {:>9}  unit",
+        "figure", "value", "limit", "peer", "switches", "spread"
+    );
+    for figure in figures {
+        println!(
+            "{:<46} {:>12} {:>9} {:>9} {:>9} {:>8.3}%  {}{}",
+            figure.title,
+            short(figure.value),
+            short(figure.limit),
+            figure.peer.map_or("-".into(), short),
+            figure.world_switches.map_or("-".into(), short),
+            figure.spread * 100.0,
+            figure.unit,
+            if figure.holds() { "" } else { "   MISSED" },
+        );
+    }
+}
+
+/// Few digits for small values, none behind the point for large ones.
+pub fn short(value: f64) -> String {
+    match value {
+        value if value.fract() == 0.0 || value >= 1000.0 => format!("{value:.0}"),
+        value if value >= 20.0 => format!("{value:.1}"),
+        value => format!("{value:.3}"),
+    }
+}
+
+/// Writes `target/bench.json`.
+pub fn write_json(figures: &[Figure]) -> Result<()> {
+    let object: Map<String, Value> =
+        figures.iter().map(|figure| (figure.key.to_owned(), figure.json())).collect();
+    let path = target().join("bench.json");
+    let text = serde_json::to_string_pretty(&Value::Object(object))? + "\n";
+    fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    println!("\nwrote {}", path.display());
+    Ok(())
+}
+
+/// Adds this run to the series in git. `rows` are those of the guest benchmark.
+pub fn append_series(figures: &[Figure], rows: Value, guest_kernel: &str) -> Result<()> {
+    let mut commit = git(&["rev-parse", "--short=12", "HEAD"]);
+    if !git(&["status", "--porcelain", "--untracked-files=no"]).is_empty() {
+        commit.push_str("-changed");
+    }
+    let figures: Map<String, Value> = figures
+        .iter()
+        .map(|figure| {
+            let mut object = figure.json();
+            object["spread"] = json!(rounded(figure.spread));
+            (figure.key.to_owned(), object)
+        })
+        .collect();
+    let line = json!({
+        "commit": commit,
+        "date": git(&["log", "-1", "--format=%cI"]),
+        "qemu": qemu_version(),
+        "guest_kernel": guest_kernel,
+        "figures": figures,
+        "guest": rows,
+    });
+    let path = workspace().join("bench/results/native-x86.jsonl");
+    let mut file = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(&path)
+        .with_context(|| format!("cannot write {}", path.display()))?;
+    writeln!(file, "{line}")?;
+    println!("added a line to {}", path.display());
+    Ok(())
+}
+
+/// The version that QEMU prints, such as `7.2.22 (Debian ...)`.
+pub fn qemu_version() -> String {
+    let text = first_line(Command::new("qemu-system-x86_64").arg("--version"));
+    text.trim_start_matches("QEMU emulator version ").to_owned()
+}
+
+fn git(arguments: &[&str]) -> String {
+    first_line(Command::new("git").args(arguments).current_dir(workspace()))
+}
+
+/// The first line of a program's output; empty if it cannot be run, because a figure without its
+/// origin is still a figure.
+fn first_line(command: &mut Command) -> String {
+    let output = command.output().map(|output| output.stdout).unwrap_or_default();
+    String::from_utf8_lossy(&output).lines().next().unwrap_or_default().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_object_has_the_agreed_keys() {
+        let figure = Figure {
+            key: "hypercall",
+            title: "",
+            value: 101.0,
+            unit: "instructions",
+            world_switches: Some(1.0),
+            peer: None,
+            limit: 170.0,
+            spread: 0.0,
+        };
+        let text = figure.json().to_string();
+        assert_eq!(
+            text,
+            r#"{"value":101.0,"unit":"instructions","world_switches":1.0,"peer":null}"#
+        );
+        assert!(figure.holds());
+    }
+
+    #[test]
+    fn digits() {
+        assert_eq!([short(5843.0), short(1.0123), short(99.56)], ["5843", "1.012", "99.6"]);
+    }
+}

@@ -1,0 +1,149 @@
+//! Running on the emulated machine, bare and under Parador.
+
+use crate::guest::folder;
+use abi::bundle::Header;
+use anyhow::{Context, Result, bail};
+use parador_tests::system::{Machine, Running, parador};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Guest memory, the same on the bare machine.
+const MEMORY: &str = "256";
+/// Fixed placement and a fixed clock, so that every run takes the same course.
+const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 nokaslr norandmaps mitigations=off \
+                            tsc=reliable tsc_early_khz=1000000 lpj=4000000";
+/// Seconds that one run may take on a busy machine.
+const LIMIT: u64 = 580;
+
+/// What one run printed.
+#[derive(Clone, Debug, Default)]
+pub struct Output {
+    /// Instructions per operation, by name: the lines `VB name value ns`.
+    pub values: BTreeMap<String, f64>,
+    /// The console.
+    pub console: String,
+    /// The kernel's log, empty on the bare machine.
+    pub log: String,
+}
+
+impl Output {
+    fn parse(console: String, log: String) -> Self {
+        let mut values = BTreeMap::new();
+        for line in console.lines().chain(log.lines()) {
+            let Some(at) = line.find("VB ") else { continue };
+            let mut words = line[at + 3..].split_whitespace();
+            if let (Some(name), Some(value), Some("ns")) =
+                (words.next(), words.next(), words.next())
+                && let Ok(value) = value.parse()
+            {
+                values.insert(name.to_owned(), value);
+            }
+        }
+        Self { values, console, log }
+    }
+
+    /// A value that the run must have printed.
+    pub fn value(&self, name: &str) -> Result<f64> {
+        match self.values.get(name) {
+            Some(&value) => Ok(value),
+            None => bail!("no `VB {name}` in the output:\n{}\n{}", self.console, self.log),
+        }
+    }
+
+    /// What the system said about itself: the line `VBSYS name text`.
+    pub fn fact(&self, name: &str) -> &str {
+        let mark = format!("VBSYS {name} ");
+        self.console.lines().find_map(|line| line.strip_prefix(mark.as_str())).unwrap_or("unknown")
+    }
+}
+
+/// The description of a system with the measured guest.
+pub fn guest_description(ram_disk: &Path) -> String {
+    format!(
+        "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[vm]]\nname = \"guest\"\n\
+         memory = \"{MEMORY}M\"\nkernel = \"debian\"\ninitrd = \"{}\"\n\
+         cmdline = \"{COMMAND_LINE}\"\nconsole = \"com1\"\n",
+        ram_disk.display()
+    )
+}
+
+/// The guest kernel, taken from a built system: the bare machine runs the very same one.
+pub fn guest_kernel(description: &str) -> Result<PathBuf> {
+    let folder = folder();
+    fs::write(folder.join("guest.toml"), description)?;
+    let built = parador(&folder)
+        .args(["system", "build", "guest.toml", "--output", "image"])
+        .stdout(Stdio::null())
+        .status()
+        .context("cannot start parador")?;
+    if !built.success() {
+        bail!("parador cannot build the measured system");
+    }
+    let bundle = fs::read(folder.join("image/bundle")).context("cannot read the bundle")?;
+    let header = Header::parse(&bundle, bundle.len() as u64)
+        .map_err(|error| anyhow::anyhow!("the bundle is damaged: {error:?}"))?;
+    // Linux/x86 boot protocol: the mark of its header.
+    let kernel = header
+        .files()
+        .map(|file| &bundle[file.offset as usize..][..file.length as usize])
+        .find(|bytes| bytes.get(0x202..0x206) == Some(b"HdrS"))
+        .context("there is no Linux kernel in the bundle")?;
+    let path = folder.join("vmlinuz");
+    fs::write(&path, kernel)?;
+    Ok(path)
+}
+
+/// Runs the measured system on the bare emulated machine.
+pub fn bare(kernel: &Path, ram_disk: &Path) -> Result<Output> {
+    let output = Command::new("timeout")
+        .args(["--kill-after=5", &LIMIT.to_string(), "qemu-system-x86_64"])
+        .args(["-M", "q35", "-cpu", "EPYC,+svm,+npt", "-accel", "tcg", "-smp", "1", "-m", MEMORY])
+        .args(["-icount", "shift=0,sleep=off", "-seed", "1"])
+        .args(["-rtc", "base=2024-01-01T00:00:00,clock=vm", "-nodefaults", "-no-user-config"])
+        .args(["-display", "none", "-serial", "stdio", "-no-reboot"])
+        .arg("-kernel")
+        .arg(kernel)
+        .arg("-initrd")
+        .arg(ram_disk)
+        .args(["-append", COMMAND_LINE])
+        .stdin(Stdio::null())
+        .output()
+        .context("cannot start QEMU")?;
+    let console = String::from_utf8_lossy(&output.stdout).replace('\r', "");
+    if !output.status.success() {
+        let errors = String::from_utf8_lossy(&output.stderr);
+        bail!("the bare run failed ({})\n{console}\n{errors}", output.status);
+    }
+    Ok(Output::parse(console, String::new()))
+}
+
+/// Runs a system under Parador to its end.
+pub fn system(description: &str) -> Result<Output> {
+    let machine = Machine { counted: true, ..Machine::default() };
+    let limit = Duration::from_secs(LIMIT);
+    let mut running = Running::start(description, &machine, limit)?;
+    let code = running.wait(Instant::now() + limit + Duration::from_secs(60))?;
+    if code != 0 {
+        bail!("the system ended with code {code}\n{}", running.transcripts());
+    }
+    Ok(Output::parse(running.console.text(), running.log.text()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_values() {
+        let console =
+            "VB nullsys        340.5 ns n=10\nVBSYS kernel 6.1.0\nVB x unavailable (signal 4)\n";
+        let output = Output::parse(console.into(), "[root] VB exits 99 ns\n".into());
+        assert_eq!(output.value("nullsys").unwrap(), 340.5);
+        assert_eq!(output.value("exits").unwrap(), 99.0);
+        assert!(output.value("x").is_err());
+        assert_eq!(output.fact("kernel"), "6.1.0");
+    }
+}

@@ -1,0 +1,67 @@
+//! What root writes into the log about a virtual machine that has ended.
+
+use anyhow::{Context, Result};
+
+/// Counts of one virtual machine.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Statistics {
+    /// World switches into the guest.
+    pub entries: f64,
+    /// Exits that the kernel settled itself.
+    pub settled: f64,
+    /// Bytes of memory beyond guest memory.
+    pub bytes: f64,
+    /// Exits by reason.
+    pub exits: Vec<(String, u64)>,
+}
+
+impl Statistics {
+    /// Reads the last `statistics: name=value ...` line of a log.
+    pub fn read(log: &str) -> Result<Self> {
+        let mark = "statistics: ";
+        let line = log
+            .lines()
+            .rev()
+            .find_map(|line| line.find(mark).map(|at| &line[at + mark.len()..]))
+            .context("the log has no statistics of the virtual machine")?;
+        let mut statistics = Self::default();
+        for word in line.split_whitespace() {
+            let Some((name, value)) = word.split_once('=') else { continue };
+            let Ok(count) = value.parse::<u64>() else { continue };
+            match name {
+                "entries" => statistics.entries = count as f64,
+                "settled" => statistics.settled = count as f64,
+                "bytes" => statistics.bytes = count as f64,
+                _ => statistics.exits.push((name.to_owned(), count)),
+            }
+        }
+        Ok(statistics)
+    }
+
+    /// Prints the exits by reason, most frequent first.
+    pub fn print(&self) {
+        println!(
+            "\nworld switches during boot and benchmark: {:.0}, settled by the kernel: {:.0}",
+            self.entries, self.settled
+        );
+        let mut exits = self.exits.clone();
+        exits.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+        for (reason, count) in &exits {
+            println!("  {count:>10}  {reason}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_last_line() {
+        let log = "root: vm: statistics: entries=1\nroot: vm: statistics: entries=7 settled=2 bytes=4096 cpuid=3 port=2\nend\n";
+        let statistics = Statistics::read(log).unwrap();
+        assert_eq!((statistics.entries, statistics.settled, statistics.bytes), (7.0, 2.0, 4096.0));
+        assert_eq!(statistics.exits, [("cpuid".to_owned(), 3), ("port".to_owned(), 2)]);
+        assert!(Statistics::read("nothing").is_err());
+    }
+}
