@@ -550,12 +550,18 @@ fn is_name(text: &str) -> bool {
 
 impl Plan {
     /// The kernel's command line.
-    pub fn kernel_command_line(&self) -> &'static str {
-        match self.log {
-            Log::Com1 => "log=com1",
-            Log::Com2 => "log=com2",
-            Log::None => "log=none",
-        }
+    pub fn kernel_command_line(&self) -> String {
+        let log = match self.log {
+            Log::Com1 => "com1",
+            Log::Com2 => "com2",
+            Log::None => "none",
+        };
+        // After a panic an emulated machine ends, a real one halts with the message on its screen.
+        let panic = match self.board {
+            Board::QemuQ35 => "debug-exit",
+            Board::Pc => "halt",
+        };
+        format!("log={log} panic={panic}")
     }
 
     /// Programs of the build that the system needs beside the kernel and `root`: name and place in

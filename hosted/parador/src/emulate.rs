@@ -184,7 +184,7 @@ fn arguments(plan: &Plan, image: &Image, options: &Options) -> Vec<OsString> {
             add(&["-drive", &drive, "-boot", "d", "-vga", "std"]);
         }
         None => {
-            add(&["-append", plan.kernel_command_line()]);
+            add(&["-append", &plan.kernel_command_line()]);
             arguments.extend(["-kernel".into(), image.kernel.clone().into_os_string()]);
             arguments.extend(["-initrd".into(), image.bundle.clone().into_os_string()]);
         }
