@@ -364,6 +364,13 @@ impl LocalApic {
         (self.tmr.has(vector) && self.svr & SVR_NO_BROADCAST == 0).then_some(vector)
     }
 
+    /// Whether the end of the interrupt in service has no effect but itself: it is edge-triggered and no
+    /// request waits. Then the guest may note it in memory instead of leaving (paravirtual EOI).
+    #[inline]
+    pub fn eoi_is_quiet(&self) -> bool {
+        self.irr.filled == 0 && self.isr.highest().is_some_and(|vector| !self.tmr.has(vector))
+    }
+
     /// Whether [`LocalApic::take_events`] has anything.
     #[inline]
     pub const fn has_events(&self) -> bool {

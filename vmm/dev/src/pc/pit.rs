@@ -360,7 +360,7 @@ impl Device for Pit {
                 env.set_line(0, false);
             }
             env.set_line(0, true);
-            let next = CLOCK.in_nanos(now.saturating_add(SHORTEST_PERIOD)).saturating_sub(1);
+            let next = CLOCK.in_nanos(now.saturating_add(SHORTEST_PERIOD));
             self.rise =
                 self.channels[0].periodic().then(|| self.channels[0].next_rise(next)).flatten();
         }
