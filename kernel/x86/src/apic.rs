@@ -115,8 +115,7 @@ impl<R: Registers> Apic<R> {
         self.write(local::SVR, local::SVR_ENABLE | idt::SPURIOUS as u32);
         self.write(local::TIMER_DIVIDE, local::DIVIDE_BY_1);
         self.write(local::TIMER_INITIAL, 0);
-        let mode =
-            if self.deadline { local::TIMER_TSC_DEADLINE } else { local::TIMER_ONE_SHOT };
+        let mode = if self.deadline { local::TIMER_TSC_DEADLINE } else { local::TIMER_ONE_SHOT };
         self.write(local::LVT_TIMER, mode | idt::TIMER as u32);
         if self.deadline {
             // The write to memory must have arrived before the deadline's (SDM vol. 3 §11.5.4.1).
@@ -208,7 +207,7 @@ impl<R: Registers> Apic<R> {
             return;
         }
         let wait = deadline.saturating_sub(self.registers.tsc()) as u128;
-        let ticks = wait * self.ratio.load(Ordering::Relaxed) as u128 >> RATIO_SHIFT;
+        let ticks = (wait * self.ratio.load(Ordering::Relaxed) as u128) >> RATIO_SHIFT;
         self.write(local::TIMER_INITIAL, ticks.clamp(1, u32::MAX as u128) as u32);
     }
 
@@ -366,9 +365,12 @@ mod tests {
     fn one_shot_deadlines() {
         let apic = Apic::new(Fake::new(0xfee0_0900, 1_000_000), false, false);
         apic.set_frequency(100_000, 2_000_000);
-        for (deadline, count) in
-            [(3_000_000, 99_999..=100_000), (1_000_000, 1..=1), (5, 1..=1), (u64::MAX, u32::MAX..=u32::MAX)]
-        {
+        for (deadline, count) in [
+            (3_000_000, 99_999..=100_000),
+            (1_000_000, 1..=1),
+            (5, 1..=1),
+            (u64::MAX, u32::MAX..=u32::MAX),
+        ] {
             apic.arm(deadline);
             let [Write(local::TIMER_INITIAL, ticks)] = taken(&apic)[..] else { panic!() };
             assert!(count.contains(&ticks), "{deadline}: {ticks}");

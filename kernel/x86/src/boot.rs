@@ -10,7 +10,7 @@ use crate::memory::{
     self, BootMemory, FOUR_GIB, IMAGE_OFFSET, Image, KernelTables, MAX_RAM, normalise,
 };
 use crate::ranges::{Range, RangeSet};
-use crate::{apic, cpu, io, ioapic, log, panic, smp, start, time};
+use crate::{apic, cpu, entry, idt, io, ioapic, log, panic, smp, start, time};
 use abi::Status;
 use core::arch::{asm, global_asm};
 use core::cell::UnsafeCell;
@@ -132,9 +132,8 @@ fn read_pvh(machine: &mut Machine, information: u64) -> Option<Range> {
     machine.set_command_line(left_text(info.command_line));
     machine.rsdp = info.rsdp;
     let modules = list(info.module_list, info.modules, pvh::Module::LENGTH);
-    machine.bundle = pvh::Module::list(modules)
-        .next()
-        .map(|module| Range::sized(module.address, module.size));
+    machine.bundle =
+        pvh::Module::list(modules).next().map(|module| Range::sized(module.address, module.size));
     let map = list(info.memory_map, info.memory_ranges, pvh::MemoryRange::LENGTH);
     machine.memory = BootMemory::new(normalise(|| {
         pvh::MemoryRange::list(map)
@@ -156,8 +155,7 @@ fn read_multiboot2(machine: &mut Machine, information: u64) -> Option<Range> {
             .map(|entry| (Range::sized(entry.address, entry.size), entry.kind == pvh::memory::RAM))
     }));
     // The RSDP is a copy in the information, which therefore has to stay.
-    let rsdp = info.rsdp()?;
-    machine.rsdp = rsdp.as_ptr() as u64 - memory::DIRECT_MAP;
+    machine.rsdp = info.rsdp().map_or(0, |copy| copy.as_ptr() as u64 - memory::DIRECT_MAP);
     Some(Range::sized(information, length as u64))
 }
 
@@ -195,6 +193,7 @@ extern "C" fn boot_main(magic: u32, information: u32) -> ! {
     if let Err(status) = build_address_space(machine) {
         panic!("too little memory below 4 GiB for the kernel's page tables: {status:?}");
     }
+    idt::init(&entry::INTERRUPT_STUBS);
     // SAFETY: CPU 0's area was just mapped; nothing on the old stack is used again.
     unsafe {
         let index = cpu::create(initial_apic_id());

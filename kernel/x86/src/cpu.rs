@@ -4,7 +4,7 @@
 //! points to while the kernel runs.
 
 use crate::features::features;
-use crate::io::{read_cr0, read_cr4, rdmsr, write_cr0, write_cr4, write_xcr0, wrmsr};
+use crate::io::{rdmsr, read_cr0, read_cr4, write_cr0, write_cr4, write_xcr0, wrmsr};
 use crate::memory::{CPU_AREAS, KernelTables};
 use abi::{PAGE_SIZE, Status};
 use core::arch::asm;
@@ -172,6 +172,15 @@ pub const fn kernel_stack_top(index: usize) -> u64 {
     area(index) + KERNEL_STACK.1
 }
 
+/// End of the kernel or exception stack that holds `address`, if one does.
+pub fn stack_end(address: u64) -> Option<u64> {
+    let offset = address.checked_sub(CPU_AREAS)? % AREA_LENGTH;
+    let [first, second, third] = EXCEPTION_STACKS;
+    let mut stacks = [KERNEL_STACK, first, second, third].into_iter();
+    let (_, end) = stacks.find(|&(start, end)| (start..end).contains(&offset))?;
+    Some(address - offset + end)
+}
+
 /// Operand of LGDT and LIDT.
 #[repr(C, packed)]
 pub struct TablePointer {
@@ -284,4 +293,18 @@ pub fn show_ports(map: &[u8; IO_MAP_LENGTH]) {
 fn set_io_map_base(base: u16) {
     // SAFETY: as in `set_interrupt_stack`.
     unsafe { (&raw mut (*current().tss.get()).state.io_map_base).write_unaligned(base) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stacks_have_ends() {
+        assert_eq!(stack_end(area(3) + 0x1000), Some(kernel_stack_top(3)));
+        assert_eq!(stack_end(area(2) + 0x7ff8), Some(area(2) + 0x8000));
+        assert_eq!(stack_end(area(1)), None, "the unmapped page below");
+        assert_eq!(stack_end(area(1) + 0x5000), None, "the unmapped page above");
+        assert_eq!(stack_end(5), None);
+    }
 }

@@ -134,17 +134,12 @@ impl Features {
 
     /// Leaf 15h (SDM vol. 2A, CPUID): TSC / crystal = EBX / EAX, crystal in ECX Hz, which also drives the
     /// local APIC's timer. Leaf 4000_0010h (by convention among hypervisors): both in kHz.
-    fn read_frequencies(
-        &mut self,
-        crystal: CpuidResult,
-        cpuid: impl Fn(u32, u32) -> CpuidResult,
-    ) {
+    fn read_frequencies(&mut self, crystal: CpuidResult, cpuid: impl Fn(u32, u32) -> CpuidResult) {
         if crystal.eax != 0 && crystal.ebx != 0 && crystal.ecx != 0 {
             let hertz = crystal.ecx as u64 * crystal.ebx as u64 / crystal.eax as u64;
             self.tsc_khz = Some(hertz / 1000);
             self.apic_khz = Some(crystal.ecx as u64 / 1000);
-        } else if self.hypervisor
-            && (0x4000_0010..0x4000_0100).contains(&cpuid(0x4000_0000, 0).eax)
+        } else if self.hypervisor && (0x4000_0010..0x4000_0100).contains(&cpuid(0x4000_0000, 0).eax)
         {
             let timing = cpuid(0x4000_0010, 0);
             self.tsc_khz = Some(timing.eax as u64);

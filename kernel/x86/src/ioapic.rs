@@ -196,11 +196,7 @@ fn destination(cpu: usize) -> Result<u8, RouteError> {
 }
 
 /// Sends an input to a vector of a CPU. It is left masked.
-pub fn configure(
-    line: Line,
-    vector: u8,
-    cpu: usize,
-) -> Result<(), RouteError> {
+pub fn configure(line: Line, vector: u8, cpu: usize) -> Result<(), RouteError> {
     let destination = destination(cpu)?;
     let mut controllers = CONTROLLERS.lock();
     let (io_apic, input) = controllers.input(line.gsi).ok_or(RouteError::NoInput)?;
@@ -252,7 +248,11 @@ mod tests {
     impl Window for Fake {
         fn read(&mut self, offset: u64) -> u32 {
             assert_eq!(offset, io::WINDOW);
-            if self.selected == io::VERSION { 0x17_0020 } else { self.registers[self.selected as usize] }
+            if self.selected == io::VERSION {
+                0x17_0020
+            } else {
+                self.registers[self.selected as usize]
+            }
         }
 
         fn write(&mut self, offset: u64, value: u32) {
@@ -271,10 +271,8 @@ mod tests {
 
     #[test]
     fn starts_masked_and_stays_so_while_half_written() {
-        let mut io_apic = IoApic::new(
-            Fake { selected: 0, registers: [0; 0x40], half_written: false },
-            0,
-        );
+        let mut io_apic =
+            IoApic::new(Fake { selected: 0, registers: [0; 0x40], half_written: false }, 0);
         assert_eq!(io_apic.count, 24);
         let low = |io_apic: &IoApic<Fake>, input: usize| io_apic.window.registers[0x10 + 2 * input];
         assert!((0..24).all(|input| low(&io_apic, input) == io::MASKED));

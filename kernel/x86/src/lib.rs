@@ -11,6 +11,8 @@ pub mod apic;
 #[cfg(target_os = "none")]
 pub mod boot;
 pub mod cpu;
+#[cfg(target_os = "none")]
+pub mod entry;
 pub mod features;
 pub mod idt;
 pub mod io;

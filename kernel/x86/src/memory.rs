@@ -50,9 +50,7 @@ pub unsafe fn bytes(physical: u64, length: usize) -> Option<&'static [u8]> {
 
 /// RAM according to a memory map, whose entries are a range and whether it is RAM. `entries` makes
 /// an iterator over them, in any order. Pages count as RAM only if all of their bytes are, and no other entry touches them.
-pub fn normalise<I: Iterator<Item = (Range, bool)>>(
-    entries: impl Fn() -> I,
-) -> RangeSet<MAX_RAM> {
+pub fn normalise<I: Iterator<Item = (Range, bool)>>(entries: impl Fn() -> I) -> RangeSet<MAX_RAM> {
     let mut ram = RangeSet::new();
     for (range, _) in entries().filter(|&(_, is_ram)| is_ram) {
         let reachable = Range::new(range.base, range.end.min(DIRECT_MAP_LENGTH));

@@ -3,7 +3,7 @@
 
 use crate::boot::image;
 use crate::io::{out8, read_cr2, read_cr3, stack_pointer, stop};
-use crate::{apic, features, log};
+use crate::{apic, cpu, features, log};
 use core::fmt::{self, Write};
 use core::panic::PanicInfo;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering};
@@ -12,8 +12,8 @@ use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering}
 const TEXT_LENGTH: usize = 1008;
 /// "EPITAPH\0".
 const EPITAPH_MAGIC: u64 = u64::from_le_bytes(*b"EPITAPH\0");
-/// Most words of the stack that are looked at, and most return addresses shown.
-const STACK_WORDS: usize = 512;
+/// Most bytes of the stack that are looked at, and most return addresses shown.
+const STACK_LENGTH: u64 = 4096;
 const STACK_SHOWN: usize = 16;
 /// QEMU's isa-debug-exit, and what tests expect there.
 const DEBUG_EXIT_PORT: u16 = 0xf4;
@@ -92,24 +92,21 @@ pub fn die(info: &PanicInfo) -> ! {
     if let Some(place) = info.location() {
         say(format_args!("  at {}:{}", place.file(), place.line()));
     }
-    say(format_args!(
-        "  cr2 {:#x}, cr3 {:#x}, rsp {:#x}",
-        read_cr2(),
-        read_cr3(),
-        stack_pointer()
-    ));
+    say(format_args!("  cr2 {:#x}, cr3 {:#x}, rsp {:#x}", read_cr2(), read_cr3(), stack_pointer()));
     say_callers();
     finish()
 }
 
-/// Shows what looks like return addresses on the stack, up to the end of its page.
+/// Shows what looks like return addresses, from here to the end of the stack.
 fn say_callers() {
     let code = image().code;
     let bottom = stack_pointer() & !7;
-    let words = STACK_WORDS.min(((bottom | (abi::PAGE_SIZE - 1)) - bottom) as usize / 8);
-    let addresses = (0..words)
-        // SAFETY: from the stack pointer to the end of its page, all of which is mapped.
-        .map(|word| unsafe { (bottom as *const u64).add(word).read_volatile() })
+    // Early in boot the stack is part of the image; its page at least is mapped.
+    let end = cpu::stack_end(bottom).unwrap_or(bottom | (abi::PAGE_SIZE - 1));
+    let addresses = (bottom..end.min(bottom + STACK_LENGTH))
+        .step_by(8)
+        // SAFETY: the aligned words of a stack from the stack pointer on are mapped.
+        .map(|word| unsafe { (word as *const u64).read_volatile() })
         .filter(|address| (code.base..code.end).contains(address));
     for address in addresses.take(STACK_SHOWN) {
         say(format_args!("  stack: {address:#x}"));

@@ -176,7 +176,11 @@ mod tests {
             let add = next(2) == 0;
             let range = Range::new(base, end);
             assert_eq!(set.overlaps(range), (base..end).any(|at| flags[at as usize]));
-            if add { set.insert(range) } else { set.remove(range) }
+            if add {
+                set.insert(range)
+            } else {
+                set.remove(range)
+            }
             (base..end).for_each(|at| flags[at as usize] = add);
             let mut seen = [false; 256];
             let mut last = None;

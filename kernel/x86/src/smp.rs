@@ -46,8 +46,11 @@ pub fn trampoline_page<const N: usize>(ram: &RangeSet<N>) -> Option<u64> {
 pub unsafe fn start(apic_id: u32, page: u64) -> bool {
     // SAFETY: the caller's word.
     let index = unsafe { cpu::create(apic_id) };
-    let (code, data, end) =
-        (&raw const trampoline as usize, &raw const trampoline_data as usize, &raw const trampoline_end as usize);
+    let (code, data, end) = (
+        &raw const trampoline as usize,
+        &raw const trampoline_data as usize,
+        &raw const trampoline_end as usize,
+    );
     let handover =
         Handover { root: kernel_root(), stack: cpu::kernel_stack_top(index), index: index as u64 };
     // SAFETY: the page is free RAM and the trampoline is shorter than it; its data is aligned.
