@@ -120,6 +120,18 @@ fn input_beyond_the_fifo_stays_outside() {
 }
 
 #[test]
+fn input_waits_for_a_driver_that_is_ready() {
+    let (mut env, mut uart) = (Script::new(), Uart::new());
+    env.send(&mut uart, b"early");
+    for _ in 0..3 {
+        env.outb(&mut uart, IIR, FCR_ENABLE | FCR_CLEAR_RX | FCR_CLEAR_TX);
+    }
+    env.outb(&mut uart, IER, IER_RX);
+    let read: Vec<u8> = (0..5).map(|_| env.inb(&mut uart, DATA)).collect();
+    assert_eq!(read, b"early");
+}
+
+#[test]
 fn loop_back_returns_bytes_and_overruns() {
     let mut env = Script::new();
     let mut uart = ready(&mut env, IER_LINE);
@@ -138,6 +150,7 @@ fn loop_back_returns_bytes_and_overruns() {
     env.outb(&mut uart, LCR, LCR_BREAK);
     assert_ne!(env.inb(&mut uart, LSR) & LSR_BREAK, 0);
     env.outb(&mut uart, MCR, MCR_OUT2);
+    assert_ne!(env.inb(&mut uart, LSR) & LSR_DATA, 0);
     assert_eq!(env.inb(&mut uart, DATA), b'o', "the receiver is connected again");
 }
 
@@ -172,6 +185,7 @@ fn reset_lowers_the_line_and_keeps_the_outside() {
     assert!(!env.line(0) && env.deadlines.is_empty());
     assert_eq!(env.input.len(), 4);
     env.outb(&mut uart, IIR, FCR_ENABLE);
+    env.outb(&mut uart, IER, IER_RX);
     assert_eq!(env.inb(&mut uart, DATA), 16);
 }
 

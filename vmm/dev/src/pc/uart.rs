@@ -5,7 +5,9 @@
 //! transmitter, line status and modem status (line 0, let through by OUT2 as on a PC); loop-back;
 //! scratch register; divisor latch. The line has no speed: a byte written is outside at once, unless the
 //! outside refuses it; then it stays in the transmitter, whose "empty" bits tell the guest to
-//! wait. Likewise bytes stay outside until the receiver has room, so it never overruns.
+//! wait. Likewise bytes stay outside until the receiver has room and the guest wants them (its interrupt
+//! is on, or it looks at the line status), so it never overruns and a driver that clears the FIFOs while
+//! it starts loses little.
 //! Missing: parity and framing errors, break outside of loop-back (reported), the modem's lines
 //! (clear to send, data set ready and carrier detect are always on), DMA mode (stored, no effect).
 //! Documentation: National Semiconductor PC16550D data sheet.
@@ -173,7 +175,7 @@ pub struct Uart {
     /// The oldest byte has waited for the character time-out.
     timed_out: bool,
     timer_armed: bool,
-    /// The receiver filled up: there may be more bytes outside.
+    /// There may be bytes outside that have not been taken.
     more: bool,
     /// Present level of the interrupt line.
     line: bool,
@@ -268,15 +270,21 @@ impl Uart {
         self.timer_armed = wanted;
     }
 
-    /// Takes bytes from outside as far as there is room.
+    /// Takes bytes from outside if the guest waits for the interrupt; else it has to look.
     fn fill(&mut self, env: &mut dyn Env) {
+        let room = if self.ier & IER_RX != 0 { self.capacity() } else { 0 };
+        self.fill_to(room, env);
+    }
+
+    /// Takes bytes from outside until the receiver holds `room` of them.
+    fn fill_to(&mut self, room: u8, env: &mut dyn Env) {
         self.more = true;
         if self.mcr & MCR_LOOP != 0 {
             // The receiver is cut off from the line; the bytes stay outside.
             return;
         }
         let before = self.rx.len;
-        while self.rx.len < self.capacity() {
+        while self.rx.len < room {
             let Some(byte) = env.take() else {
                 self.more = false;
                 break;
@@ -354,6 +362,9 @@ impl Uart {
         let rx_changed = (value ^ self.ier) & IER_RX != 0;
         self.ier = value;
         if rx_changed {
+            if self.more {
+                self.fill(env);
+            }
             self.restart_timeout(env);
         }
         self.update_line(env);
@@ -424,6 +435,9 @@ impl Device for Uart {
         let latch = self.lcr & LCR_DLAB != 0;
         let value = match access.offset {
             LSR => {
+                if self.more && self.rx.len == 0 {
+                    self.fill_to(1, env);
+                }
                 let status = self.line_status();
                 if self.lsr != 0 {
                     self.lsr = 0;
