@@ -2,7 +2,8 @@
 //!
 //! The client calls its session gate; the server never calls a client, and never makes one wait. Both
 //! directions have flow control: a write that does not fit is cut, and the server signals the
-//! client's notification when there is room again or input has come.
+//! client's notification when there is room again or input has come. A client that is told of input reads until it
+//! gets less than it wants: only input after that is told again.
 //!
 //! | label | words | reply |
 //! |---|---|---|

@@ -1,2 +1,73 @@
-#![no_std]
-#![no_main]
+//! Console server: owns a 16550 serial port and serves it to clients as byte streams.
+//!
+//! Output of all sessions goes to the line in the order of the calls; input goes to the session that
+//! was opened last. Both directions are driven by interrupts. The server never waits for the line or for a client:
+//! a write that does not fit its buffer is cut, and the client's notification says when to go on.
+#![cfg_attr(not(test), no_std, no_main)]
+#![forbid(unsafe_code)]
+
+mod ring;
+mod server;
+mod uart;
+
+use native_rt::{Caller, Irq, Notification, Ports, error, reply_wait, wait};
+use proto::control::code;
+use proto::start::{Role, Start, event, slot};
+
+use crate::server::Server;
+use crate::uart::Uart;
+
+/// Failures to wait, one after the other, that end the server.
+const MAX_FAILURES: u32 = 1000;
+
+#[cfg(not(test))]
+native_rt::entry!(main);
+
+/// Serves for ever; returns the exit code of a failure.
+#[cfg_attr(test, allow(dead_code, reason = "needs the kernel"))]
+fn main(start: &Start<'static>) -> u64 {
+    let Role::Console { port } = start.role else {
+        error!("started as something else than a console");
+        return code::BAD_CONFIG;
+    };
+    let Some(ports) = Ports::new(port, 8) else {
+        error!("no serial port at {port:#x}");
+        return code::BAD_CONFIG;
+    };
+    let irq = Irq::at(slot::DEVICE);
+    let bit = event::INTERRUPT.trailing_zeros();
+    if let Err(status) = irq.bind(Notification::at(slot::NOTIFICATION), bit) {
+        error!("cannot bind the interrupt: {status:?}");
+        return code::INTERNAL;
+    }
+    let mut server = Server::new(Uart::new(ports), irq);
+    server.interrupt();
+    serve(&mut server)
+}
+
+fn serve(server: &mut Server<Ports>) -> u64 {
+    let mut failures = 0;
+    let mut next = wait();
+    loop {
+        match next {
+            Ok(Caller::Call(badge, message)) => {
+                failures = 0;
+                let answer = server.call(badge, message);
+                next = reply_wait(answer);
+            }
+            Ok(Caller::Events(events)) => {
+                failures = 0;
+                server.events(events);
+                next = wait();
+            }
+            Err(status) => {
+                failures += 1;
+                if failures == MAX_FAILURES {
+                    error!("cannot wait for callers: {status:?}");
+                    return code::INTERNAL;
+                }
+                next = wait();
+            }
+        }
+    }
+}

@@ -7,7 +7,7 @@ use talc::source::Claim;
 pub const SIZE: usize = 64 << 10;
 
 #[global_allocator]
-static ALLOCATOR: TalcLock<spin::lock_api::RawMutex, Claim> = {
+static ALLOCATOR: TalcLock<spin::Mutex<()>, Claim> = {
     static mut HEAP: [u8; SIZE] = [0; SIZE];
     // SAFETY: nothing else names the array.
     TalcLock::new(unsafe { Claim::array(&raw mut HEAP) })
