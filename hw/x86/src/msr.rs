@@ -81,3 +81,56 @@ pub mod vm_cr {
     /// SVM is off, usually by the firmware.
     pub const SVMDIS: u64 = 1 << 4;
 }
+
+/// MSRs that only a virtual machine monitor has to know: what kernels probe.
+#[allow(missing_docs, reason = "the manual's names")]
+pub mod probe {
+    pub const PLATFORM_ID: u32 = 0x17;
+    pub const TSC_ADJUST: u32 = 0x3b;
+    /// Microcode revision ("patch level"). APM vol. 2, section 3.2.
+    pub const PATCH_LEVEL: u32 = 0x8b;
+    pub const MCG_CAP: u32 = 0x179;
+    pub const MCG_STATUS: u32 = 0x17a;
+    pub const MISC_ENABLE: u32 = 0x1a0;
+    /// Base and mask pairs of the variable ranges. APM vol. 2, section 7.7.2.
+    pub const MTRR_VARIABLE: u32 = 0x200;
+    pub const MTRR_FIX_64K: u32 = 0x250;
+    pub const MTRR_FIX_16K_80000: u32 = 0x258;
+    pub const MTRR_FIX_16K_A0000: u32 = 0x259;
+    pub const MTRR_FIX_4K: u32 = 0x268;
+    pub const MTRR_FIX_4K_LAST: u32 = 0x26f;
+    pub const EVENT_SELECT_0: u32 = 0xc001_0000;
+    pub const COUNTER_3: u32 = 0xc001_0007;
+    /// System configuration. APM vol. 2, section 3.2.1.
+    pub const SYSCFG: u32 = 0xc001_0010;
+    /// Hardware configuration.
+    pub const HWCR: u32 = 0xc001_0015;
+    pub const IORR_BASE_0: u32 = 0xc001_0016;
+    pub const IORR_MASK_1: u32 = 0xc001_0019;
+    /// Top of memory below 4 GiB. APM vol. 2, section 7.9.4.
+    pub const TOP_MEM: u32 = 0xc001_001a;
+    pub const TOP_MEM2: u32 = 0xc001_001d;
+    /// Northbridge configuration.
+    pub const NB_CFG: u32 = 0xc001_001f;
+    pub const PATCH_LOADER: u32 = 0xc001_0020;
+    /// Interrupt pending messages (C1E).
+    pub const INT_PENDING: u32 = 0xc001_0055;
+    pub const PSTATE_LIMIT: u32 = 0xc001_0061;
+    pub const PSTATE_STATUS: u32 = 0xc001_0063;
+    pub const SMM_ADDR: u32 = 0xc001_0112;
+    pub const SMM_MASK: u32 = 0xc001_0113;
+    pub const LS_CFG: u32 = 0xc001_1020;
+    pub const IC_CFG: u32 = 0xc001_1021;
+    pub const DC_CFG: u32 = 0xc001_1022;
+    /// Decode configuration: LFENCE serialization. AMD publication 56860.
+    pub const DE_CFG: u32 = 0xc001_1029;
+    pub const BU_CFG2: u32 = 0xc001_102a;
+}
+
+/// MSRs of the KVM paravirtual interface (Linux `Documentation/virt/kvm/x86/msr.rst`).
+pub mod kvm {
+    /// Address of the wall-clock structure, written to ask for it.
+    pub const WALL_CLOCK: u32 = 0x4b56_4d00;
+    /// Address of this CPU's clock structure; bit 0 enables it.
+    pub const SYSTEM_TIME: u32 = 0x4b56_4d01;
+}

@@ -46,6 +46,8 @@ pub mod cr0 {
     pub const EM: u64 = 1 << 2;
     /// The FPU holds another task's state: its next use faults (#NM).
     pub const TS: u64 = 1 << 3;
+    /// Extension type; always set.
+    pub const ET: u64 = 1 << 4;
     /// Native x87 errors.
     pub const NE: u64 = 1 << 5;
     /// Supervisor writes obey read-only pages.
@@ -62,6 +64,8 @@ pub mod cr0 {
 pub mod cr4 {
     /// RDTSC is for CPL 0 only.
     pub const TSD: u64 = 1 << 2;
+    /// 4 MiB pages in 32-bit paging.
+    pub const PSE: u64 = 1 << 4;
     /// Physical-address extension; needed for long mode.
     pub const PAE: u64 = 1 << 5;
     /// Machine checks are reported.

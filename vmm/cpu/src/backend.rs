@@ -195,7 +195,8 @@ pub trait Backend {
     /// Bytes of the instruction that exited, and how many are valid (0 if the host does not know).
     fn instruction_bytes(&mut self) -> ([u8; 16], usize);
 
-    /// The event in the slot. After an exit: the one whose delivery the exit cut short.
+    /// The event in the slot. After an exit: the one whose delivery the exit cut short; it is delivered at
+    /// the next entry unless it is replaced.
     fn event(&mut self) -> Event;
     /// Puts an event into the slot, or empties it; it is delivered at the next entry.
     fn set_event(&mut self, event: Event);
@@ -204,9 +205,6 @@ pub trait Backend {
     /// The host's time-stamp counter value at which to leave the guest with [`Exit::Deadline`];
     /// `u64::MAX` for none. Stays set until changed.
     fn set_deadline(&mut self, tsc: u64);
-    /// The host's time-stamp counter, now.
-    fn host_tsc(&self) -> u64;
-
     /// Runs the guest until it exits.
     fn run(&mut self) -> Exit;
 }

@@ -10,14 +10,24 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod board;
 pub mod clock;
 pub mod cpuid;
 pub mod exit;
+pub mod length;
+pub mod msr;
+pub mod run;
 pub mod svm;
+pub mod walk;
+
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 
 pub use backend::{Backend, Event, Gpr, Reg, Seg, Segment};
+pub use board::{Board, Outcome, Signals, Unknown};
 pub use clock::TscClock;
 pub use exit::{Exit, IoExit, MemoryFault};
+pub use run::{Cpu, Pause};
 
 /// Most virtual CPUs of one machine.
 pub const MAX_VCPUS: usize = 8;

@@ -21,6 +21,7 @@
 use core::fmt;
 
 use vmm_cpu::TscClock;
+pub use vmm_cpu::{Outcome, Pause};
 
 /// What a machine is made of.
 #[derive(Clone, Copy, Debug)]
@@ -62,36 +63,4 @@ pub trait Host {
     /// Virtual CPU `index`, which may be running on another host CPU or be idle, has something to do.
     /// Never called for the vCPU that is being run.
     fn kick(&mut self, index: usize);
-}
-
-/// How a machine ended.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Outcome {
-    /// The guest switched the machine off.
-    PowerOff,
-    /// The guest asked for a reset.
-    Reset,
-    /// A processor gave up (triple fault) or reached a state that cannot go on.
-    TripleFault,
-    /// The guest reported that it panicked.
-    GuestPanic,
-    /// The guest chose this exit code, 1 to 63.
-    Code(u8),
-    /// The host could not run the processor: its error code.
-    HostError(u64),
-}
-
-/// Why `Pc::run` returned.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Pause {
-    /// The host's own events: handle them, call `Pc::input` if the serial line has bytes or room, run again.
-    Recall(u64),
-    /// The virtual CPU waits (`HLT`) with nothing to do until the host's time-stamp counter reaches
-    /// this value (`u64::MAX`: no timer), or until a notification. Run again after either.
-    Idle {
-        /// Host time-stamp counter value.
-        deadline_tsc: u64,
-    },
-    /// The machine ended.
-    End(Outcome),
 }

@@ -14,6 +14,12 @@
 //! a range, and is aligned in the window too.
 #![cfg_attr(not(test), no_std)]
 
+#[cfg(any(test, feature = "testing"))]
+extern crate std;
+
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+
 use core::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Most ranges of one machine.

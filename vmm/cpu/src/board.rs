@@ -1,0 +1,120 @@
+//! What a virtual CPU needs of the machine around it.
+
+use vmm_bus::Nanos;
+use vmm_mem::GuestMemory;
+
+use crate::backend::{Backend, Event};
+use crate::clock::TscClock;
+use crate::cpuid::CpuidTable;
+use crate::exit::{IoExit, MemoryFault};
+
+/// How a machine ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    /// The guest switched the machine off.
+    PowerOff,
+    /// The guest asked for a reset.
+    Reset,
+    /// A processor gave up (triple fault) or reached a state that cannot go on.
+    TripleFault,
+    /// The guest reported that it panicked.
+    GuestPanic,
+    /// The guest chose this exit code, 0 to 63.
+    Code(u8),
+    /// The host could not run the processor: its error or exit code.
+    HostError(u64),
+}
+
+/// What waits for a virtual CPU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Signals {
+    /// The machine has ended.
+    pub end: Option<Outcome>,
+    /// A non-maskable interrupt. Reported once: the CPU keeps it.
+    pub nmi: bool,
+    /// A maskable interrupt that would be taken if the CPU accepts one.
+    pub interrupt: bool,
+    /// INIT: back to the state after reset, waiting for a start-up message. Reported once.
+    pub init: bool,
+    /// Start-up at page `n` for a CPU that waits for it. Reported once.
+    pub startup: Option<u8>,
+    /// The next thing that happens by itself.
+    pub deadline: Nanos,
+}
+
+/// Something the guest did that the machine does not know: counted, and logged once each.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Unknown {
+    /// Read of an MSR.
+    MsrRead(u32),
+    /// Write of an MSR, or of a bad value to a known one.
+    MsrWrite(u32, u64),
+    /// An instruction that cannot be emulated, its first bytes and where it is.
+    Instruction {
+        /// Instruction pointer.
+        rip: u64,
+        /// First bytes, little-endian; absent ones are 0.
+        bytes: u64,
+    },
+    /// An exit reason.
+    Exit(u64),
+    /// A hypercall.
+    Hypercall(u64),
+    /// Something else that ends or disturbs the guest.
+    Other(&'static str, u64),
+}
+
+/// An instruction that the machine emulated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Emulated {
+    /// Done: go on at this address. A repeated string instruction that is not finished goes on at itself.
+    Next(u64),
+    /// It raises this exception.
+    Raise(Event),
+    /// The emulator does not know it (reported already).
+    Unknown,
+}
+
+/// The machine around a virtual CPU. `cpu` is the CPU's index.
+pub trait Board {
+    /// Guest memory.
+    fn memory(&self) -> &GuestMemory;
+    /// What `CPUID` says.
+    fn cpuid(&self) -> &CpuidTable;
+    /// Machine time.
+    fn clock(&self) -> &TscClock;
+    /// The host's time-stamp counter, now.
+    fn host_tsc(&self) -> u64;
+    /// Wall-clock time at machine time 0, in seconds since 1970.
+    fn start_unix(&self) -> u64;
+
+    /// `IN`.
+    fn port_in(&mut self, port: u16, size: u8) -> u32;
+    /// `OUT`.
+    fn port_out(&mut self, port: u16, size: u8, value: u32);
+    /// Reads an MSR of the local APIC (base, TSC deadline, x2APIC registers); `None` raises `#GP(0)`.
+    fn apic_read(&mut self, cpu: usize, msr: u32) -> Option<u64>;
+    /// Writes an MSR of the local APIC; `None` raises `#GP(0)`.
+    fn apic_write(&mut self, cpu: usize, msr: u32, value: u64) -> Option<()>;
+    /// The task priority as `CR8` shows it.
+    fn cr8(&mut self, cpu: usize) -> u8;
+    /// Sets the task priority through `CR8`.
+    fn set_cr8(&mut self, cpu: usize, value: u8);
+    /// The guest's time-stamp counter is `tsc` now: the guest has set it.
+    fn tsc_written(&mut self, cpu: usize, tsc: u64);
+    /// Emulates the instruction that accessed memory where there is none.
+    fn emulate_memory<B: Backend>(&mut self, cpu: usize, vcpu: &mut B, fault: MemoryFault) -> Emulated;
+    /// Emulates `INS` or `OUTS`.
+    fn emulate_io<B: Backend>(&mut self, cpu: usize, vcpu: &mut B, io: IoExit) -> Emulated;
+
+    /// Whether [`Board::settle`] has something to do or to tell since it was last called for this CPU.
+    fn attention(&self, cpu: usize) -> bool;
+    /// Lets everything that is due happen, and says what waits for the CPU.
+    fn settle(&mut self, cpu: usize) -> Signals;
+    /// Whether a maskable interrupt waits for the CPU.
+    fn interrupt_pending(&self, cpu: usize) -> bool;
+    /// The CPU takes the interrupt that waits: gives its vector.
+    fn acknowledge(&mut self, cpu: usize) -> Option<u8>;
+    /// Counts and (once) logs.
+    fn unknown(&mut self, what: Unknown);
+}

@@ -1,0 +1,153 @@
+//! A back end that plays a script of exits, for tests.
+
+extern crate std;
+
+use std::collections::VecDeque;
+use std::vec::Vec;
+
+use hw_x86::msr::efer;
+use hw_x86::paging::{cr0, cr4};
+
+use crate::backend::{Backend, Event, Gpr, Reg, Seg, Segment};
+use crate::exit::Exit;
+
+/// What the back end saw at one entry.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Entry {
+    /// The event in the slot, which the entry delivers.
+    pub event: Event,
+    /// Whether a window was asked for.
+    pub window: bool,
+    /// The instruction pointer.
+    pub rip: u64,
+}
+
+/// One step of a script: changes to the state that the guest made, and the exit.
+pub type Step = std::boxed::Box<dyn FnMut(&mut ScriptedVcpu) -> Exit>;
+
+/// A virtual CPU whose guest is a script.
+#[derive(Default)]
+pub struct ScriptedVcpu {
+    /// General registers.
+    pub gpr: [u64; 16],
+    /// Other registers, by [`Reg`].
+    pub regs: [u64; 23],
+    /// Segments, by [`Seg`].
+    pub segments: [Segment; 10],
+    /// What [`Backend::next_rip`] says.
+    pub next_rip: u64,
+    /// The slot.
+    pub slot: Event,
+    /// Whether a window is asked for.
+    pub window: bool,
+    /// The deadline.
+    pub deadline: u64,
+    /// What the guest does.
+    pub script: VecDeque<Step>,
+    /// Every entry.
+    pub entries: Vec<Entry>,
+}
+
+impl ScriptedVcpu {
+    /// In 64-bit mode without paging of its own (long mode, identity by tables at 0 is up to the test).
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// In flat 32-bit protected mode without paging: linear addresses are physical.
+    pub fn flat32() -> Self {
+        let mut vcpu = Self::new();
+        vcpu.regs[Reg::Cr0 as usize] = cr0::PE | cr0::ET;
+        vcpu.regs[Reg::Rflags as usize] = 2;
+        for segment in &mut vcpu.segments[..6] {
+            *segment = Segment { selector: 8, attrib: 0xc93, limit: u32::MAX, base: 0 };
+        }
+        vcpu.segments[Seg::Cs as usize].attrib = 0xc9b;
+        vcpu
+    }
+
+    /// In 64-bit mode with the tables at `cr3`.
+    pub fn long(cr3: u64) -> Self {
+        let mut vcpu = Self::flat32();
+        vcpu.regs[Reg::Cr0 as usize] = cr0::PE | cr0::ET | cr0::PG | cr0::WP;
+        vcpu.regs[Reg::Cr4 as usize] = cr4::PAE;
+        vcpu.regs[Reg::Cr3 as usize] = cr3;
+        vcpu.regs[Reg::Efer as usize] = efer::LME | efer::LMA | efer::NXE | efer::SCE;
+        vcpu.segments[Seg::Cs as usize].attrib = 0xa9b;
+        vcpu
+    }
+
+    /// Adds a step.
+    pub fn then(&mut self, step: impl FnMut(&mut Self) -> Exit + 'static) {
+        self.script.push_back(std::boxed::Box::new(step));
+    }
+}
+
+impl Backend for ScriptedVcpu {
+    fn gpr(&mut self, register: Gpr) -> u64 {
+        self.gpr[register as usize]
+    }
+
+    fn set_gpr(&mut self, register: Gpr, value: u64) {
+        self.gpr[register as usize] = value;
+    }
+
+    fn get(&mut self, register: Reg) -> u64 {
+        self.regs[register as usize]
+    }
+
+    fn set(&mut self, register: Reg, value: u64) {
+        self.regs[register as usize] = value;
+    }
+
+    fn segment(&mut self, segment: Seg) -> Segment {
+        self.segments[segment as usize]
+    }
+
+    fn set_segment(&mut self, segment: Seg, value: Segment) {
+        self.segments[segment as usize] = value;
+    }
+
+    fn next_rip(&mut self) -> u64 {
+        self.next_rip
+    }
+
+    fn instruction_bytes(&mut self) -> ([u8; 16], usize) {
+        ([0; 16], 0)
+    }
+
+    fn event(&mut self) -> Event {
+        self.slot
+    }
+
+    fn set_event(&mut self, event: Event) {
+        self.slot = event;
+    }
+
+    fn set_window(&mut self, wanted: bool) {
+        self.window = wanted;
+    }
+
+    fn set_deadline(&mut self, tsc: u64) {
+        self.deadline = tsc;
+    }
+
+    /// An empty script ends with [`Exit::HostError`] 0.
+    fn run(&mut self) -> Exit {
+        let entry =
+            Entry { event: self.slot, window: self.window, rip: self.regs[Reg::Rip as usize] };
+        self.entries.push(entry);
+        // The entry delivers what is in the slot.
+        self.slot = Event::NONE;
+        match self.script.pop_front() {
+            Some(mut step) => {
+                let exit = step(self);
+                if exit == Exit::Window {
+                    self.window = false;
+                }
+                exit
+            }
+            None => Exit::HostError(0),
+        }
+    }
+}
