@@ -17,7 +17,7 @@
 use heapless::Vec;
 use serde::{Deserialize, Serialize};
 
-use crate::system::{MAX_ARGUMENTS, OnReset};
+use crate::system::{MAX_ARGUMENTS, MAX_VCPUS, OnReset};
 
 /// Address of the start page; also the first argument of the task.
 pub const START_PAGE: u64 = 0x40_0000;
@@ -133,8 +133,8 @@ pub enum Role<'a> {
 /// What a VMM is to do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vmm<'a> {
-    /// Number of vCPUs.
-    pub vcpus: u32,
+    /// CPU of each vCPU.
+    pub cpus: Vec<u32, MAX_VCPUS>,
     /// Guest memory in bytes.
     pub memory: u64,
     /// Kernel command line.
@@ -145,9 +145,6 @@ pub struct Vmm<'a> {
     pub on_reset: OnReset,
     /// `XCR0` bits that the guest may enable.
     pub xcr0_mask: u64,
-    /// Bytes that the VMM uses beyond guest memory, page tables and kernel objects included, as
-    /// far as root knows when it starts the VMM.
-    pub footprint: u64,
 }
 
 /// The start page.
@@ -195,13 +192,12 @@ mod tests {
             clock: Clock { tsc_khz: u64::MAX, tsc: u64::MAX, unix_seconds: u64::MAX },
             ranges: Vec::from_iter([range; MAX_RANGES]),
             role: Role::Vmm(Vmm {
-                vcpus: u32::MAX,
+                cpus: Vec::from_iter([u32::MAX; MAX_VCPUS]),
                 memory: u64::MAX,
                 command_line: &line,
                 console: true,
                 on_reset: OnReset::Reset,
                 xcr0_mask: u64::MAX,
-                footprint: u64::MAX,
             }),
         };
         let mut buffer = [0; MAX_START];

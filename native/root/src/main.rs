@@ -1,2 +1,73 @@
-#![no_std]
-#![no_main]
+//! Root: the first program. It owns the machine and gives it away by the system description.
+//!
+//! One thread serves the log, control and fault gates of all children; the badge says whose and which. Root
+//! calls nobody, so no child can make it wait. What a child says is only believed about the child.
+//!
+//! Invariants:
+//! - A child has the capabilities that [`child`] gives it and no others.
+//! - Memory has one owner: the pool, or one child. It comes back when the child is taken apart.
+//! - Whatever a child does ends at worst in its own end; root logs why and goes on.
+#![cfg_attr(not(test), no_std, no_main)]
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
+
+mod alarm;
+mod child;
+mod clock;
+mod fault;
+mod frames;
+mod lines;
+mod loader;
+mod manager;
+mod memory;
+
+use abi::boot::{BOOT_MAGIC, slot};
+use abi::bundle::{HEADER_LENGTH, Header, SYSTEM_NAME};
+use native_rt::start::Boot;
+use native_rt::{Ports, info};
+use proto::control::code;
+use proto::start::Clock;
+use proto::system::System;
+
+use crate::manager::Manager;
+
+/// Port of QEMU's `isa-debug-exit`.
+const EXIT_PORT: u16 = 0xf4;
+/// Added to an exit code written there, so that QEMU's own exit codes stay apart.
+const EXIT_BASE: u8 = 0x10;
+
+#[cfg(not(test))]
+native_rt::root_entry!(main);
+
+fn main(boot: Boot) -> ! {
+    native_rt::start::on_root_panic(EXIT_PORT, EXIT_BASE + code::INTERNAL as u8);
+    assert!(
+        boot.info.magic == BOOT_MAGIC && boot.info.abi_version == abi::ABI_VERSION,
+        "the kernel speaks another version of the interface"
+    );
+    let (tsc, unix_seconds) = clock::read_wall_clock();
+    let clock = Clock { tsc_khz: boot.info.tsc_khz, tsc, unix_seconds };
+    info!(
+        "{} CPUs, TSC {} kHz, {} pages of kernel memory",
+        boot.info.cpus, boot.info.tsc_khz, boot.info.quota_pages
+    );
+    let header = boot.bundle.get(..HEADER_LENGTH).unwrap_or(&[]);
+    let header = Header::parse(header, boot.info.bundle_length).expect("the bundle is damaged");
+    let file = header.find(SYSTEM_NAME).expect("the bundle has no system description");
+    let bytes = &boot.bundle[file.offset as usize..][..file.length as usize];
+    let system = System::decode(bytes).expect("the system description cannot be read");
+    let thread = native_rt::OwnThread::at(slot::THREAD);
+    Manager::new(&boot, header, &system, clock, thread).run()
+}
+
+/// Ends the machine, or at least root: `on_qemu` writes the outcome where QEMU takes it as its own.
+fn leave(on_qemu: bool, outcome: u64) -> ! {
+    if on_qemu && let Some(port) = Ports::new(EXIT_PORT, 1) {
+        port.write(0, EXIT_BASE.wrapping_add(outcome.min(code::RESET) as u8));
+    }
+    info!("nothing left to do: the machine may be switched off");
+    loop {
+        // A notification that nobody has: root sleeps for good.
+        let _ = native_rt::Notification::at(manager::NOTIFICATION).wait(abi::FOREVER);
+    }
+}

@@ -63,9 +63,10 @@ pub fn write(level: Level, arguments: fmt::Arguments) {
     let mut text = Text::new();
     let sink = SINK.load(Ordering::Relaxed);
     if sink & PLATFORM != 0 {
-        let _ = text.write_str(level.prefix());
-        let _ = text.write_fmt(arguments);
-        let _ = text.write_str("\n");
+        // A text takes everything and cuts what is too long.
+        let _ = write!(text, "root: {}{arguments}", level.prefix());
+        text.length = text.length.min(MAX_TEXT - 1);
+        let _ = text.write_char('\n');
         write_platform(Platform::at(sink & !PLATFORM), text.bytes());
     } else {
         let _ = text.write_fmt(arguments);

@@ -1,0 +1,334 @@
+//! A child: a task with its first thread and the capabilities that it is given.
+
+use abi::{PAGE_SIZE, Selector, boot, rights};
+use heapless::Vec;
+use native_rt::start::Boot;
+use native_rt::{
+    Factory, Gate, Irq, Notification, OwnThread, Platform, Serves, Slots, Space, Status, Task,
+    Thread, Window, drop_capability,
+};
+use proto::start::{
+    FILES, FILES_ALIGN, GUEST_MEMORY, MAX_RANGES, MAX_START, MEMORY, MESSAGE_PAGE, Range,
+    RangeKind, STACK_TOP, START_PAGE, Start, slot,
+};
+
+use crate::loader::{self, LoadError};
+use crate::manager;
+use crate::memory::Memory;
+
+/// Root's capability slots, apart from the kernel's and its own first ones.
+pub type RootSlots = Slots<14>;
+
+/// Most slots of root that a child takes.
+const MAX_SLOTS: usize = 12;
+/// Length of a turn among threads of the same priority, in ns.
+const TURN: u64 = 10_000_000;
+
+/// What a call through a child's gate is about: the low bits of its badge.
+pub mod purpose {
+    /// Log gate.
+    pub const LOG: u64 = 0;
+    /// Control gate.
+    pub const CONTROL: u64 = 1;
+    /// Fault gate.
+    pub const FAULT: u64 = 2;
+    /// Number of bits.
+    pub const BITS: u32 = 8;
+}
+
+/// Why a child cannot be started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StartError {
+    /// There is no such CPU.
+    Cpu(u32),
+    /// The bundle has no file of that role.
+    File(&'static str),
+    /// The file is in the bundle at a place where it cannot be mapped.
+    Place,
+    /// Root is out of memory, or it is in too many pieces.
+    Memory,
+    /// Root is out of capability slots.
+    Slots,
+    /// The server that it is connected to does not run.
+    Server,
+    /// Its device cannot be given away: unknown, or the kernel's.
+    Device,
+    /// Its description does not fit the start page.
+    Description,
+    /// Its program cannot be loaded.
+    Load(LoadError),
+    /// The kernel refused to make or bind an object.
+    Kernel(Status),
+}
+
+impl From<Status> for StartError {
+    fn from(status: Status) -> Self {
+        Self::Kernel(status)
+    }
+}
+
+impl From<LoadError> for StartError {
+    fn from(error: LoadError) -> Self {
+        Self::Load(error)
+    }
+}
+
+/// What children are made from.
+pub struct Resources<'a> {
+    /// What the kernel gave root.
+    pub boot: &'a Boot,
+    /// The machine's memory.
+    pub memory: Memory,
+    /// Root's free slots.
+    pub slots: RootSlots,
+}
+
+/// How a child is made.
+pub struct Shape {
+    /// Its number, which is in its badges.
+    pub number: usize,
+    /// CPU of its first thread.
+    pub cpu: u32,
+    /// Priority of its first thread.
+    pub priority: u8,
+    /// Pages of kernel memory for it.
+    pub quota: u64,
+    /// Bytes of its stack.
+    pub stack: u64,
+    /// It makes tasks, threads and gates of its own.
+    pub may_build: bool,
+}
+
+/// A child.
+pub struct Child {
+    number: usize,
+    slots: Vec<Selector, MAX_SLOTS>,
+    factory: Factory,
+    task: Task,
+    thread: Thread,
+    notification: Notification,
+    /// Bytes of memory that it uses, apart from guest memory and kernel memory.
+    pub bytes: u64,
+    /// TSC when it was made.
+    pub made: u64,
+    ranges: Vec<Range, MAX_RANGES>,
+}
+
+/// Takes a slot of root's for a child.
+fn take(
+    slots: &mut RootSlots,
+    held: &mut Vec<Selector, MAX_SLOTS>,
+) -> Result<Selector, StartError> {
+    if held.is_full() {
+        return Err(StartError::Slots);
+    }
+    let slot = slots.take().ok_or(StartError::Slots)?;
+    // Room was checked.
+    let _ = held.push(slot);
+    Ok(slot)
+}
+
+impl Child {
+    /// Makes the task, its thread, and the capabilities that every child gets. On failure nothing is left.
+    pub fn new(resources: &mut Resources, shape: &Shape) -> Result<Self, StartError> {
+        let mut held = Vec::new();
+        let made = Self::make(&mut resources.slots, &mut held, shape);
+        made.map(|child| Self { slots: held.clone(), ..child }).inspect_err(|_| {
+            drop_slots(&mut resources.slots, &held);
+        })
+    }
+
+    fn make(
+        slots: &mut RootSlots,
+        held: &mut Vec<Selector, MAX_SLOTS>,
+        shape: &Shape,
+    ) -> Result<Self, StartError> {
+        let own = Factory::at(boot::slot::FACTORY);
+        let factory = own.factory(take(slots, held)?, shape.quota)?;
+        let task = factory.task(take(slots, held)?, slot::COUNT)?;
+        let thread = factory.thread(take(slots, held)?, task, shape.cpu, MESSAGE_PAGE)?;
+        let sched = factory.sched_context(take(slots, held)?, shape.priority, TURN, 0)?;
+        let notification = factory.notification(take(slots, held)?)?;
+        let root = OwnThread::at(boot::slot::THREAD);
+        let mut gate = |purpose| -> Result<Gate, StartError> {
+            let badge = (shape.number as u64) << purpose::BITS | purpose;
+            Ok(factory.gate(take(slots, held)?, root, badge)?)
+        };
+        let log = gate(purpose::LOG)?;
+        let control = gate(purpose::CONTROL)?;
+        let fault = gate(purpose::FAULT)?;
+        thread.bind_sched(sched)?;
+        thread.bind_fault_gate(fault)?;
+        thread.bind_notification(notification)?;
+
+        task.give(factory.selector(), slot::FACTORY, rights::CREATE)?;
+        let all = rights::SIGNAL | rights::WAIT | rights::DELEGATE;
+        task.give(notification.selector(), slot::NOTIFICATION, all)?;
+        task.give(log.selector(), slot::LOG, rights::CALL)?;
+        task.give(control.selector(), slot::CONTROL, rights::CALL)?;
+        if shape.may_build {
+            let all = rights::MAP | rights::THREAD | rights::DELEGATE;
+            task.give(task.selector(), slot::TASK, all)?;
+            let all = rights::CONTROL | rights::SERVE | rights::DELEGATE;
+            task.give(thread.selector(), slot::THREAD, all)?;
+        }
+        Ok(Self {
+            number: shape.number,
+            slots: Vec::new(),
+            factory,
+            task,
+            thread,
+            notification,
+            bytes: 0,
+            made: native_rt::time::tsc(),
+            ranges: Vec::new(),
+        })
+    }
+
+    /// Loads a program and gives it a stack of `stack` bytes. Returns its entry address.
+    pub fn load(
+        &mut self,
+        resources: &mut Resources,
+        file: (u64, &[u8]),
+        stack: u64,
+    ) -> Result<u64, StartError> {
+        let (offset, bytes) = file;
+        let memory = &mut resources.memory;
+        let program = loader::load(resources.boot, memory, self.number, self.task, offset, bytes)?;
+        self.bytes += program.bytes;
+        self.add_pages(resources, STACK_TOP - stack, stack)?;
+        Ok(program.entry)
+    }
+
+    /// Maps private pages.
+    fn add_pages(
+        &mut self,
+        resources: &mut Resources,
+        address: u64,
+        bytes: u64,
+    ) -> Result<Window, StartError> {
+        let pages = bytes / PAGE_SIZE;
+        let window = resources.memory.take(self.number, pages).ok_or(StartError::Memory)?;
+        self.task.map(window, address, rights::READ | rights::WRITE)?;
+        self.bytes += bytes;
+        Ok(window)
+    }
+
+    fn add_range(&mut self, kind: RangeKind, base: u64, length: u64) -> Result<(), StartError> {
+        self.ranges.push(Range { kind, base, length }).map_err(|_| StartError::Description)
+    }
+
+    /// Gives it private memory.
+    pub fn add_private(&mut self, resources: &mut Resources, bytes: u64) -> Result<(), StartError> {
+        self.add_pages(resources, MEMORY, bytes)?;
+        self.add_range(RangeKind::Private, MEMORY, bytes)
+    }
+
+    /// Gives it guest memory, filled with zeros.
+    pub fn add_guest(&mut self, resources: &mut Resources, bytes: u64) -> Result<(), StartError> {
+        let windows = resources.memory.take_guest(self.number, bytes).ok_or(StartError::Memory)?;
+        let mut address = GUEST_MEMORY;
+        for window in windows {
+            // The VMM never executes it, but can only pass on rights that it has.
+            let all = rights::READ | rights::WRITE | rights::EXECUTE;
+            self.task.map(window, address, all)?;
+            self.add_range(RangeKind::Guest, address, window.length())?;
+            address += window.length();
+        }
+        Ok(())
+    }
+
+    /// Maps a file of the bundle, read-only.
+    pub fn add_file(
+        &mut self,
+        resources: &Resources,
+        kind: RangeKind,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), StartError> {
+        let boot = resources.boot;
+        let window = boot.bundle_pages(offset, length).ok_or(StartError::Place)?;
+        let address = FILES + (boot.info.bundle_base + offset) % FILES_ALIGN;
+        if window.length() > FILES_ALIGN {
+            return Err(StartError::Place);
+        }
+        self.task.map(window, address, rights::READ)?;
+        self.add_range(kind, address, length)
+    }
+
+    /// Makes a gate that this child serves, for another one.
+    pub fn session(
+        &self,
+        slots: &mut RootSlots,
+        client: &mut Self,
+        badge: u64,
+    ) -> Result<(), StartError> {
+        let slot_of_client = take(slots, &mut client.slots)?;
+        let gate = client.factory.gate(slot_of_client, self.thread, badge)?;
+        client.task.give(gate.selector(), slot::DEVICE, rights::CALL)?;
+        Ok(())
+    }
+
+    /// Gives it a device: eight ports, an interrupt line, and a way to tell root.
+    pub fn add_device(
+        &mut self,
+        resources: &mut Resources,
+        ports: u16,
+        interrupt: u32,
+    ) -> Result<(), StartError> {
+        const EDGE: u64 = 0;
+        let slot_of_irq = take(&mut resources.slots, &mut self.slots)?;
+        let platform = Platform::at(boot::slot::PLATFORM);
+        let irq: Irq = self.factory.irq(slot_of_irq, platform, interrupt, EDGE)?;
+        self.task.give(irq.selector(), slot::DEVICE, rights::IRQ)?;
+        self.task.give_ports(ports, 8)?;
+        self.task.give(manager::NOTIFICATION, slot::ROOT, rights::SIGNAL)?;
+        Ok(())
+    }
+
+    /// The memory ranges that it has been given.
+    pub fn ranges(&self) -> &Vec<Range, MAX_RANGES> {
+        &self.ranges
+    }
+
+    /// Writes the start page and starts the first thread.
+    pub fn start(
+        &mut self,
+        resources: &mut Resources,
+        start: &Start,
+        entry: u64,
+    ) -> Result<(), StartError> {
+        let mut buffer = [0; MAX_START];
+        let bytes = start.encode(&mut buffer).ok_or(StartError::Description)?;
+        let window = resources.memory.take(self.number, 1).ok_or(StartError::Memory)?;
+        if !window.write(0, bytes) {
+            return Err(StartError::Description);
+        }
+        self.task.map(window, START_PAGE, rights::READ)?;
+        self.bytes += PAGE_SIZE;
+        self.thread.start(entry, STACK_TOP, START_PAGE)?;
+        Ok(())
+    }
+
+    /// Signals its notification.
+    pub fn signal(&self, events: u64) {
+        // It may have just ended.
+        let _ = self.notification.signal(events);
+    }
+
+    /// Takes everything back that it had.
+    pub fn destroy(self, resources: &mut Resources) {
+        let _ = self.thread.stop();
+        drop_slots(&mut resources.slots, &self.slots);
+        resources.memory.give_all(self.number);
+    }
+}
+
+/// Empties slots, the last taken first, so that the factory goes after what was made from it.
+fn drop_slots(slots: &mut RootSlots, held: &[Selector]) {
+    for &slot in held.iter().rev() {
+        // A slot whose object could not be made is empty already.
+        let _ = drop_capability(slot);
+        slots.give(slot);
+    }
+}

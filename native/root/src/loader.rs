@@ -1,0 +1,114 @@
+//! Puts a program into a task.
+
+use abi::{PAGE_SIZE, rights};
+use heapless::Vec;
+use hw_tables::elf::{Elf, ElfError, Machine, Segment};
+use native_rt::start::Boot;
+use native_rt::{Space, Status, Task};
+use proto::start::START_PAGE;
+
+use crate::memory::Memory;
+
+/// Lowest address of a program: page 0 and some more stay unmapped, to catch null pointers.
+const LOWEST: u64 = 0x1_0000;
+/// Most loadable segments.
+const MAX_SEGMENTS: usize = 8;
+
+/// Why a program cannot be loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoadError {
+    /// Not an executable.
+    Elf(ElfError),
+    /// Not for this machine.
+    Machine,
+    /// A segment outside of the range of programs, overlapping another, both writable and
+    /// executable, or one that pages of the file do not fit.
+    Segment(u64),
+    /// Too many segments.
+    Segments,
+    /// No memory left.
+    Memory,
+    /// The kernel refused to map it.
+    Map(Status),
+}
+
+/// A loaded program.
+pub struct Program {
+    /// Address at which it starts.
+    pub entry: u64,
+    /// Bytes that it occupies, shared ones included.
+    pub bytes: u64,
+}
+
+fn page_of(address: u64) -> u64 {
+    address & !(PAGE_SIZE - 1)
+}
+
+/// Pages that a segment touches: first address and length.
+fn pages(segment: &Segment) -> (u64, u64) {
+    let range = segment.virtual_range();
+    let first = page_of(range.start);
+    (first, range.end.next_multiple_of(PAGE_SIZE) - first)
+}
+
+/// Checks that segments are separate, inside the range of programs, and obey write xor execute.
+fn check(elf: &Elf) -> Result<Vec<Segment, MAX_SEGMENTS>, LoadError> {
+    if elf.machine() != Machine::X86_64 {
+        return Err(LoadError::Machine);
+    }
+    let mut segments = Vec::new();
+    let mut end_of_last = LOWEST;
+    for segment in elf.segments().filter(|segment| segment.memsz != 0) {
+        let bad = LoadError::Segment(segment.vaddr);
+        if segment.vaddr < end_of_last || segment.vaddr + segment.memsz > START_PAGE {
+            return Err(bad);
+        }
+        if segment.writable() && segment.executable() {
+            return Err(bad);
+        }
+        let (first, length) = pages(&segment);
+        if first < end_of_last {
+            return Err(bad);
+        }
+        // What is not written is mapped from the file itself.
+        let congruent = segment.offset % PAGE_SIZE == segment.vaddr % PAGE_SIZE;
+        if !segment.writable() && (!congruent || segment.filesz != segment.memsz) {
+            return Err(bad);
+        }
+        end_of_last = first + length;
+        segments.push(segment).map_err(|_| LoadError::Segments)?;
+    }
+    Ok(segments)
+}
+
+/// Maps the program `file`, which is in the bundle at `offset`, into a task. Read-only segments are shared with the
+/// bundle; writable ones are copied into memory of `owner`.
+pub fn load(
+    boot: &Boot,
+    memory: &mut Memory,
+    owner: usize,
+    task: Task,
+    offset: u64,
+    file: &[u8],
+) -> Result<Program, LoadError> {
+    let elf = Elf::parse(file).map_err(LoadError::Elf)?;
+    let mut bytes = 0;
+    for segment in check(&elf)? {
+        let (first, length) = pages(&segment);
+        bytes += length;
+        if !segment.writable() {
+            let execute = if segment.executable() { rights::EXECUTE } else { 0 };
+            let source = boot
+                .bundle_pages(page_of(offset + segment.offset), length)
+                .ok_or(LoadError::Segment(segment.vaddr))?;
+            task.map(source, first, rights::READ | execute).map_err(LoadError::Map)?;
+            continue;
+        }
+        let window = memory.take(owner, length / PAGE_SIZE).ok_or(LoadError::Memory)?;
+        if !window.write(segment.vaddr - first, elf.data(&segment)) {
+            return Err(LoadError::Memory);
+        }
+        task.map(window, first, rights::READ | rights::WRITE).map_err(LoadError::Map)?;
+    }
+    Ok(Program { entry: elf.entry(), bytes })
+}

@@ -1,0 +1,558 @@
+//! Starts the children, serves their gates, and decides what their ends mean.
+
+use core::fmt;
+
+use abi::bundle::Header;
+use abi::{FAULT_LABEL, FOREVER, boot};
+use heapless::Vec;
+use native_rt::start::Boot;
+use native_rt::thread::Making;
+use native_rt::{
+    Caller, Factory, Message, OwnThread, Page, Platform, Serves, Slots, error, info, reply_wait,
+    time, wait, warn,
+};
+use proto::control::{EXITED, PANICKED, STARTED, Statistics, code};
+use proto::log::{Level, MAX_TEXT};
+use proto::start::{Clock, RangeKind, Role, Start, Vmm, event};
+use proto::system::{
+    Board, MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, SerialPort, Server, System, Vm,
+};
+use proto::{DONE, REFUSED, console};
+use vmm_cpu::exit::EXIT_NAMES;
+
+use crate::alarm::{Alarm, RINGS};
+use crate::child::{Child, Resources, Shape, StartError, purpose};
+use crate::fault::Fault;
+use crate::memory::Memory;
+use crate::{leave, lines};
+
+/// Slot of root's notification.
+pub const NOTIFICATION: u64 = boot::slot::FREE;
+const ALARM_NOTIFICATION: u64 = boot::slot::FREE + 1;
+const ALARM_THREAD: u64 = boot::slot::FREE + 2;
+const ALARM_SCHED: u64 = boot::slot::FREE + 3;
+const FIRST_FREE: u64 = boot::slot::FREE + 4;
+
+/// Children are numbered: servers, tasks, virtual machines.
+const FIRST_TASK: usize = MAX_SERVERS;
+const FIRST_VM: usize = FIRST_TASK + MAX_TASKS;
+const CHILDREN: usize = FIRST_VM + MAX_VMS;
+
+/// Kernel memory of a server, in pages.
+const SERVER_QUOTA: u64 = 64;
+/// Kernel memory of a native program.
+const TASK_QUOTA: u64 = 256;
+/// Kernel memory of a VMM: for one vCPU, for each further one, and for the tables of each GiB of guest memory, in
+/// two spaces.
+const VMM_QUOTA: u64 = 64;
+const VCPU_QUOTA: u64 = 24;
+const GIB_QUOTA: u64 = 4;
+const SMALL_STACK: u64 = 16 << 10;
+const TASK_STACK: u64 = 64 << 10;
+/// Private memory of a native program.
+const TASK_MEMORY: u64 = 256 << 10;
+
+/// Shortest and longest time until a restart, in ns, and the time that a child must live to be thought healthy.
+const FIRST_DELAY: u64 = 100_000_000;
+const MAX_DOUBLINGS: u32 = 7;
+const HEALTHY: u64 = 30_000_000_000;
+/// Time for tasks to end by themselves when the system ends, and for output to leave, in ns.
+const PATIENCE: u64 = 3_000_000_000;
+
+/// What is known of a child beyond its life.
+#[derive(Clone, Copy)]
+struct Record {
+    /// Exit code of its last end.
+    ended: Option<u64>,
+    /// TSC at which to start it again.
+    restart: u64,
+    /// Restarts since it was last healthy.
+    restarts: u32,
+    /// Pages of kernel memory in use before it was made.
+    pages_before: u64,
+}
+
+const UNKNOWN: Record = Record { ended: None, restart: FOREVER, restarts: 0, pages_before: 0 };
+
+/// How far the end of the system has come.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Running,
+    /// Tasks that are left are asked to end, until this TSC value.
+    Stopping(u64),
+    /// Servers are asked to let everything out, until this TSC value.
+    Draining(u64),
+}
+
+/// How a child ended.
+enum End<'t> {
+    Exited(u64, Statistics),
+    Panicked(&'t [u8]),
+    Faulted(Fault),
+}
+
+/// Root's state.
+pub struct Manager<'a> {
+    resources: Resources<'a>,
+    header: Header<'a>,
+    system: &'a System<'a>,
+    clock: Clock,
+    children: [Option<Child>; CHILDREN],
+    records: [Record; CHILDREN],
+    alarm: Option<Alarm>,
+    phase: Phase,
+    outcome: u64,
+}
+
+impl<'a> Manager<'a> {
+    /// Takes over the machine. `thread` is the one that runs.
+    pub fn new(
+        boot: &'a Boot,
+        header: Header<'a>,
+        system: &'a System<'a>,
+        clock: Clock,
+        thread: OwnThread,
+    ) -> Self {
+        let alarm = make_alarm(thread);
+        if let Err(status) = alarm {
+            warn!("no alarm clock, so nothing is restarted: {status:?}");
+        }
+        let slots = Slots::new(FIRST_FREE);
+        Self {
+            resources: Resources { boot, memory: Memory::new(boot), slots },
+            header,
+            system,
+            clock,
+            children: [const { None }; CHILDREN],
+            records: [UNKNOWN; CHILDREN],
+            alarm: alarm.ok(),
+            phase: Phase::Running,
+            outcome: code::OK,
+        }
+    }
+
+    /// Starts everything and serves for ever.
+    pub fn run(mut self) -> ! {
+        info!("{} MiB of memory free", self.resources.memory.free() >> 20);
+        for number in 0..CHILDREN {
+            self.start(number);
+        }
+        self.advance();
+        let mut next = wait();
+        loop {
+            let answer = match next {
+                Ok(Caller::Call(badge, message)) => self.call(badge, message),
+                Ok(Caller::Events(events)) => {
+                    self.events(events);
+                    None
+                }
+                Err(_) => None,
+            };
+            next = match answer {
+                Some(answer) => reply_wait(answer),
+                None => wait(),
+            };
+        }
+    }
+
+    fn name(&self, number: usize) -> &'a str {
+        let system = self.system;
+        let vm = number.checked_sub(FIRST_VM).and_then(|index| system.vms.get(index));
+        let task = number.checked_sub(FIRST_TASK).and_then(|index| system.tasks.get(index));
+        vm.map(|vm| vm.name)
+            .or(task.map(|task| task.name))
+            .or(system.servers.get(number).map(|server| server.name))
+            .unwrap_or("?")
+    }
+
+    fn kind(number: usize) -> &'static str {
+        match number {
+            FIRST_VM.. => "vm",
+            FIRST_TASK.. => "task",
+            _ => "server",
+        }
+    }
+
+    fn essential(&self, number: usize) -> bool {
+        if let Some(index) = number.checked_sub(FIRST_VM) {
+            return self.system.vms.get(index).is_some_and(|vm| vm.essential);
+        }
+        let task = number.checked_sub(FIRST_TASK).and_then(|index| self.system.tasks.get(index));
+        task.is_some_and(|task| task.essential)
+    }
+
+    // ---- starting ----------------------------------------------------------------------------
+
+    /// Starts a child if the description has it. A failure is its end.
+    fn start(&mut self, number: usize) {
+        self.records[number].restart = FOREVER;
+        self.records[number].pages_before = pages_used();
+        let started = match number {
+            FIRST_VM.. => {
+                self.system.vms.get(number - FIRST_VM).map(|vm| self.start_vm(number, vm))
+            }
+            FIRST_TASK.. => {
+                (number - FIRST_TASK < self.system.tasks.len()).then(|| self.start_task(number))
+            }
+            _ => self.system.servers.get(number).map(|server| self.start_server(number, server)),
+        };
+        match started {
+            None => {}
+            Some(Ok(child)) => {
+                let memory = child.bytes >> 10;
+                self.children[number] = Some(child);
+                info!("{} {} started, {memory} KiB", Self::kind(number), self.name(number));
+            }
+            Some(Err(error)) => {
+                let (kind, name) = (Self::kind(number), self.name(number));
+                error!("{kind} {name} cannot be started: {error:?}");
+                self.records[number].ended = Some(code::BAD_CONFIG);
+                self.resources.memory.give_all(number);
+            }
+        }
+    }
+
+    /// Makes a child of a program in the bundle, and lets `equip` give it the rest and say its role.
+    fn build(
+        &mut self,
+        shape: &Shape,
+        binary: &str,
+        equip: impl FnOnce(&mut Self, &mut Child) -> Result<Role<'a>, StartError>,
+    ) -> Result<Child, StartError> {
+        if shape.cpu >= self.resources.boot.info.cpus {
+            return Err(StartError::Cpu(shape.cpu));
+        }
+        let file = self.header.find(binary).ok_or(StartError::File("program"))?;
+        let range = file.offset as usize..(file.offset + file.length) as usize;
+        let bytes = self.resources.boot.bundle.get(range).ok_or(StartError::Place)?;
+        let mut child = Child::new(&mut self.resources, shape)?;
+        let done = child
+            .load(&mut self.resources, (file.offset, bytes), shape.stack)
+            .and_then(|entry| Ok((entry, equip(self, &mut child)?)))
+            .and_then(|(entry, role)| {
+                let start = Start {
+                    name: self.name(shape.number),
+                    cpu: shape.cpu,
+                    priority: shape.priority,
+                    clock: self.clock,
+                    ranges: child.ranges().clone(),
+                    role,
+                };
+                child.start(&mut self.resources, &start, entry)
+            });
+        match done {
+            Ok(()) => Ok(child),
+            Err(error) => {
+                child.destroy(&mut self.resources);
+                Err(error)
+            }
+        }
+    }
+
+    fn start_server(&mut self, number: usize, server: &Server) -> Result<Child, StartError> {
+        let (port, interrupt) = match server.device {
+            device if device == self.system.log => return Err(StartError::Device),
+            SerialPort::Com1 => (0x3f8, 4),
+            SerialPort::Com2 => (0x2f8, 3),
+            SerialPort::None => return Err(StartError::Device),
+        };
+        let shape = Shape {
+            number,
+            cpu: 0,
+            priority: server.priority,
+            quota: SERVER_QUOTA,
+            stack: SMALL_STACK,
+            may_build: false,
+        };
+        self.build(&shape, server.binary, |root, child| {
+            child.add_device(&mut root.resources, port, interrupt)?;
+            Ok(Role::Console { port })
+        })
+    }
+
+    fn start_task(&mut self, number: usize) -> Result<Child, StartError> {
+        let task = &self.system.tasks[number - FIRST_TASK];
+        let shape = Shape {
+            number,
+            cpu: task.cpu,
+            priority: task.priority,
+            quota: TASK_QUOTA,
+            stack: TASK_STACK,
+            may_build: true,
+        };
+        self.build(&shape, task.binary, |root, child| {
+            child.add_private(&mut root.resources, TASK_MEMORY)?;
+            Ok(Role::Program(task.arguments.clone()))
+        })
+    }
+
+    fn start_vm(&mut self, number: usize, vm: &'a Vm<'a>) -> Result<Child, StartError> {
+        let index = number - FIRST_VM;
+        let machine = self.resources.boot.info;
+        let mut cpus: Vec<u32, { proto::system::MAX_VCPUS }> = vm.pins.clone();
+        if cpus.is_empty() {
+            let choice = |vcpu| (index as u32 + vcpu) % machine.cpus.max(1);
+            cpus.extend((0..vm.vcpus).map(choice).take(cpus.capacity()));
+        }
+        if let Some(&cpu) = cpus.iter().find(|&&cpu| cpu >= machine.cpus) {
+            return Err(StartError::Cpu(cpu));
+        }
+        let further = (cpus.len() as u64).saturating_sub(1);
+        let shape = Shape {
+            number,
+            cpu: cpus.first().copied().unwrap_or(0),
+            priority: vm.priority,
+            quota: VMM_QUOTA + VCPU_QUOTA * further + GIB_QUOTA * (vm.memory >> 30),
+            stack: SMALL_STACK,
+            may_build: further != 0,
+        };
+        self.build(&shape, vm.binary, |root, child| {
+            child.add_guest(&mut root.resources, vm.memory)?;
+            root.add_file(child, RangeKind::Kernel, vm.kernel)?;
+            if let Some(initrd) = vm.initrd {
+                root.add_file(child, RangeKind::Initrd, initrd)?;
+            }
+            if let Some(server) = vm.console {
+                let Some(Some(server)) = root.children.get(server as usize) else {
+                    return Err(StartError::Server);
+                };
+                server.session(&mut root.resources.slots, child, index as u64)?;
+            }
+            Ok(Role::Vmm(Vmm {
+                cpus,
+                memory: vm.memory,
+                command_line: vm.command_line,
+                console: vm.console.is_some(),
+                on_reset: vm.on_reset,
+                xcr0_mask: machine.xcr0_mask,
+            }))
+        })
+    }
+
+    fn add_file(&self, child: &mut Child, kind: RangeKind, name: &str) -> Result<(), StartError> {
+        let role = if kind == RangeKind::Kernel { "kernel" } else { "initrd" };
+        let file = self.header.find(name).ok_or(StartError::File(role))?;
+        child.add_file(&self.resources, kind, file.offset, file.length)
+    }
+
+    // ---- serving -----------------------------------------------------------------------------
+
+    /// Serves a call; `None` if the caller gets no answer.
+    fn call(&mut self, badge: u64, message: Message) -> Option<Message> {
+        let number = (badge >> purpose::BITS) as usize;
+        if number >= CHILDREN || self.children[number].is_none() {
+            return Some(Message::new(REFUSED, [0; 4]));
+        }
+        let mut text = [0; MAX_TEXT];
+        let page = Page::current();
+        match (badge & ((1 << purpose::BITS) - 1), message.tag.label) {
+            (purpose::LOG, proto::log::WRITE) => {
+                let text = page.bytes(message.tag.words, message.words[1], &mut text);
+                lines::write(self.name(number), Level::from_code(message.words[0]), text);
+                Some(Message::new(DONE, [0; 4]))
+            }
+            (purpose::CONTROL, STARTED) => Some(Message::new(DONE, [0; 4])),
+            (purpose::CONTROL, EXITED) => {
+                let mut words = [0; Statistics::WORDS];
+                let count = (message.tag.words as usize).min(words.len());
+                page.words(&mut words[..count]);
+                let statistics = Statistics::unpack(&words);
+                self.end(number, End::Exited(message.words[0], statistics));
+                None
+            }
+            (purpose::CONTROL, PANICKED) => {
+                let text = page.bytes(message.tag.words, message.words[0], &mut text);
+                self.end(number, End::Panicked(text));
+                None
+            }
+            (purpose::FAULT, FAULT_LABEL) => {
+                let [vector, error, address, ip] = message.words;
+                self.end(number, End::Faulted(Fault { vector, error, address, ip }));
+                None
+            }
+            _ => Some(Message::new(REFUSED, [0; 4])),
+        }
+    }
+
+    fn events(&mut self, events: u64) {
+        if events & console::DRAINED != 0 && matches!(self.phase, Phase::Draining(_)) {
+            self.leave();
+        }
+        if events & RINGS != 0 {
+            let now = time::tsc();
+            for number in 0..CHILDREN {
+                if self.records[number].restart <= now {
+                    self.start(number);
+                }
+            }
+            self.advance();
+        }
+    }
+
+    // ---- ends --------------------------------------------------------------------------------
+
+    /// Takes a child apart, says why, and decides what follows.
+    fn end(&mut self, number: usize, end: End) {
+        let (kind, name) = (Self::kind(number), self.name(number));
+        let (code, what) = match &end {
+            End::Exited(code, _) => (*code, outcome(*code, number >= FIRST_VM)),
+            End::Panicked(_) => (code::INTERNAL, "panic"),
+            End::Faulted(_) => (code::INTERNAL, "fault"),
+        };
+        match end {
+            End::Exited(..) => {}
+            End::Panicked(text) => lines::write(name, Level::Error, text),
+            End::Faulted(fault) => error!("{kind} {name}: {fault}"),
+        }
+        let Some(child) = self.children[number].take() else { return };
+        let (lived, bytes) = (time::tsc().saturating_sub(child.made), child.bytes);
+        let pages = pages_used();
+        child.destroy(&mut self.resources);
+        let kernel = pages.saturating_sub(pages_used()) * abi::PAGE_SIZE;
+        if let End::Exited(_, statistics) = end
+            && number >= FIRST_VM
+        {
+            info!("vm {name}: statistics: {}", Counts(&statistics, bytes + kernel));
+        }
+        info!("{kind} {name} ended: {what} code {code}");
+        self.records[number].ended = Some(code);
+
+        let policy = match number.checked_sub(FIRST_VM).and_then(|index| self.system.vms.get(index))
+        {
+            Some(vm) => vm.restart,
+            None => Restart::Never,
+        };
+        let again = match policy {
+            Restart::Never => false,
+            Restart::OnCrash => code >= code::INTERNAL,
+            Restart::Always => true,
+        };
+        if again && self.alarm.is_some() && self.phase == Phase::Running {
+            let record = &mut self.records[number];
+            if time::nanos(self.clock.tsc_khz, lived) >= HEALTHY {
+                record.restarts = 0;
+            }
+            let delay = FIRST_DELAY << record.restarts.min(MAX_DOUBLINGS);
+            record.restarts = record.restarts.saturating_add(1);
+            record.restart = time::after(&self.clock, delay);
+            info!("{kind} {name} starts again in {} ms", delay / 1_000_000);
+        }
+        self.advance();
+    }
+
+    fn is_over(&self, number: usize) -> bool {
+        self.children[number].is_none() && self.records[number].restart == FOREVER
+    }
+
+    /// Goes to the next phase if the time has come, and sets the alarm for what is next.
+    fn advance(&mut self) {
+        let now = time::tsc();
+        if self.phase == Phase::Running {
+            let none_essential = (FIRST_TASK..CHILDREN).all(|number| !self.essential(number));
+            let over = (FIRST_TASK..CHILDREN)
+                .filter(|&number| none_essential || self.essential(number))
+                .all(|number| self.is_over(number));
+            if over {
+                info!("all guests ended");
+                self.phase = Phase::Stopping(time::after(&self.clock, PATIENCE));
+                self.records.iter_mut().for_each(|record| record.restart = FOREVER);
+                for child in self.children[FIRST_TASK..FIRST_VM].iter().flatten() {
+                    child.signal(event::STOP);
+                }
+            }
+        }
+        if let Phase::Stopping(until) = self.phase {
+            let left = self.children[FIRST_TASK..FIRST_VM].iter().flatten().count();
+            if left == 0 || now >= until {
+                for number in FIRST_TASK..FIRST_VM {
+                    if self.children[number].is_some() {
+                        warn!("task {} does not end", self.name(number));
+                    }
+                }
+                self.outcome = self.judge();
+                self.phase = Phase::Draining(time::after(&self.clock, PATIENCE));
+                for child in self.children[..FIRST_TASK].iter().flatten() {
+                    child.signal(console::DRAIN);
+                }
+            }
+        }
+        if let Phase::Draining(until) = self.phase
+            && (now >= until || self.children[..FIRST_TASK].iter().flatten().count() == 0)
+        {
+            self.leave();
+        }
+        let phase_ends = match self.phase {
+            Phase::Running => FOREVER,
+            Phase::Stopping(until) | Phase::Draining(until) => until,
+        };
+        let next = self.records.iter().map(|record| record.restart).fold(phase_ends, u64::min);
+        if let Some(alarm) = &self.alarm {
+            alarm.set(next);
+        }
+    }
+
+    /// The outcome of the system: the first failure, in the order of the description.
+    fn judge(&self) -> u64 {
+        let failure = |number: &usize| {
+            let code = self.records[*number].ended.unwrap_or(code::OK);
+            // A task that was only there until the others ended still has its say then.
+            (self.essential(*number) || *number < FIRST_VM && code < code::INTERNAL)
+                && code != code::OK
+        };
+        (FIRST_TASK..CHILDREN)
+            .find(failure)
+            .and_then(|number| self.records[number].ended)
+            .unwrap_or(code::OK)
+    }
+
+    fn leave(&self) -> ! {
+        info!("outcome {}", self.outcome);
+        leave(self.system.board == Board::QemuQ35, self.outcome)
+    }
+}
+
+fn make_alarm(thread: OwnThread) -> Result<Alarm, native_rt::Status> {
+    const PRIORITY: u8 = 63;
+    let factory = Factory::at(boot::slot::FACTORY);
+    let notification = factory.notification(NOTIFICATION)?;
+    thread.bind_notification(notification)?;
+    let own = factory.notification(ALARM_NOTIFICATION)?;
+    let sched = factory.sched_context(ALARM_SCHED, PRIORITY, 1_000_000, 0)?;
+    let making = Making { factory, task: boot::slot::TASK, slot: ALARM_THREAD, cpu: 0, sched };
+    Alarm::start(making, own, notification)
+}
+
+/// Pages of kernel memory in use.
+fn pages_used() -> u64 {
+    Platform::at(boot::slot::PLATFORM).stats().map_or(0, |stats| stats.pages_used)
+}
+
+/// What an exit code means.
+fn outcome(code: u64, of_vm: bool) -> &'static str {
+    match code {
+        code::OK if of_vm => "power-off",
+        code::BAD_CONFIG => "bad configuration",
+        code::INTERNAL => "internal error",
+        code::GUEST_PANIC => "guest panic",
+        code::GUEST_FAULT => "guest fault",
+        code::WATCHDOG => "watchdog",
+        code::RESET => "reset",
+        _ => "exit",
+    }
+}
+
+/// Statistics of a VMM as `name=value`, with the bytes that it used in all.
+struct Counts<'s>(&'s Statistics, u64);
+
+impl fmt::Display for Counts<'_> {
+    fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
+        let Self(statistics, bytes) = self;
+        write!(to, "entries={} settled={} bytes={bytes}", statistics.entries, statistics.settled)?;
+        for (name, count) in
+            EXIT_NAMES.iter().zip(statistics.exits).filter(|(_, count)| *count != 0)
+        {
+            write!(to, " {name}={count}")?;
+        }
+        Ok(())
+    }
+}
