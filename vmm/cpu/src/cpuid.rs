@@ -337,7 +337,7 @@ impl CpuidTable {
             leaf::SIZES => [
                 a,
                 b & (sizes_b::CLZERO | sizes_b::XSAVEERPTR | sizes_b::WBNOINVD),
-                self.vcpus - 1 | self.id_bits() << 12,
+                (self.vcpus - 1) | self.id_bits() << 12,
                 0,
             ],
             leaf::AMD_FEATURES_2 => {

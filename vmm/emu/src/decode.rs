@@ -1,0 +1,769 @@
+//! Decoding of the instructions that access device memory in practice (AMD APM vol. 3, chapter 1 and
+//! appendix A).
+//!
+//! Accepted: moves of all sizes, the eight arithmetic and logic operations, `TEST`, `XCHG`, `XADD`, `CMPXCHG`,
+//! `INC`, `DEC`, `NOT`, `NEG`, bit tests, `MOVS`, `STOS`, `LODS`, `INS`, `OUTS`; in 16-, 32- and 64-bit code with
+//! all prefixes. Everything else is unknown. An accepted instruction has the length and operands that the manual
+//! gives it: tests compare with another decoder.
+
+use vmm_cpu::walk::CodeSize;
+use vmm_cpu::{Gpr, Seg};
+
+/// Arithmetic and logic operations, numbered as opcodes encode them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Alu {
+    /// Addition.
+    Add,
+    /// Inclusive or.
+    Or,
+    /// Addition with carry.
+    Adc,
+    /// Subtraction with borrow.
+    Sbb,
+    /// And.
+    And,
+    /// Subtraction.
+    Sub,
+    /// Exclusive or.
+    Xor,
+    /// Subtraction without result.
+    Cmp,
+}
+
+/// Bit tests, numbered as opcodes encode them (from 4).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum BitOp {
+    /// Test only.
+    Test,
+    /// Then set.
+    Set,
+    /// Then clear.
+    Reset,
+    /// Then invert.
+    Complement,
+}
+
+/// What an instruction does. "First" and "second" are its operands in manual order.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Op {
+    /// First becomes the second.
+    Mov,
+    /// First becomes the second, which is narrower, zero-extended.
+    MovZx,
+    /// First becomes the second, which is narrower, sign-extended.
+    MovSx,
+    /// First becomes the second with its bytes reversed.
+    MovBe,
+    /// First becomes the result, except of `CMP`.
+    Alu(Alu),
+    /// Flags of the "and" of both.
+    Test,
+    /// Exchange.
+    Xchg,
+    /// Exchange, then first becomes the sum.
+    Xadd,
+    /// First becomes the second if it equals the accumulator, which becomes the first otherwise.
+    Cmpxchg,
+    /// First plus 1.
+    Inc,
+    /// First minus 1.
+    Dec,
+    /// Inverted bits.
+    Not,
+    /// Negative.
+    Neg,
+    /// A bit of the first, selected by the second.
+    Bit(BitOp),
+    /// `[rDI]` becomes `[rSI]`.
+    Movs,
+    /// `[rDI]` becomes the accumulator.
+    Stos,
+    /// The accumulator becomes `[rSI]`.
+    Lods,
+    /// `[rDI]` becomes what the port in `dx` gives.
+    Ins,
+    /// The port in `dx` is written with `[rSI]`.
+    Outs,
+}
+
+/// Base of an effective address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Base {
+    /// None.
+    None,
+    /// A register.
+    Register(Gpr),
+    /// The next instruction's address.
+    Next,
+}
+
+/// A memory operand.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Address {
+    /// Segment.
+    pub segment: Seg,
+    /// Base.
+    pub base: Base,
+    /// Index and the power of two it is scaled by.
+    pub index: Option<(Gpr, u8)>,
+    /// Displacement, sign-extended.
+    pub displacement: u64,
+}
+
+/// An operand.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Operand {
+    /// None.
+    None,
+    /// In memory.
+    Memory(Address),
+    /// A general register; `high`: bits 15:8 of it (`AH`, `CH`, `DH`, `BH`).
+    Register {
+        /// Which.
+        register: Gpr,
+        /// The high byte.
+        high: bool,
+    },
+    /// A constant, sign-extended where the manual says so.
+    Immediate(u64),
+}
+
+/// A decoded instruction.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Instruction {
+    /// What it does.
+    pub op: Op,
+    /// Bytes of its operands: 1, 2, 4 or 8.
+    pub size: u8,
+    /// Bytes of the second operand, where it is narrower.
+    pub source_size: u8,
+    /// First operand.
+    pub first: Operand,
+    /// Second operand.
+    pub second: Operand,
+    /// Segment of `[rSI]` of a string instruction.
+    pub segment: Seg,
+    /// Bytes of an address: 2, 4 or 8.
+    pub address_size: u8,
+    /// `REP`.
+    pub repeat: bool,
+    /// Bytes of the instruction.
+    pub length: u8,
+}
+
+/// Why bytes are not decoded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum DecodeError {
+    /// More bytes are needed.
+    Truncated,
+    /// Not among the accepted instructions.
+    Unknown,
+}
+
+/// Bytes being read.
+struct Bytes<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl Bytes<'_> {
+    fn byte(&mut self) -> Result<u8, DecodeError> {
+        if self.at >= 15 {
+            return Err(DecodeError::Unknown);
+        }
+        let byte = *self.bytes.get(self.at).ok_or(DecodeError::Truncated)?;
+        self.at += 1;
+        Ok(byte)
+    }
+
+    /// A little-endian number of `size` bytes, sign-extended.
+    fn number(&mut self, size: u8) -> Result<u64, DecodeError> {
+        let mut value = 0;
+        for shift in 0..size {
+            value |= u64::from(self.byte()?) << (8 * shift);
+        }
+        Ok(sign_extend(value, size))
+    }
+}
+
+/// The value of the low `size` bytes, sign-extended.
+pub fn sign_extend(value: u64, size: u8) -> u64 {
+    let unused = 64 - 8 * u32::from(size.clamp(1, 8));
+    ((value << unused) as i64 >> unused) as u64
+}
+
+#[derive(Clone, Copy)]
+struct Prefixes {
+    operand: bool,
+    address: bool,
+    repeat: Option<u8>,
+    lock: bool,
+    segment: Option<Seg>,
+    rex: u8,
+}
+
+impl Prefixes {
+    const REX_W: u8 = 1 << 3;
+
+    fn read(bytes: &mut Bytes, mode: CodeSize) -> Result<(Self, u8), DecodeError> {
+        let mut found = Self {
+            operand: false,
+            address: false,
+            repeat: None,
+            lock: false,
+            segment: None,
+            rex: 0,
+        };
+        loop {
+            let byte = bytes.byte()?;
+            match byte {
+                0x66 => found.operand = true,
+                0x67 => found.address = true,
+                0xf0 => found.lock = true,
+                0xf2 | 0xf3 => found.repeat = Some(byte),
+                // In 64-bit mode these four mean nothing (APM vol. 3, section 1.2.4).
+                0x26 | 0x2e | 0x36 | 0x3e if mode == CodeSize::Bits64 => {}
+                0x26 => found.segment = Some(Seg::Es),
+                0x2e => found.segment = Some(Seg::Cs),
+                0x36 => found.segment = Some(Seg::Ss),
+                0x3e => found.segment = Some(Seg::Ds),
+                0x64 => found.segment = Some(Seg::Fs),
+                0x65 => found.segment = Some(Seg::Gs),
+                // REX counts only directly before the opcode.
+                0x40..=0x4f if mode == CodeSize::Bits64 => {
+                    found.rex = byte;
+                    return Ok((found, bytes.byte()?));
+                }
+                _ => return Ok((found, byte)),
+            }
+        }
+    }
+
+    fn rex_bit(&self, bit: u8) -> u8 {
+        self.rex >> bit & 1
+    }
+}
+
+/// Reads an instruction. `bytes` are at most 15, from its first on.
+///
+/// # Errors
+/// See [`DecodeError`].
+pub fn decode(bytes: &[u8], mode: CodeSize) -> Result<Instruction, DecodeError> {
+    let mut bytes = Bytes { bytes, at: 0 };
+    let (prefixes, opcode) = Prefixes::read(&mut bytes, mode)?;
+    let mut decoder = Decoder::new(bytes, prefixes, mode);
+    let mut instruction = match opcode {
+        0x0f => {
+            let second = decoder.bytes.byte()?;
+            decoder.two_byte(second)?
+        }
+        _ => decoder.one_byte(opcode)?,
+    };
+    instruction.length = decoder.bytes.at as u8;
+    // What LOCK may stand before has a memory operand that it writes (APM vol. 3, section 1.2.5).
+    let lockable = match instruction.op {
+        Op::Alu(op) => op != Alu::Cmp,
+        Op::Bit(op) => op != BitOp::Test,
+        Op::Xchg | Op::Xadd | Op::Cmpxchg | Op::Inc | Op::Dec | Op::Not | Op::Neg => true,
+        _ => false,
+    };
+    if prefixes.lock && !(lockable && matches!(instruction.first, Operand::Memory(_))) {
+        return Err(DecodeError::Unknown);
+    }
+    Ok(instruction)
+}
+
+struct Decoder<'a> {
+    bytes: Bytes<'a>,
+    prefixes: Prefixes,
+    mode: CodeSize,
+    /// Operand size where the opcode does not say "byte".
+    wide: u8,
+    address_size: u8,
+}
+
+impl<'a> Decoder<'a> {
+    fn new(bytes: Bytes<'a>, prefixes: Prefixes, mode: CodeSize) -> Self {
+        let long = mode == CodeSize::Bits64;
+        let wide = match (mode, prefixes.operand) {
+            (CodeSize::Bits64, _) if prefixes.rex & Prefixes::REX_W != 0 => 8,
+            (CodeSize::Bits16, false) | (CodeSize::Bits32 | CodeSize::Bits64, true) => 2,
+            _ => 4,
+        };
+        let address_size = match (mode, prefixes.address) {
+            (_, false) if long => 8,
+            (CodeSize::Bits16, false) | (CodeSize::Bits32, true) => 2,
+            _ => 4,
+        };
+        Self { bytes, prefixes, mode, wide, address_size }
+    }
+
+    fn size(&self, opcode: u8) -> u8 {
+        if opcode & 1 == 0 { 1 } else { self.wide }
+    }
+
+    fn make(&self, op: Op, size: u8, first: Operand, second: Operand) -> Instruction {
+        Instruction {
+            op,
+            size,
+            source_size: size,
+            first,
+            second,
+            segment: self.prefixes.segment.unwrap_or(Seg::Ds),
+            address_size: self.address_size,
+            repeat: false,
+            length: 0,
+        }
+    }
+
+    fn one_byte(&mut self, opcode: u8) -> Result<Instruction, DecodeError> {
+        let size = self.size(opcode);
+        Ok(match opcode {
+            0x00..=0x3f if opcode & 7 < 4 => {
+                let op = Op::Alu(alu(opcode >> 3));
+                let (memory, register) = self.operands(size, size)?;
+                if opcode & 2 == 0 {
+                    self.make(op, size, memory, register)
+                } else {
+                    self.make(op, size, register, memory)
+                }
+            }
+            // The manuals do not agree on the 16-bit form, which nobody uses.
+            0x63 if self.mode == CodeSize::Bits64 && self.wide != 2 => {
+                let (memory, register) = self.operands(4, self.wide)?;
+                Instruction { source_size: 4, ..self.make(Op::MovSx, self.wide, register, memory) }
+            }
+            0x6c..=0x6f => {
+                // There is no 64-bit port access.
+                let size = size.min(4);
+                self.string(if opcode < 0x6e { Op::Ins } else { Op::Outs }, size)
+            }
+            0x80 | 0x81 | 0x83 => {
+                let (memory, selector) = self.group(size)?;
+                let immediate =
+                    self.bytes.number(if opcode == 0x81 { size.min(4) } else { 1 })?;
+                self.make(Op::Alu(alu(selector)), size, memory, Operand::Immediate(immediate))
+            }
+            0x84 | 0x85 => {
+                let (memory, register) = self.operands(size, size)?;
+                self.make(Op::Test, size, memory, register)
+            }
+            0x86 | 0x87 => {
+                let (memory, register) = self.operands(size, size)?;
+                self.make(Op::Xchg, size, memory, register)
+            }
+            0x88 | 0x89 => {
+                let (memory, register) = self.operands(size, size)?;
+                self.make(Op::Mov, size, memory, register)
+            }
+            0x8a | 0x8b => {
+                let (memory, register) = self.operands(size, size)?;
+                self.make(Op::Mov, size, register, memory)
+            }
+            0xa0..=0xa3 => {
+                let displacement = self.bytes.number(self.address_size)?;
+                let displacement = displacement & ones(self.address_size);
+                let memory = Operand::Memory(Address {
+                    segment: self.prefixes.segment.unwrap_or(Seg::Ds),
+                    base: Base::None,
+                    index: None,
+                    displacement,
+                });
+                let accumulator = Operand::Register { register: Gpr::Rax, high: false };
+                if opcode < 0xa2 {
+                    self.make(Op::Mov, size, accumulator, memory)
+                } else {
+                    self.make(Op::Mov, size, memory, accumulator)
+                }
+            }
+            0xa4 | 0xa5 => self.string(Op::Movs, size),
+            0xaa | 0xab => self.string(Op::Stos, size),
+            0xac | 0xad => self.string(Op::Lods, size),
+            0xc6 | 0xc7 => {
+                let (memory, 0) = self.group(size)? else { return Err(DecodeError::Unknown) };
+                let immediate = self.bytes.number(size.min(4))?;
+                self.make(Op::Mov, size, memory, Operand::Immediate(immediate))
+            }
+            0xf6 | 0xf7 => {
+                let (memory, selector) = self.group(size)?;
+                match selector {
+                    0 | 1 => {
+                        let immediate = self.bytes.number(size.min(4))?;
+                        self.make(Op::Test, size, memory, Operand::Immediate(immediate))
+                    }
+                    2 => self.make(Op::Not, size, memory, Operand::None),
+                    3 => self.make(Op::Neg, size, memory, Operand::None),
+                    _ => return Err(DecodeError::Unknown),
+                }
+            }
+            0xfe | 0xff => {
+                let op = match self.group(size)? {
+                    (memory, 0) => (Op::Inc, memory),
+                    (memory, 1) => (Op::Dec, memory),
+                    _ => return Err(DecodeError::Unknown),
+                };
+                self.make(op.0, size, op.1, Operand::None)
+            }
+            _ => return Err(DecodeError::Unknown),
+        })
+    }
+
+    fn two_byte(&mut self, opcode: u8) -> Result<Instruction, DecodeError> {
+        let size = self.size(opcode);
+        Ok(match opcode {
+            0xa3 | 0xab | 0xb3 | 0xbb => {
+                let (memory, register) = self.operands(self.wide, self.wide)?;
+                self.make(Op::Bit(bit_op(opcode >> 3)), self.wide, memory, register)
+            }
+            0xba => {
+                let (memory, selector) = self.group(self.wide)?;
+                if selector < 4 {
+                    return Err(DecodeError::Unknown);
+                }
+                // The bit is within the operand.
+                let bit = u64::from(self.bytes.byte()?) & (8 * u64::from(self.wide) - 1);
+                let op = Op::Bit(bit_op(selector));
+                self.make(op, self.wide, memory, Operand::Immediate(bit))
+            }
+            0xb0 | 0xb1 => {
+                let (memory, register) = self.operands(size, size)?;
+                self.make(Op::Cmpxchg, size, memory, register)
+            }
+            0xb6 | 0xb7 | 0xbe | 0xbf => {
+                let source_size = if opcode & 1 == 0 { 1 } else { 2 };
+                let op = if opcode < 0xb8 { Op::MovZx } else { Op::MovSx };
+                let (memory, register) = self.operands(source_size, self.wide)?;
+                Instruction { source_size, ..self.make(op, self.wide, register, memory) }
+            }
+            0xc0 | 0xc1 => {
+                let (memory, register) = self.operands(size, size)?;
+                self.make(Op::Xadd, size, memory, register)
+            }
+            0xc3 if self.prefixes.repeat.is_none() && !self.prefixes.operand => {
+                // MOVNTI: a move that does not stay in the cache. It has no 16-bit form.
+                let size = self.wide.max(4);
+                let (memory @ Operand::Memory(_), register) = self.operands(size, size)? else {
+                    return Err(DecodeError::Unknown);
+                };
+                self.make(Op::Mov, size, memory, register)
+            }
+            0x38 => {
+                let third = self.bytes.byte()?;
+                // With F2 these are CRC32, with F3 nothing.
+                if !matches!(third, 0xf0 | 0xf1) || self.prefixes.repeat.is_some() {
+                    return Err(DecodeError::Unknown);
+                }
+                let (memory @ Operand::Memory(_), register) = self.operands(self.wide, self.wide)?
+                else {
+                    return Err(DecodeError::Unknown);
+                };
+                if third == 0xf0 {
+                    self.make(Op::MovBe, self.wide, register, memory)
+                } else {
+                    self.make(Op::MovBe, self.wide, memory, register)
+                }
+            }
+            _ => return Err(DecodeError::Unknown),
+        })
+    }
+
+    fn string(&self, op: Op, size: u8) -> Instruction {
+        let instruction = self.make(op, size, Operand::None, Operand::None);
+        Instruction { repeat: self.prefixes.repeat.is_some(), ..instruction }
+    }
+
+    /// A general register of `size` bytes by its encoding with REX bit.
+    fn register(&self, code: u8, size: u8) -> Operand {
+        if size == 1 && self.prefixes.rex == 0 && code & 0xc == 4 {
+            return Operand::Register { register: Gpr::from_code(code & 3), high: true };
+        }
+        Operand::Register { register: Gpr::from_code(code), high: false }
+    }
+
+    /// The r/m operand and the register operand of a ModRM byte, of these sizes.
+    fn operands(&mut self, memory: u8, register: u8) -> Result<(Operand, Operand), DecodeError> {
+        let modrm = self.bytes.byte()?;
+        let code = modrm >> 3 & 7 | self.prefixes.rex_bit(2) << 3;
+        let register = self.register(code, register);
+        Ok((self.place(modrm, memory)?, register))
+    }
+
+    /// The r/m operand and the opcode extension of a ModRM byte.
+    fn group(&mut self, size: u8) -> Result<(Operand, u8), DecodeError> {
+        let modrm = self.bytes.byte()?;
+        Ok((self.place(modrm, size)?, modrm >> 3 & 7))
+    }
+
+    fn place(&mut self, modrm: u8, size: u8) -> Result<Operand, DecodeError> {
+        if modrm >> 6 == 3 {
+            return Ok(self.register(modrm & 7 | self.prefixes.rex_bit(0) << 3, size));
+        }
+        let address =
+            if self.address_size == 2 { self.address_16(modrm)? } else { self.address_32(modrm)? };
+        Ok(Operand::Memory(address))
+    }
+
+    /// 16-bit addressing (APM vol. 3, table A-33).
+    fn address_16(&mut self, modrm: u8) -> Result<Address, DecodeError> {
+        let (mode, place) = (modrm >> 6, modrm & 7);
+        let direct = mode == 0 && place == 6;
+        let (base, index) = match place {
+            0 => (Gpr::Rbx, Some((Gpr::Rsi, 0))),
+            1 => (Gpr::Rbx, Some((Gpr::Rdi, 0))),
+            2 => (Gpr::Rbp, Some((Gpr::Rsi, 0))),
+            3 => (Gpr::Rbp, Some((Gpr::Rdi, 0))),
+            4 => (Gpr::Rsi, None),
+            5 => (Gpr::Rdi, None),
+            6 => (Gpr::Rbp, None),
+            _ => (Gpr::Rbx, None),
+        };
+        let displacement = match mode {
+            0 if direct => self.bytes.number(2)? & 0xffff,
+            0 => 0,
+            1 => self.bytes.number(1)?,
+            _ => self.bytes.number(2)?,
+        };
+        let stack = base == Gpr::Rbp && !direct;
+        Ok(Address {
+            segment: self.segment(stack),
+            base: if direct { Base::None } else { Base::Register(base) },
+            index,
+            displacement,
+        })
+    }
+
+    /// 32- and 64-bit addressing (APM vol. 3, tables ).
+    fn address_32(&mut self, modrm: u8) -> Result<Address, DecodeError> {
+        let mode = modrm >> 6;
+        let mut code = modrm & 7;
+        let mut index = None;
+        let with_sib = code == 4;
+        if with_sib {
+            let sib = self.bytes.byte()?;
+            let index_code = sib >> 3 & 7 | self.prefixes.rex_bit(1) << 3;
+            // Code 4 without REX.X is "no index".
+            index = (index_code != 4).then(|| (Gpr::from_code(index_code), sib >> 6));
+            code = sib & 7;
+        }
+        let absolute = mode == 0 && code == 5;
+        let base = if !absolute {
+            Base::Register(Gpr::from_code(code | self.prefixes.rex_bit(0) << 3))
+        } else if with_sib || self.mode != CodeSize::Bits64 {
+            Base::None
+        } else {
+            Base::Next
+        };
+        let displacement = match mode {
+            0 if absolute => self.bytes.number(4)?,
+            0 => 0,
+            1 => self.bytes.number(1)?,
+            _ => self.bytes.number(4)?,
+        };
+        let stack = matches!(base, Base::Register(Gpr::Rsp | Gpr::Rbp));
+        Ok(Address { segment: self.segment(stack), base, index, displacement })
+    }
+
+    fn segment(&self, stack: bool) -> Seg {
+        self.prefixes.segment.unwrap_or(if stack { Seg::Ss } else { Seg::Ds })
+    }
+}
+
+/// All bits of `size` bytes.
+pub fn ones(size: u8) -> u64 {
+    u64::MAX >> (64 - 8 * u32::from(size.clamp(1, 8)))
+}
+
+fn alu(code: u8) -> Alu {
+    match code & 7 {
+        0 => Alu::Add,
+        1 => Alu::Or,
+        2 => Alu::Adc,
+        3 => Alu::Sbb,
+        4 => Alu::And,
+        5 => Alu::Sub,
+        6 => Alu::Xor,
+        _ => Alu::Cmp,
+    }
+}
+
+fn bit_op(code: u8) -> BitOp {
+    match code & 3 {
+        0 => BitOp::Test,
+        1 => BitOp::Set,
+        2 => BitOp::Reset,
+        _ => BitOp::Complement,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use yaxpeax_arch::LengthedInstruction;
+    use yaxpeax_x86::{long_mode, protected_mode, real_mode};
+
+    /// What another decoder says: length, name, bytes of the memory operand if there is one.
+    struct Oracle {
+        length: u64,
+        name: String,
+        memory: Option<u8>,
+    }
+
+    macro_rules! oracle {
+        ($module:ident, $bytes:expr) => {
+            $module::InstDecoder::default().decode_slice($bytes).ok().map(|found| Oracle {
+                length: found.len().to_const().into(),
+                name: found.opcode().to_string(),
+                memory: (0..found.operand_count())
+                    .any(|i| found.operand(i).is_memory())
+                    .then(|| found.mem_size().and_then(|size| size.bytes_size()).unwrap_or(0)),
+            })
+        };
+    }
+
+    fn oracle(bytes: &[u8], mode: CodeSize) -> Option<Oracle> {
+        match mode {
+            CodeSize::Bits64 => oracle!(long_mode, bytes),
+            CodeSize::Bits32 => oracle!(protected_mode, bytes),
+            CodeSize::Bits16 => oracle!(real_mode, bytes),
+        }
+    }
+
+    fn name(op: Op) -> &'static [&'static str] {
+        match op {
+            Op::Mov => &["mov", "movnti"],
+            Op::MovZx => &["movzx"],
+            Op::MovSx => &["movsx", "movsxd"],
+            Op::MovBe => &["movbe"],
+            Op::Alu(Alu::Add) => &["add"],
+            Op::Alu(Alu::Or) => &["or"],
+            Op::Alu(Alu::Adc) => &["adc"],
+            Op::Alu(Alu::Sbb) => &["sbb"],
+            Op::Alu(Alu::And) => &["and"],
+            Op::Alu(Alu::Sub) => &["sub"],
+            Op::Alu(Alu::Xor) => &["xor"],
+            Op::Alu(Alu::Cmp) => &["cmp"],
+            Op::Test => &["test"],
+            Op::Xchg => &["xchg"],
+            Op::Xadd => &["xadd"],
+            Op::Cmpxchg => &["cmpxchg"],
+            Op::Inc => &["inc"],
+            Op::Dec => &["dec"],
+            Op::Not => &["not"],
+            Op::Neg => &["neg"],
+            Op::Bit(BitOp::Test) => &["bt"],
+            Op::Bit(BitOp::Set) => &["bts"],
+            Op::Bit(BitOp::Reset) => &["btr"],
+            Op::Bit(BitOp::Complement) => &["btc"],
+            Op::Movs => &["movs"],
+            Op::Stos => &["stos"],
+            Op::Lods => &["lods"],
+            Op::Ins => &["ins"],
+            Op::Outs => &["outs"],
+        }
+    }
+
+    fn modes() -> impl Strategy<Value = CodeSize> {
+        prop_oneof![Just(CodeSize::Bits16), Just(CodeSize::Bits32), Just(CodeSize::Bits64)]
+    }
+
+    fn prefix() -> impl Strategy<Value = u8> {
+        prop_oneof![
+            Just(0x66),
+            Just(0x67),
+            Just(0x64),
+            Just(0x26),
+            Just(0x36),
+            Just(0xf3),
+            0x40_u8..0x50,
+        ]
+    }
+
+    /// Bytes that often start an accepted instruction.
+    fn likely() -> impl Strategy<Value = Vec<u8>> {
+        let opcode = prop_oneof![
+            any::<u8>().prop_map(|byte| vec![byte]),
+            any::<u8>().prop_map(|byte| vec![0x0f, byte]),
+            (0xf0_u8..0xf2).prop_map(|byte| vec![0x0f, 0x38, byte]),
+        ];
+        (proptest::collection::vec(prefix(), 0..3), opcode, any::<[u8; 12]>()).prop_map(
+            |(prefixes, opcode, rest)| {
+                let mut bytes = prefixes;
+                bytes.extend(opcode);
+                bytes.extend(rest);
+                bytes.truncate(15);
+                bytes
+            },
+        )
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 40_000, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// What is accepted means the same to another decoder.
+        #[test]
+        fn agrees_with_another_decoder(bytes in likely(), mode in modes()) {
+            let Ok(found) = decode(&bytes, mode) else { return Ok(()) };
+            let Some(other) = oracle(&bytes, mode) else {
+                return Err(TestCaseError::fail(format!("only we decode {bytes:02x?} {mode:?}: {found:?}")));
+            };
+            let what = format!("{bytes:02x?} {mode:?}: {found:?} {}", other.name);
+            prop_assert_eq!(u64::from(found.length), other.length, "{}", what);
+            prop_assert!(name(found.op).contains(&other.name.as_str()), "{}", what);
+            let is_memory = |operand| matches!(operand, Operand::Memory(_));
+            let string = matches!(found.op, Op::Movs | Op::Stos | Op::Lods | Op::Ins | Op::Outs);
+            // Of a bit test with a constant the other decoder says 8 bytes in 64-bit code, whatever the prefixes.
+            let sized = !matches!((found.op, found.second), (Op::Bit(_), Operand::Immediate(_)));
+            if !string && sized {
+                let size = if is_memory(found.second) { found.source_size } else { found.size };
+                let memory =
+                    (is_memory(found.first) || is_memory(found.second)).then_some(size);
+                prop_assert_eq!(memory, other.memory, "{}", what);
+            }
+        }
+
+        /// Nothing crashes, and a prefix of an instruction is truncated, not something else.
+        #[test]
+        fn shorter_is_truncated(bytes in likely(), mode in modes()) {
+            if let Ok(found) = decode(&bytes, mode) {
+                for length in 0..usize::from(found.length) {
+                    prop_assert_eq!(decode(&bytes[..length], mode), Err(DecodeError::Truncated));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn operands() {
+        let memory = |bytes: &[u8], mode| {
+            let found = decode(bytes, mode).unwrap();
+            match (found.first, found.second) {
+                (Operand::Memory(address), _) | (_, Operand::Memory(address)) => address,
+                _ => panic!("no memory operand in {found:?}"),
+            }
+        };
+        // mov eax, [r12+rcx*4-8]
+        let found = memory(&[0x41, 0x8b, 0x44, 0x8c, 0xf8], CodeSize::Bits64);
+        let expected = Address {
+            segment: Seg::Ds,
+            base: Base::Register(Gpr::R12),
+            index: Some((Gpr::Rcx, 2)),
+            displacement: (-8_i64) as u64,
+        };
+        assert_eq!(found, expected);
+        // mov [rip+0x100], eax
+        let found = memory(&[0x89, 0x05, 0, 1, 0, 0], CodeSize::Bits64);
+        assert_eq!((found.base, found.displacement), (Base::Next, 0x100));
+        // mov [0x100], eax
+        let found = memory(&[0x89, 0x05, 0, 1, 0, 0], CodeSize::Bits32);
+        assert_eq!((found.base, found.displacement), (Base::None, 0x100));
+        // mov [rsp], eax; mov eax, gs:[0]
+        let found = memory(&[0x89, 0x04, 0x24], CodeSize::Bits64);
+        assert_eq!((found.segment, found.base), (Seg::Ss, Base::Register(Gpr::Rsp)));
+        let found = memory(&[0x65, 0xa1, 0, 0, 0, 0, 0, 0, 0, 0], CodeSize::Bits64);
+        assert_eq!((found.segment, found.base), (Seg::Gs, Base::None));
+        // mov al, [bp+di+2]
+        let found = memory(&[0x8a, 0x43, 2], CodeSize::Bits16);
+        assert_eq!((found.segment, found.index), (Seg::Ss, Some((Gpr::Rdi, 0))));
+    }
+}
