@@ -169,7 +169,7 @@ impl Child {
         if shape.may_build {
             let all = rights::MAP | rights::THREAD | rights::DELEGATE;
             task.give(task.selector(), slot::TASK, all)?;
-            let all = rights::CONTROL | rights::SERVE | rights::DELEGATE;
+            let all = rights::CONTROL | rights::SERVE;
             task.give(thread.selector(), slot::THREAD, all)?;
         }
         Ok(Self {

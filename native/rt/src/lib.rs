@@ -48,7 +48,9 @@ pub mod time;
 mod vcpu;
 
 pub use abi::Status;
-pub use memory::{Space, Window, accept_memory, received_memory, revoke_capability};
+pub use memory::{
+    Space, Window, accept_memory, copy_capability, received_memory, revoke_capability,
+};
 pub use objects::{
     Caller, Factory, Gate, Irq, Message, Notification, OwnThread, Platform, SchedContext, Serves,
     Task, Thread, Vm, drop_capability, reply, reply_wait, wait, yield_now,

@@ -182,6 +182,11 @@ impl Task {
     }
 }
 
+/// Copies a capability to a free slot of this task, with these of its rights.
+pub fn copy_capability(capability: Selector, slot: Selector, rights: u8) -> Result<(), Status> {
+    delegate(ops::SELF, Item::capability(rights), capability, slot)
+}
+
 fn delegate(target: Selector, item: Item, source: u64, destination: u64) -> Result<(), Status> {
     // SAFETY: memory comes out of a window. It goes to another space, or to where nothing was
     // mapped in this one.

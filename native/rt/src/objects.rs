@@ -130,6 +130,14 @@ fn bind(thread: Selector, binding: Binding, object: Selector) -> Result<(), Stat
     unsafe { call(Op::ThreadBind, [thread, binding as u64, object, 0, 0, 0]) }.map(drop)
 }
 
+impl OwnThread {
+    /// Stops it; what it waits for is aborted.
+    pub fn stop(self) -> Result<(), Status> {
+        // SAFETY: no memory changes.
+        unsafe { call(Op::ThreadStop, [self.0, 0, 0, 0, 0, 0]) }.map(drop)
+    }
+}
+
 impl Factory {
     fn create(self, kind: Kind, slot: Selector, arguments: [u64; 3]) -> Result<(), Status> {
         let [a, b, c] = arguments;

@@ -77,11 +77,11 @@ impl Page {
         self.set_item(index, TypedItem { item: Item::capability(rights).pack(), base: capability });
     }
 
-    /// Makes item `index` memory to share: the first naturally aligned block of the window.
-    /// Returns its length in bytes.
-    pub fn set_memory(self, index: usize, window: Window, rights: u8) -> u64 {
+    /// Makes item `index` memory to share, or with `grant` to give away: the first naturally aligned block of the
+    /// window. Returns its length in bytes.
+    pub fn set_memory(self, index: usize, window: Window, rights: u8, grant: bool) -> u64 {
         let Some((block, order)) = window.blocks(window.base()).next() else { return 0 };
-        let item = Item::memory(order, window.keep(rights));
+        let item = Item { grant, ..Item::memory(order, window.keep(rights)) };
         self.set_item(index, TypedItem { item: item.pack(), base: block >> abi::PAGE_SHIFT });
         abi::PAGE_SIZE << order
     }

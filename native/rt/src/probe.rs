@@ -3,8 +3,11 @@
 //! Nothing here keeps the promises of this crate: that is its purpose. A program that enables this
 //! feature must expect to be stopped at any point, and runs in a task of its own.
 
-use core::arch::asm;
+use core::arch::{asm, global_asm};
 
+use abi::{Op, PAGE_SIZE, reply_wait};
+
+use crate::memory::Window;
 use crate::syscall;
 
 /// Makes a system call with any number and arguments; returns `rax` and the result words.
@@ -115,4 +118,36 @@ pub fn check_registers(seed: u64, loops: u64) -> u64 {
         );
     }
     (mismatches != 0) as u64
+}
+
+// A server that answers every call with its own words, the last of them replaced by the gate's badge. It uses no
+// memory, so the page that it lies in is all that a task needs to run it. Aligned so as to lie in one page.
+global_asm!(
+    ".pushsection .text.native_echo, \"ax\", @progbits",
+    ".balign 64",
+    "native_echo:",
+    "mov edi, {wait}",
+    "xor esi, esi",
+    "2:",
+    "mov eax, {reply_wait}",
+    "syscall",
+    "mov r9, rdi",
+    "mov edi, {both}",
+    "jmp 2b",
+    ".popsection",
+    wait = const reply_wait::WAIT,
+    both = const reply_wait::REPLY | reply_wait::WAIT,
+    reply_wait = const Op::GateReplyWait as u64,
+);
+
+/// A page of this program that holds a server needing no memory, to be mapped executable at the same address in
+/// another task, and the server's entry. It answers a call with the caller's words, the last one replaced
+/// by the badge.
+pub fn echo_server() -> (Window, u64) {
+    unsafe extern "C" {
+        safe fn native_echo();
+    }
+    let entry = native_echo as *const () as u64;
+    // SAFETY: code is constant.
+    (unsafe { Window::read_only(entry & !(PAGE_SIZE - 1), PAGE_SIZE) }, entry)
 }

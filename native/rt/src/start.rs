@@ -110,6 +110,40 @@ pub fn file(start: &Start, kind: RangeKind) -> Option<&'static [u8]> {
     Some(unsafe { slice::from_raw_parts(pointer, range.length as usize) })
 }
 
+/// The guest memory that root describes in the start page, at the guest-physical `ranges` (base, length), in order.
+/// `None` if there is not exactly as much, or the ranges are no memory layout.
+#[cfg(feature = "guest")]
+pub fn guest_memory(
+    start: &Start,
+    ranges: impl Iterator<Item = (u64, u64)>,
+) -> Option<vmm_mem::GuestMemory> {
+    // Root maps the pieces one after the other.
+    let mut next = proto::start::GUEST_MEMORY;
+    for window in windows(start, RangeKind::Guest) {
+        if window.base() != next {
+            return None;
+        }
+        next += window.length();
+    }
+    let end = next;
+    next = proto::start::GUEST_MEMORY;
+    let nothing = vmm_mem::Window { base: 0, length: 0, host: core::ptr::null_mut() };
+    let mut all = [nothing; vmm_mem::MAX_RANGES];
+    let mut count = 0;
+    for (base, length) in ranges {
+        let host = core::ptr::with_exposed_provenance_mut(next as usize);
+        *all.get_mut(count)? = vmm_mem::Window { base, length, host };
+        count += 1;
+        next = next.checked_add(length)?;
+    }
+    if next != end {
+        return None;
+    }
+    // SAFETY: the windows are parts of the guest memory that root mapped writable for this task, checked
+    // above; there are no Rust objects in it, and the task never gives it up.
+    unsafe { vmm_mem::GuestMemory::new(&all[..count]) }.ok()
+}
+
 /// What the kernel gives root.
 pub struct Boot {
     /// The boot page.

@@ -104,15 +104,39 @@ pub fn spawn<const BYTES: usize>(
     // SAFETY: the page is part of the stack, which no Rust object lives in yet; nothing will be
     // put there because access faults.
     unsafe { call(Op::Unmap, [guard, low >> PAGE_SHIFT, ops::UNMAP_SELF, 0, 0, 0]) }?;
-    let first = core::ptr::with_exposed_provenance_mut::<u64>(high as usize - 16);
-    // SAFETY: the top of the stack, which is this function's until the thread runs.
+    begin(thread, high, body, argument)?;
+    Ok(thread)
+}
+
+/// Starts a thread with an empty stack.
+fn begin(
+    thread: OwnThread,
+    top_of_stack: u64,
+    body: extern "C" fn(u64) -> !,
+    argument: u64,
+) -> Result<(), Status> {
+    let first = core::ptr::with_exposed_provenance_mut::<u64>(top_of_stack as usize - 16);
+    // SAFETY: the top of the stack, which is the caller's until the thread runs.
     unsafe {
         first.write(body as usize as u64);
         first.add(1).write(argument);
     }
+    let entry = enter as *const () as u64;
     // SAFETY: the thread starts in `enter` on a stack of its own.
-    unsafe { call(Op::ThreadStart, [making.slot, enter as *const () as u64, high - 16, 0, 0, 0]) }?;
-    Ok(thread)
+    unsafe { call(Op::ThreadStart, [thread.selector(), entry, top_of_stack - 16, 0, 0, 0]) }
+        .map(drop)
+}
+
+/// Stops a thread wherever it is and starts it again from the beginning. What it held is lost.
+#[cfg(feature = "probe")]
+pub fn restart<const BYTES: usize>(
+    thread: OwnThread,
+    stack: &'static Stack<BYTES>,
+    body: extern "C" fn(u64) -> !,
+    argument: u64,
+) -> Result<(), Status> {
+    thread.stop()?;
+    begin(thread, stack.memory.get() as u64 + BYTES as u64, body, argument)
 }
 
 /// First instructions of a thread: the body's address and its argument are on the stack.

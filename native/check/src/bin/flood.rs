@@ -1,0 +1,74 @@
+//! Exhausts a quota with objects of each kind, frees them, and does it again: the same number must fit every time.
+#![no_std]
+#![no_main]
+#![forbid(unsafe_code)]
+
+use native_check::{Report, number};
+use native_rt::{Factory, OwnThread, Status, drop_capability, error, info};
+use proto::start::{Start, slot};
+
+/// Pages of the quota that is exhausted.
+const QUOTA: u64 = 24;
+const FACTORY: u64 = slot::FREE;
+const FIRST: u64 = slot::FREE + 1;
+const KINDS: [&str; 6] = ["task", "gate", "notification", "factory", "sched-context", "vm"];
+
+native_rt::entry!(main);
+
+fn main(start: &Start<'static>) -> u64 {
+    let mut report = Report::default();
+    let rounds = number(start, 0, 10);
+    for (kind, name) in KINDS.iter().enumerate() {
+        let result = flood(kind, rounds);
+        if let Ok(count) = result {
+            info!("{count} objects of kind {name} in {QUOTA} pages");
+        }
+        report.case(name, result.map(drop));
+    }
+    report.exit_code()
+}
+
+fn make(factory: Factory, kind: usize, at: u64) -> Result<(), Status> {
+    match kind {
+        0 => factory.task(at, 16).map(drop),
+        1 => factory.gate(at, OwnThread::at(slot::THREAD), 1).map(drop),
+        2 => factory.notification(at).map(drop),
+        3 => factory.factory(at, 1).map(drop),
+        4 => factory.sched_context(at, 1, 1_000_000, 0).map(drop),
+        _ => factory.vm(at).map(drop),
+    }
+}
+
+/// Fills and empties the quota; returns how many objects fit.
+fn flood(kind: usize, rounds: u64) -> Result<u64, &'static str> {
+    let factory =
+        Factory::at(slot::FACTORY).factory(FACTORY, QUOTA).map_err(|_| "cannot split the quota")?;
+    let mut first = None;
+    for round in 0..rounds {
+        let mut count = 0;
+        let end = loop {
+            if FIRST + count == slot::COUNT {
+                break Ok(());
+            }
+            match make(factory, kind, FIRST + count) {
+                Ok(()) => count += 1,
+                Err(status) => break Err(status),
+            }
+        };
+        for at in FIRST..FIRST + count {
+            if drop_capability(at).is_err() {
+                return Err("cannot free an object");
+            }
+        }
+        if !matches!(end, Ok(()) | Err(Status::NoQuota | Status::Unsupported)) {
+            error!("{end:?} after {count}");
+            return Err("something else than the quota ended it");
+        }
+        if *first.get_or_insert(count) != count {
+            error!("round {round}: {count}");
+            return Err("another number of objects");
+        }
+    }
+    drop_capability(FACTORY).map_err(|_| "cannot free the factory")?;
+    Ok(first.unwrap_or(0))
+}

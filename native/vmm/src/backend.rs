@@ -1,0 +1,231 @@
+//! A virtual CPU of the kernel as the VMM library wants it.
+//!
+//! State groups that an exit did not deliver are fetched on first use. A setter changes a group only after
+//! it is valid, because the kernel takes back whole groups.
+
+use abi::vcpu::{Segment as StateSegment, VcpuState, exit, group};
+use native_rt::{Vcpu, time};
+use vmm_cpu::exit::Exit;
+use vmm_cpu::{Backend, Event, Gpr, Reg, Seg, Segment, svm};
+
+use crate::console::Console;
+
+/// A virtual CPU.
+pub struct NativeVcpu<'a> {
+    vcpu: Vcpu,
+    console: &'a Console,
+    /// When the machine wants the guest to be left, as a TSC value.
+    deadline: u64,
+}
+
+impl<'a> NativeVcpu<'a> {
+    /// Wraps a virtual CPU that has not run yet. `console` is flushed when its output has waited long enough.
+    pub fn new(mut vcpu: Vcpu, console: &'a Console) -> Self {
+        // Nothing is in the kernel that is not zero: everything here is valid, and must be taken over.
+        let state = vcpu.state();
+        state.valid = group::ALL;
+        Self { vcpu, console, deadline: abi::FOREVER }
+    }
+
+    /// World switches and exits that the kernel settled.
+    pub fn counts(&mut self) -> (u64, u64) {
+        let state = self.vcpu.state();
+        (state.entries, state.settled)
+    }
+
+    /// The state page, with these groups valid.
+    #[inline(always)]
+    fn with(&mut self, groups: u64) -> &mut VcpuState {
+        if self.vcpu.state().valid & groups != groups {
+            self.fetch(groups);
+        }
+        self.vcpu.state()
+    }
+
+    #[cold]
+    fn fetch(&mut self, groups: u64) {
+        let missing = groups & !self.vcpu.state().valid;
+        // The only ways to fail are wrong selectors and rights, which the next run reports.
+        let _ = self.vcpu.fetch(missing);
+        self.vcpu.state().valid |= missing;
+    }
+
+    /// The state page, with this group valid and marked as changed.
+    #[inline(always)]
+    fn change(&mut self, group: u64) -> &mut VcpuState {
+        let state = self.with(group);
+        state.dirty |= group;
+        state
+    }
+}
+
+/// The group that a register belongs to.
+#[inline(always)]
+const fn group_of(register: Reg) -> u64 {
+    match register {
+        Reg::Rip | Reg::Rflags | Reg::InterruptShadow => group::IP,
+        Reg::Cr0 | Reg::Cr2 | Reg::Cr3 | Reg::Cr4 | Reg::Efer | Reg::Cpl => group::CONTROL,
+        Reg::Star
+        | Reg::Lstar
+        | Reg::Cstar
+        | Reg::Sfmask
+        | Reg::KernelGsBase
+        | Reg::SysenterCs
+        | Reg::SysenterEsp
+        | Reg::SysenterEip
+        | Reg::Pat => group::MSRS,
+        Reg::Dr6 | Reg::Dr7 => group::DEBUG,
+        Reg::TscOffset => group::TSC,
+        Reg::Xcr0 => group::XCR0,
+    }
+}
+
+/// Where a register is in the state page.
+#[inline(always)]
+fn register(state: &mut VcpuState, register: Reg) -> &mut u64 {
+    match register {
+        Reg::Rip => &mut state.rip,
+        Reg::Rflags => &mut state.rflags,
+        Reg::InterruptShadow => &mut state.interrupt_shadow,
+        Reg::Cr0 => &mut state.cr0,
+        Reg::Cr2 => &mut state.cr2,
+        Reg::Cr3 => &mut state.cr3,
+        Reg::Cr4 => &mut state.cr4,
+        Reg::Efer => &mut state.efer,
+        Reg::Cpl => &mut state.cpl,
+        Reg::Star => &mut state.star,
+        Reg::Lstar => &mut state.lstar,
+        Reg::Cstar => &mut state.cstar,
+        Reg::Sfmask => &mut state.sfmask,
+        Reg::KernelGsBase => &mut state.kernel_gs_base,
+        Reg::SysenterCs => &mut state.sysenter_cs,
+        Reg::SysenterEsp => &mut state.sysenter_esp,
+        Reg::SysenterEip => &mut state.sysenter_eip,
+        Reg::Pat => &mut state.pat,
+        Reg::Dr6 => &mut state.dr6,
+        Reg::Dr7 => &mut state.dr7,
+        Reg::TscOffset => &mut state.tsc_offset,
+        Reg::Xcr0 => &mut state.xcr0,
+    }
+}
+
+fn segment(state: &mut VcpuState, segment: Seg) -> &mut StateSegment {
+    match segment {
+        Seg::Gdtr => &mut state.gdtr,
+        Seg::Ldtr => &mut state.ldtr,
+        Seg::Idtr => &mut state.idtr,
+        Seg::Tr => &mut state.tr,
+        Seg::Es => &mut state.segments[0],
+        Seg::Cs => &mut state.segments[1],
+        Seg::Ss => &mut state.segments[2],
+        Seg::Ds => &mut state.segments[3],
+        Seg::Fs => &mut state.segments[4],
+        Seg::Gs => &mut state.segments[5],
+    }
+}
+
+impl Backend for NativeVcpu<'_> {
+    #[inline(always)]
+    fn gpr(&mut self, register: Gpr) -> u64 {
+        match register {
+            Gpr::Rsp => self.with(group::IP).rsp,
+            _ => self.vcpu.state().gpr[register as usize],
+        }
+    }
+
+    #[inline(always)]
+    fn set_gpr(&mut self, register: Gpr, value: u64) {
+        match register {
+            Gpr::Rsp => self.change(group::IP).rsp = value,
+            _ => self.vcpu.state().gpr[register as usize] = value,
+        }
+    }
+
+    #[inline(always)]
+    fn get(&mut self, name: Reg) -> u64 {
+        *register(self.with(group_of(name)), name)
+    }
+
+    #[inline(always)]
+    fn set(&mut self, name: Reg, value: u64) {
+        *register(self.change(group_of(name)), name) = value;
+    }
+
+    fn segment(&mut self, name: Seg) -> Segment {
+        let StateSegment { selector, attrib, limit, base } =
+            *segment(self.with(group::SEGMENTS), name);
+        Segment { selector, attrib, limit, base }
+    }
+
+    fn set_segment(&mut self, name: Seg, value: Segment) {
+        let Segment { selector, attrib, limit, base } = value;
+        *segment(self.change(group::SEGMENTS), name) =
+            StateSegment { selector, attrib, limit, base };
+    }
+
+    #[inline(always)]
+    fn next_rip(&mut self) -> u64 {
+        self.vcpu.state().next_rip
+    }
+
+    fn instruction_bytes(&mut self) -> ([u8; 16], usize) {
+        let state = self.vcpu.state();
+        (state.bytes, (state.bytes_len as usize).min(state.bytes.len()))
+    }
+
+    #[inline(always)]
+    fn event(&mut self) -> Event {
+        Event(self.vcpu.state().inject)
+    }
+
+    #[inline(always)]
+    fn set_event(&mut self, event: Event) {
+        self.change(group::INJECT).inject = event.0;
+    }
+
+    #[inline(always)]
+    fn set_window(&mut self, wanted: bool) {
+        self.change(group::INJECT).window = wanted.into();
+    }
+
+    #[inline(always)]
+    fn set_deadline(&mut self, tsc: u64) {
+        self.deadline = tsc;
+    }
+
+    #[inline(always)]
+    fn host_tsc(&self) -> u64 {
+        time::tsc()
+    }
+
+    /// Runs the guest. Output that has waited too long is flushed on the way: a guest that computes without ever
+    /// being idle gives the VMM no other occasion.
+    #[inline(always)]
+    fn run(&mut self) -> Exit {
+        loop {
+            let state = self.vcpu.state();
+            state.deadline = self.deadline.min(self.console.flush_at());
+            if let Err(status) = self.vcpu.run() {
+                return Exit::HostError(status as u64);
+            }
+            let state = self.vcpu.state();
+            let code = state.exit_code;
+            if code < exit::RECALL || code > exit::WINDOW {
+                return svm::decode(code, state.exit_info1, state.exit_info2);
+            }
+            match code {
+                exit::RECALL => return Exit::Recall { events: state.events },
+                exit::WINDOW => return Exit::Window,
+                _ => {
+                    let now = time::tsc();
+                    if self.console.flush_at() <= now {
+                        self.console.flush();
+                    }
+                    if self.deadline <= now {
+                        return Exit::Deadline;
+                    }
+                }
+            }
+        }
+    }
+}

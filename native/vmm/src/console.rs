@@ -1,0 +1,215 @@
+//! The guest's serial line: a session of a console server, with buffers that save calls.
+
+use core::cell::{Cell, RefCell};
+
+use abi::{FOREVER, rights};
+use native_rt::{Gate, Message, Notification, Page, time, warn};
+use proto::console::{MAX_BYTES, OPEN, READ, WRITE};
+use proto::start::{Clock, event, slot};
+
+/// Bytes of output and input that are kept here.
+const BUFFER: usize = MAX_BYTES;
+/// Output of this length is flushed.
+const FULL: usize = 256;
+/// Output waits at most this long, in ns.
+const PATIENCE: u64 = 2_000_000;
+/// At the end of the guest the last output may take this long, in ns.
+const LAST_PATIENCE: u64 = 1_000_000_000;
+
+/// Bytes on their way, in one direction.
+struct Buffer {
+    bytes: [u8; BUFFER],
+    start: usize,
+    end: usize,
+}
+
+impl Buffer {
+    const EMPTY: Self = Self { bytes: [0; BUFFER], start: 0, end: 0 };
+
+    fn waiting(&self) -> &[u8] {
+        &self.bytes[self.start..self.end]
+    }
+
+    /// Drops the first `count` waiting bytes.
+    fn consume(&mut self, count: usize) {
+        self.start += count.min(self.end - self.start);
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        }
+    }
+
+    fn put(&mut self, byte: u8) -> bool {
+        if self.end == BUFFER && self.start > 0 {
+            self.bytes.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let fits = self.end < BUFFER;
+        if fits {
+            self.bytes[self.end] = byte;
+            self.end += 1;
+        }
+        fits
+    }
+}
+
+/// The serial line's outside. Without a server, output is discarded and nothing is typed.
+pub struct Console {
+    gate: Cell<Option<Gate>>,
+    ticks: u64,
+    last_ticks: u64,
+    output: RefCell<Buffer>,
+    input: RefCell<Buffer>,
+    /// TSC value at which the output has waited long enough.
+    flush_at: Cell<u64>,
+    /// The server has no room: it will say when it has.
+    blocked: Cell<bool>,
+    /// The server may have input.
+    may_read: Cell<bool>,
+}
+
+impl Console {
+    /// Opens the session, if the VMM has been given one.
+    pub fn open(present: bool, clock: &Clock) -> Self {
+        let console = Self {
+            gate: Cell::new(None),
+            ticks: time::ticks(clock.tsc_khz, PATIENCE),
+            last_ticks: time::ticks(clock.tsc_khz, LAST_PATIENCE),
+            output: RefCell::new(Buffer::EMPTY),
+            input: RefCell::new(Buffer::EMPTY),
+            flush_at: Cell::new(FOREVER),
+            blocked: Cell::new(false),
+            may_read: Cell::new(true),
+        };
+        if present {
+            let gate = Gate::at(slot::DEVICE);
+            Page::current().set_capability(0, slot::NOTIFICATION, rights::SIGNAL);
+            let open = Message::new(OPEN, [event::CONSOLE, 0, 0, 0]).with_items(1);
+            match gate.call(open) {
+                Ok(answer) if answer.tag.label == proto::DONE => console.gate.set(Some(gate)),
+                answer => warn!("no console: {answer:?}"),
+            }
+        }
+        console
+    }
+
+    /// TSC value at which [`Console::flush`] is due.
+    #[inline(always)]
+    pub fn flush_at(&self) -> u64 {
+        self.flush_at.get()
+    }
+
+    /// Takes a byte of output, unless the server has had no room for long.
+    pub fn put(&self, byte: u8) -> bool {
+        if self.gate.get().is_none() {
+            return true;
+        }
+        let taken = self.output.borrow_mut().put(byte);
+        let length = self.output.borrow().waiting().len();
+        if !self.blocked.get() {
+            if byte == b'\n' || length >= FULL {
+                self.flush();
+            } else if length == 1 {
+                self.flush_at.set(time::tsc().saturating_add(self.ticks));
+            }
+        }
+        taken || self.output.borrow_mut().put(byte)
+    }
+
+    /// Sends the output, as far as the server takes it.
+    #[cold]
+    pub fn flush(&self) {
+        self.flush_at.set(FOREVER);
+        let Some(gate) = self.gate.get() else { return };
+        let mut output = self.output.borrow_mut();
+        while !output.waiting().is_empty() {
+            let length = output.waiting().len();
+            let words = Page::current().set_bytes(output.waiting());
+            let write = Message::new(WRITE, [length as u64, 0, 0, 0]).with_page(words);
+            match gate.call(write) {
+                Ok(answer) if answer.tag.label == proto::DONE => {
+                    let taken = (answer.words[0] as usize).min(length);
+                    output.consume(taken);
+                    self.blocked.set(taken < length);
+                    if taken < length {
+                        return;
+                    }
+                }
+                answer => {
+                    drop(output);
+                    return self.lose(answer);
+                }
+            }
+        }
+    }
+
+    /// The server is gone: the guest goes on without it.
+    fn lose(&self, answer: Result<Message, native_rt::Status>) {
+        self.gate.set(None);
+        warn!("the console is gone: {answer:?}");
+    }
+
+    /// The server says that there is input or room.
+    pub fn wake(&self) {
+        self.may_read.set(true);
+        self.blocked.set(false);
+        self.flush();
+    }
+
+    /// Takes a byte of input.
+    pub fn take(&self) -> Option<u8> {
+        let mut input = self.input.borrow_mut();
+        if input.waiting().is_empty()
+            && self.may_read.get()
+            && let Some(gate) = self.gate.get()
+        {
+            match gate.call(Message::new(READ, [MAX_BYTES as u64, 0, 0, 0])) {
+                Ok(answer) if answer.tag.label == proto::DONE => {
+                    let page = Page::current();
+                    let length = page.bytes(answer.tag.words, answer.words[0], &mut input.bytes).len();
+                    (input.start, input.end) = (0, length);
+                    self.may_read.set(length == MAX_BYTES);
+                }
+                answer => self.lose(answer),
+            }
+        }
+        let byte = input.waiting().first().copied();
+        if byte.is_some() {
+            input.consume(1);
+        }
+        byte
+    }
+
+    /// Sends the last output, waiting for room if need be.
+    pub fn finish(&self, notification: Notification) {
+        let deadline = time::tsc().saturating_add(self.last_ticks);
+        self.flush();
+        while !self.output.borrow().waiting().is_empty()
+            && self.gate.get().is_some()
+            && notification.wait(deadline).is_ok()
+        {
+            self.flush();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffer_keeps_order_and_uses_all_room() {
+        let mut buffer = Buffer::EMPTY;
+        for byte in 0..BUFFER {
+            assert!(buffer.put(byte as u8));
+        }
+        assert!(!buffer.put(0));
+        buffer.consume(3);
+        for byte in 0..3 {
+            assert!(buffer.put(byte));
+        }
+        assert_eq!(buffer.waiting()[0], 3);
+        assert_eq!(buffer.waiting().len(), BUFFER);
+        buffer.consume(usize::MAX);
+        assert!(buffer.waiting().is_empty());
+    }
+}
