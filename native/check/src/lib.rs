@@ -32,17 +32,17 @@ impl Random {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    /// The next number.
-    pub fn next(&mut self) -> u64 {
+    /// Draws the next number.
+    pub fn draw(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// The next number below `limit`, which is not 0.
+    /// Draws a number below `limit`, which is not 0.
     pub fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
+        self.draw() % limit
     }
 }
 
@@ -90,7 +90,7 @@ mod tests {
     #[test]
     fn random_numbers_differ() {
         let mut random = Random::new(0);
-        let mut seen: Vec<u64> = (0..1000).map(|_| random.next()).collect();
+        let mut seen: Vec<u64> = (0..1000).map(|_| random.draw()).collect();
         seen.sort();
         seen.dedup();
         assert_eq!(seen.len(), 1000);

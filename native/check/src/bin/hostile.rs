@@ -115,7 +115,7 @@ extern "C" fn work(seed: u64) -> ! {
 /// An argument: now and then anything, mostly something that a kernel might take.
 fn value(random: &mut Random) -> u64 {
     match random.below(16) {
-        0 => random.next(),
+        0 => random.draw(),
         1 => 1 << random.below(64),
         2 => (1u64 << random.below(64)).wrapping_sub(1),
         3 => u64::MAX - random.below(4),
@@ -124,7 +124,7 @@ fn value(random: &mut Random) -> u64 {
         6 => START_PAGE + random.below(0x200) * PAGE_SIZE,
         7 => (PRIVATE.start >> PAGE_SHIFT) + random.below(64),
         8 => item(random).pack(),
-        9 => 0xffff_8000_0000_0000 | random.next() >> 20,
+        9 => 0xffff_8000_0000_0000 | random.draw() >> 20,
         _ => random.below(slot::COUNT + 8),
     }
 }
@@ -136,7 +136,7 @@ fn item(random: &mut Random) -> Item {
         kind,
         grant: random.below(4) == 0,
         order: random.below(orders) as u8,
-        rights: random.next() as u8,
+        rights: random.draw() as u8,
     }
 }
 

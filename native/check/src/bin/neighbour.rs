@@ -46,7 +46,7 @@ fn fill(memory: Window) -> u64 {
     for offset in (0..memory.length()).step_by(BLOCK) {
         let mut block = [0; BLOCK];
         for word in block.chunks_exact_mut(8) {
-            word.copy_from_slice(&random.next().to_le_bytes());
+            word.copy_from_slice(&random.draw().to_le_bytes());
         }
         // The window's length is a multiple of the block's.
         let _ = memory.write(offset, &block);
