@@ -1,0 +1,121 @@
+//! For tests: a machine, and kernels that are nothing but valid headers.
+
+use crate::PcLayout;
+use crate::{BootConfig, Kernel, load};
+use proptest::prelude::*;
+use std::sync::OnceLock;
+use std::vec;
+use std::vec::Vec;
+use vmm_mem::{GuestMemory, testing::memory};
+
+pub const LAYOUT: PcLayout = PcLayout {
+    hole_start: 0xc000_0000,
+    local_apic: 0xfee0_0000,
+    io_apic: 0xfec0_0000,
+    io_apic_id: 0xff,
+    pit_gsi: 2,
+    sci: 9,
+    pm1a_event: 0x600,
+    pm1a_control: 0x604,
+    pm_timer: 0x608,
+    gpe0: 0x60c,
+    sleep_type_off: 5,
+    reset_port: 0xcf9,
+    reset_value: 6,
+    serial: 0x3f8,
+    serial_irq: 4,
+    rtc: 0x70,
+    rtc_irq: 8,
+    rtc_century: 0x32,
+    pvpanic: Some(0x505),
+};
+
+/// A bzImage with `length` bytes of code (rounded up to 16) that wants 16 MiB from 16 MiB on.
+pub fn bzimage(length: usize) -> Vec<u8> {
+    let mut image = vec![0; 1024];
+    let mut set = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
+    let paragraphs = length.div_ceil(16);
+    set(0x1f1, &[1]);
+    set(0x1f4, &(paragraphs as u32).to_le_bytes());
+    set(0x1fe, b"\x55\xaa\xeb\x6aHdrS\x0f\x02");
+    set(0x22c, &0x7fff_ffffu32.to_le_bytes());
+    set(0x234, &[1, 21, 1, 0]);
+    set(0x238, &2047u32.to_le_bytes());
+    set(0x258, &0x100_0000u64.to_le_bytes());
+    set(0x260, &0x100_0000u32.to_le_bytes());
+    image.extend((0..paragraphs * 16).map(|index| (index % 251) as u8));
+    image
+}
+
+/// An ELF kernel of one segment at `address`, with the PVH entry note.
+pub fn elf_kernel(address: u64, code: &[u8], memsz: u64, entry: u32) -> Vec<u8> {
+    const CODE_AT: u64 = 64 + 2 * 56 + 20;
+    let mut image = b"\x7fELF\x02\x01\x01".to_vec();
+    image.resize(16, 0);
+    image.extend([2, 0, 62, 0, 1, 0, 0, 0]);
+    for word in [address, 64, 0] {
+        image.extend(word.to_le_bytes());
+    }
+    image.extend([0, 0, 0, 0, 64, 0, 56, 0, 2, 0, 0, 0, 0, 0, 0, 0]);
+    let length = code.len() as u64;
+    for (kind, offset, filesz, memsz) in [(4, CODE_AT - 20, 20, 20), (1, CODE_AT, length, memsz)] {
+        image.extend([kind, 0, 0, 0, 7, 0, 0, 0]);
+        for word in [offset, address, address, filesz, memsz, 4096] {
+            image.extend(word.to_le_bytes());
+        }
+    }
+    image.extend([4, 0, 0, 0, 4, 0, 0, 0, 18, 0, 0, 0]);
+    image.extend(b"Xen\0");
+    image.extend(entry.to_le_bytes());
+    assert_eq!(image.len() as u64, CODE_AT);
+    image.extend(code);
+    image
+}
+
+/// 40 MiB of RAM, the same for all random tests.
+fn shared_ram() -> &'static GuestMemory {
+    static RAM: OnceLock<GuestMemory> = OnceLock::new();
+    RAM.get_or_init(|| memory(&[(0, 40 << 20)]))
+}
+
+fn boot(kernel: &[u8], initrd: usize, command_line: &[u8]) {
+    let initrd = vec![1; initrd];
+    let config =
+        BootConfig { layout: &LAYOUT, vcpus: 1, kernel, initrd: Some(&initrd), command_line };
+    if let Ok(kernel) = Kernel::detect(kernel) {
+        kernel.memory_needed(initrd.len() as u64);
+        kernel.memory_needed(u64::MAX);
+    }
+    let _ = load(shared_ram(), &config);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Valid kernels with some bytes changed and the end cut off: an error or a machine that
+    /// starts, never a panic.
+    #[test]
+    fn damaged_kernels(
+        elf in any::<bool>(),
+        changes in proptest::collection::vec((0..0x300usize, any::<u8>()), 0..12),
+        cut in prop_oneof![Just(0usize), 0..2000usize],
+        initrd in prop_oneof![Just(0usize), 1..20_000usize],
+        command_line in proptest::collection::vec(any::<u8>(), 0..64),
+    ) {
+        let mut image = if elf { elf_kernel(0x10_0000, &[0x90; 600], 700, 0x10_0000) } else { bzimage(900) };
+        for (at, byte) in changes {
+            // Most bytes of a bzImage's head are boot sector that nobody reads.
+            let at = if elf { at } else { at / 3 + 0x1f0 };
+            if let Some(slot) = image.get_mut(at) {
+                *slot = byte;
+            }
+        }
+        image.truncate(image.len().saturating_sub(cut));
+        boot(&image, initrd, &command_line);
+    }
+
+    #[test]
+    fn random_kernels(kernel in proptest::collection::vec(any::<u8>(), 0..2048)) {
+        boot(&kernel, 1, b"");
+    }
+}
