@@ -5,6 +5,9 @@ use anyhow::{Context, Result, bail};
 use std::fmt;
 use std::time::{Duration, Instant};
 
+/// What `parador` says when Parador's own kernel panicked.
+const KERNEL_PANIC: &str = "kernel panicked; this is always a bug";
+/// Time for building an image and for ending.
 const SLACK: Duration = Duration::from_secs(60);
 
 /// A way to run guests.
@@ -49,9 +52,11 @@ pub struct Scenario {
     pub machine: Machine,
     /// What happens.
     pub steps: Vec<Step>,
-    /// Exit code of `parador`. A panic of Parador's own kernel gives 70, whatever the guest did.
+    /// Exit code of `parador`. Whatever it is, a panic of Parador's own kernel is a failure.
     pub code: i32,
-    /// Texts that must be nowhere on the console or in the log.
+    /// Texts that must be on the console or in the log at the end, in any order.
+    pub texts: Vec<String>,
+    /// Texts that must be nowhere.
     pub never: &'static [&'static str],
     /// Seconds that it may take on a busy machine.
     pub limit: u64,
@@ -84,12 +89,13 @@ impl Scenario {
         if code != self.code {
             bail!("ended with code {code} instead of {}", self.code);
         }
-        for text in self.never {
-            for transcript in [&running.console, &running.log] {
-                if transcript.text().contains(text) {
-                    bail!("`{text}` appeared");
-                }
-            }
+        let all = [&running.console, &running.log, &running.messages];
+        let appeared = |text: &str| all.iter().any(|transcript| transcript.text().contains(text));
+        if let Some(text) = self.texts.iter().find(|text| !appeared(text)) {
+            bail!("`{text}` did not appear");
+        }
+        if let Some(text) = self.never.iter().chain(&[KERNEL_PANIC]).find(|text| appeared(text)) {
+            bail!("`{text}` appeared");
         }
         Ok(())
     }

@@ -31,10 +31,105 @@ fn base(name: &'static str, system: String) -> Scenario {
         system: format!("{HEAD}{system}"),
         machine: Machine::default(),
         steps: Vec::new(),
+        texts: Vec::new(),
         code: 0,
         never: &[],
         limit: 120,
     }
+}
+
+/// Adds a native program.
+fn task(name: &str, binary: &str, arguments: &[&str], more: &str) -> String {
+    format!("\n[[task]]\nname = \"{name}\"\nbinary = \"{binary}\"\nargs = {arguments:?}\n{more}\n")
+}
+
+/// Ways in which the program `check-crasher` ends.
+const CRASHES: &[&str] = &[
+    "null",
+    "read-kernel",
+    "write-kernel",
+    "read-nowhere",
+    "write-code",
+    "execute-data",
+    "jump-kernel",
+    "jump-nowhere",
+    "undefined",
+    "privileged",
+    "divide",
+    "stack",
+    "port",
+];
+
+/// Native programs that test the kernel from inside.
+fn check_scenarios() -> Vec<Scenario> {
+    const ESSENTIAL: &str = "essential = true";
+    const HELPER: &str = "essential = false";
+    let crashers: String =
+        CRASHES.iter().map(|kind| task(kind, "check-crasher", &[kind], HELPER)).collect();
+    let hostile = |seed, cpu| task("hostile", "check-hostile", &[seed, "1000000"], cpu);
+    vec![
+        Scenario {
+            cpus: &[1, 4],
+            texts: vec!["CHECK budget-is-a-limit ok".into()],
+            never: &["FAIL"],
+            ..base("kernel-objects", task("ipc", "check-ipc", &[], ESSENTIAL))
+        },
+        Scenario {
+            texts: vec!["CHECK vm ok".into()],
+            never: &["FAIL"],
+            ..base("quota-flood", task("flood", "check-flood", &[], ESSENTIAL))
+        },
+        Scenario {
+            cpus: &[1, 4],
+            texts: vec!["CHECK hostile ok".into(), "CHECK neighbour ok".into()],
+            never: &["FAIL"],
+            limit: 240,
+            ..base(
+                "hostile-beside-neighbour",
+                hostile("1", ESSENTIAL) + &task("neighbour", "check-neighbour", &[], HELPER),
+            )
+        },
+        Scenario {
+            cpus: &[4],
+            texts: vec!["CHECK hostile ok".into(), "CHECK neighbour ok".into()],
+            never: &["FAIL"],
+            limit: 240,
+            ..base(
+                "hostile-on-another-cpu",
+                hostile("2", "essential = true\ncpu = 1")
+                    + &task("neighbour", "check-neighbour", &[], HELPER),
+            )
+        },
+        Scenario {
+            cpus: &[1, 4],
+            texts: CRASHES
+                .iter()
+                .map(|kind| format!("task {kind} ended: fault code 70"))
+                .chain(["task panic ended: panic code 70".into()])
+                .collect(),
+            never: &["FAIL"],
+            ..base("crashing-tasks", crashers + &task("panic", "check-crasher", &["panic"], HELPER))
+        },
+    ]
+}
+
+/// Machines that cannot run the guest that is asked for.
+fn machine_scenarios() -> Vec<Scenario> {
+    vec![
+        Scenario {
+            machine: Machine { qemu: &["-cpu", "EPYC,-svm"], ..Machine::default() },
+            texts: vec!["vm linux cannot be started".into()],
+            code: 65,
+            ..base("no-svm", linux("linux", "", ""))
+        },
+        Scenario {
+            // The description promises more than the machine turns out to have.
+            machine: Machine { qemu: &["-m", "160M"], ..Machine::default() },
+            texts: vec!["vm linux cannot be started".into()],
+            code: 65,
+            ..base("too-little-memory", linux("linux", "", ""))
+        },
+    ]
 }
 
 /// Debian's kernel, unmodified.
@@ -128,7 +223,7 @@ fn refusal(description: &str, code: i32, message: &str) -> Result<()> {
 }
 
 fn scenarios() -> Vec<Scenario> {
-    linux_scenarios()
+    [check_scenarios(), machine_scenarios(), linux_scenarios()].concat()
 }
 
 /// What the summary shows of each test.
