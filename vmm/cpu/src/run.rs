@@ -150,6 +150,9 @@ impl Cpu {
         self.attention = false;
         if !self.started {
             self.started = true;
+            // The back end may have run another machine before.
+            vcpu.set_event(Event::NONE);
+            vcpu.set_window(false);
             vcpu.set(Reg::TscOffset, board.clock().base().wrapping_neg());
             self.set_xcr0(vcpu, xcr0::X87);
         }
@@ -510,4 +513,601 @@ fn start_up(vcpu: &mut impl Backend, page: u8, signature: u32) {
     vcpu.set(Reg::Efer, 0);
     vcpu.set(Reg::Dr6, 0xffff_0ff0);
     vcpu.set(Reg::Dr7, 0x400);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::TscClock;
+    use crate::cpuid::{CpuidConfig, CpuidTable};
+    use crate::testing::ScriptedVcpu;
+    use crate::walk::{Intent, Paging};
+    use crate::board::Signals;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+    use std::vec::Vec;
+    use vmm_mem::{GuestMemory, testing};
+
+    /// A board with an interrupt controller that delivers the highest of the requested vectors.
+    struct TestBoard {
+        memory: GuestMemory,
+        cpuid: CpuidTable,
+        clock: TscClock,
+        tsc: u64,
+        requested: BTreeSet<u8>,
+        nmi: bool,
+        attention: bool,
+        deadline: u64,
+        end: Option<Outcome>,
+        init: bool,
+        startup: Option<u8>,
+        ports: Vec<(u16, u8, u32)>,
+        unknown: Vec<Unknown>,
+        tsc_written: Vec<u64>,
+        cr8: u8,
+        emulated: Emulated,
+    }
+
+    impl TestBoard {
+        fn new() -> Self {
+            let config = CpuidConfig {
+                vcpus: 1,
+                xcr0_mask: 7,
+                tsc_khz: 1_000_000,
+                apic_khz: 1_000_000,
+                kvmclock: true,
+            };
+            let cpuid = CpuidTable::new(&config, |number, _| match number {
+                0 => [0xd, 1, 2, 3],
+                1 => [0x800f12, 0, u32::MAX, u32::MAX],
+                0xd => [7, 0, 0, 0],
+                0x8000_0000 => [0x8000_0008, 0, 0, 0],
+                0x8000_0001 => [0, 0, 0, u32::MAX],
+                _ => [0; 4],
+            });
+            Self {
+                memory: testing::memory(&[(0, 0x10_000)]),
+                cpuid,
+                clock: TscClock::new(1_000_000, 1000),
+                tsc: 1000,
+                requested: BTreeSet::new(),
+                nmi: false,
+                attention: false,
+                deadline: vmm_bus::NEVER,
+                end: None,
+                init: false,
+                startup: None,
+                ports: Vec::new(),
+                unknown: Vec::new(),
+                tsc_written: Vec::new(),
+                cr8: 0,
+                emulated: Emulated::Unknown,
+            }
+        }
+
+        fn request(&mut self, vector: u8) {
+            self.requested.insert(vector);
+            self.attention = true;
+        }
+    }
+
+    impl Board for TestBoard {
+        fn memory(&self) -> &GuestMemory {
+            &self.memory
+        }
+        fn cpuid(&self) -> &CpuidTable {
+            &self.cpuid
+        }
+        fn clock(&self) -> &TscClock {
+            &self.clock
+        }
+        fn host_tsc(&self) -> u64 {
+            self.tsc
+        }
+        fn start_unix(&self) -> u64 {
+            1_700_000_000
+        }
+        fn port_in(&mut self, port: u16, size: u8) -> u32 {
+            self.ports.push((port, size, 0));
+            0xffff_ffff
+        }
+        fn port_out(&mut self, port: u16, size: u8, value: u32) {
+            self.ports.push((port, size, value));
+        }
+        fn apic_read(&mut self, _: usize, _: u32) -> Option<u64> {
+            Some(0x55)
+        }
+        fn apic_write(&mut self, _: usize, _: u32, value: u64) -> Option<()> {
+            self.request(value as u8);
+            Some(())
+        }
+        fn cr8(&mut self, _: usize) -> u8 {
+            self.cr8
+        }
+        fn set_cr8(&mut self, _: usize, value: u8) {
+            self.cr8 = value;
+        }
+        fn tsc_written(&mut self, _: usize, tsc: u64) {
+            self.tsc_written.push(tsc);
+        }
+        fn emulate_memory<B: Backend>(&mut self, _: usize, _: &mut B, _: MemoryFault) -> Emulated {
+            self.emulated
+        }
+        fn emulate_io<B: Backend>(&mut self, _: usize, _: &mut B, _: IoExit) -> Emulated {
+            self.emulated
+        }
+        fn attention(&self, _: usize) -> bool {
+            self.attention
+        }
+        fn settle(&mut self, _: usize) -> Signals {
+            self.attention = false;
+            Signals {
+                end: self.end,
+                nmi: core::mem::take(&mut self.nmi),
+                interrupt: !self.requested.is_empty(),
+                init: core::mem::take(&mut self.init),
+                startup: self.startup.take(),
+                deadline: self.deadline,
+            }
+        }
+        fn interrupt_pending(&self, _: usize) -> bool {
+            !self.requested.is_empty()
+        }
+        fn acknowledge(&mut self, _: usize) -> Option<u8> {
+            self.requested.pop_last()
+        }
+        fn unknown(&mut self, what: Unknown) {
+            self.unknown.push(what);
+        }
+    }
+
+    const CODE: u64 = 0x1000;
+
+    fn guest(code: &[u8]) -> (Cpu, ScriptedVcpu, TestBoard) {
+        let board = TestBoard::new();
+        board.memory.write_slice(CODE, code).unwrap();
+        let mut vcpu = ScriptedVcpu::flat32();
+        vcpu.set(Reg::Rip, CODE);
+        (Cpu::new(0, 40), vcpu, board)
+    }
+
+    /// Runs until the script is played; gives the entries.
+    fn play(cpu: &mut Cpu, vcpu: &mut ScriptedVcpu, board: &mut TestBoard) -> Vec<(Event, bool)> {
+        assert_eq!(cpu.run(vcpu, board), Pause::End(Outcome::HostError(0)));
+        vcpu.entries.drain(..).map(|entry| (entry.event, entry.window)).collect()
+    }
+
+    fn interrupts(vcpu: &mut ScriptedVcpu, on: bool) {
+        vcpu.set(Reg::Rflags, if on { RFLAGS_IF } else { 0 });
+    }
+
+    #[test]
+    fn interrupts_come_in_order_through_windows() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        for vector in [0x31, 0xef, 0x40] {
+            board.request(vector);
+        }
+        interrupts(&mut vcpu, true);
+        // Each handler runs with interrupts off, then ends.
+        for _ in 0..3 {
+            vcpu.then(|vcpu| {
+                interrupts(vcpu, true);
+                Exit::Window
+            });
+        }
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let expected = [
+            (Event::interrupt(0xef), true),
+            (Event::interrupt(0x40), true),
+            (Event::interrupt(0x31), false),
+            (Event::NONE, false),
+        ];
+        assert_eq!(entries, expected);
+    }
+
+    #[test]
+    fn nothing_is_delivered_while_interrupts_are_off() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        board.request(0x31);
+        interrupts(&mut vcpu, false);
+        vcpu.then(|vcpu| {
+            interrupts(vcpu, true);
+            vcpu.set(Reg::InterruptShadow, 1); // STI
+            Exit::Spurious
+        });
+        vcpu.then(|vcpu| {
+            vcpu.set(Reg::InterruptShadow, 0);
+            Exit::Window
+        });
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let expected =
+            [(Event::NONE, true), (Event::NONE, true), (Event::interrupt(0x31), false)];
+        assert_eq!(entries, expected);
+    }
+
+    #[test]
+    fn what_an_exit_cut_short_goes_first() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        interrupts(&mut vcpu, true);
+        // Delivery of a page fault was cut short while interrupt and NMI arrive.
+        vcpu.then(|vcpu| {
+            vcpu.slot = Event::exception_code(14, 2);
+            Exit::Spurious
+        });
+        vcpu.then(|_| Exit::Spurious);
+        vcpu.then(|_| Exit::Window);
+        board.request(0x31);
+        board.nmi = true;
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let expected = [
+            (Event::NMI, true),
+            (Event::exception_code(14, 2), true),
+            (Event::NONE, true), // a window is open only when the processor says so
+            (Event::interrupt(0x31), false),
+        ];
+        assert_eq!(entries, expected);
+    }
+
+    #[test]
+    fn an_exception_of_emulation_keeps_interrupts_waiting() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        interrupts(&mut vcpu, true);
+        board.emulated = Emulated::Raise(Event::exception_code(14, 2));
+        let fault = MemoryFault { gpa: 0, write: false, fetch: false, walk: false };
+        vcpu.then(move |_| Exit::MemoryFault(fault));
+        vcpu.then(|_| Exit::Window);
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!(entries[1], (Event::exception_code(14, 2), false));
+        // The same with an interrupt arriving meanwhile.
+        vcpu.set_gpr(Gpr::Rcx, 0x80b);
+        vcpu.set_gpr(Gpr::Rax, 0x31);
+        vcpu.next_rip = CODE + 2;
+        vcpu.then(|vcpu| {
+            vcpu.set(Reg::Rflags, RFLAGS_IF | RFLAGS_TF);
+            Exit::Msr { write: true }
+        });
+        vcpu.then(|_| Exit::Window);
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let expected = [
+            (Event::NONE, false),
+            (Event::exception(DEBUG), true),
+            (Event::interrupt(0x31), false),
+        ];
+        assert_eq!(entries, expected);
+    }
+
+    #[test]
+    fn event_delivery_outside_memory_ends_the_machine() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        let fault = MemoryFault { gpa: 0x1_0000, write: true, fetch: false, walk: false };
+        vcpu.then(move |vcpu| {
+            vcpu.slot = Event::interrupt(0x31);
+            Exit::MemoryFault(fault)
+        });
+        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::TripleFault));
+        assert_eq!(board.unknown.len(), 1);
+    }
+
+    #[test]
+    fn halt_waits_and_wakes() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[0xf4]);
+        interrupts(&mut vcpu, true);
+        board.deadline = 5000;
+        vcpu.then(|vcpu| {
+            vcpu.set(Reg::InterruptShadow, 1); // STI; HLT
+            Exit::Hlt
+        });
+        let idle = Pause::Idle { deadline_tsc: 6000 };
+        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
+        assert_eq!(vcpu.get(Reg::Rip), CODE + 1);
+        // Nothing has happened: still idle. Then an interrupt.
+        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
+        board.request(0x31);
+        vcpu.entries.clear();
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x31), false)]);
+        assert_eq!(vcpu.deadline, 6000);
+        // With interrupts off only an NMI wakes.
+        vcpu.set(Reg::Rip, CODE);
+        interrupts(&mut vcpu, false);
+        vcpu.then(|_| Exit::Hlt);
+        board.request(0x32);
+        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
+        board.nmi = true;
+        vcpu.entries.clear();
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::NMI, true)]);
+    }
+
+    #[test]
+    fn cpuid_with_and_without_help() {
+        // CPUID at CODE, with a prefix at CODE + 8.
+        let code = [0x0f, 0xa2, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x66, 0x0f, 0xa2];
+        let (mut cpu, mut vcpu, mut board) = guest(&code);
+        vcpu.then(|_| Exit::Cpuid);
+        vcpu.then(|vcpu| {
+            assert_eq!(vcpu.get(Reg::Rip), CODE + 2);
+            assert_eq!([Gpr::Rbx, Gpr::Rcx, Gpr::Rdx].map(|r| vcpu.gpr(r)), [1, 2, 3]);
+            vcpu.set(Reg::Rip, CODE + 8);
+            Exit::Cpuid
+        });
+        vcpu.then(|vcpu| {
+            assert_eq!(vcpu.get(Reg::Rip), CODE + 11);
+            vcpu.next_rip = 0x7777;
+            Exit::Cpuid
+        });
+        vcpu.then(|vcpu| {
+            assert_eq!(vcpu.get(Reg::Rip), 0x7777);
+            vcpu.next_rip = 0;
+            vcpu.set(Reg::Rip, CODE + 3); // no CPUID there
+            Exit::Cpuid
+        });
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!(entries[4].0, UNDEFINED);
+        assert!(matches!(board.unknown[..], [Unknown::Instruction { .. }]));
+        assert_eq!(cpu.exits()[Exit::Cpuid.index()], 4);
+    }
+
+    #[test]
+    fn cached_instructions_are_looked_at_again() {
+        use hw_x86::paging::entry;
+        let memory = &TestBoard::new().memory;
+        let table = entry::PRESENT | entry::WRITE;
+        memory.write(0x8000, 0x9000 | table).unwrap();
+        memory.write(0x9000, 0xa000 | table).unwrap();
+        memory.write(0xa000, 0xb000 | table).unwrap();
+        memory.write(0xb008, CODE | table).unwrap();
+        memory.write_slice(CODE, &[0x0f, 0xa2]).unwrap();
+        let mut vcpu = ScriptedVcpu::long(0x8000);
+        let translated = Paging::of(&mut vcpu).translate(memory, 0x1000, Intent::Fetch, false);
+        assert_eq!(translated, Ok((CODE, 0x1000)));
+        let mut cache = FetchCache::new();
+        vcpu.set(Reg::Rip, 0x1000);
+        let next = |cache: &mut FetchCache, vcpu: &mut ScriptedVcpu, memory: &GuestMemory| {
+            cache.next_rip(vcpu, memory, &[Pattern::CPUID])
+        };
+        for _ in 0..2 {
+            assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1002));
+        }
+        // The page changes place and the instruction gets a prefix: the old page is overwritten, so the entry fails.
+        memory.write(0xb008, 0x2000 | table).unwrap();
+        memory.write_slice(0x2000, &[0x48, 0x0f, 0xa2]).unwrap();
+        memory.write_slice(CODE, &[0x90, 0x90]).unwrap();
+        assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1003));
+        // Another address space: not the same entry.
+        vcpu.set(Reg::Cr3, 0xc000);
+        assert_eq!(next(&mut cache, &mut vcpu, memory), None);
+    }
+
+    #[test]
+    fn msrs() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        let mut access = |vcpu: &mut ScriptedVcpu, board: &mut TestBoard, msr, value: Option<u64>| {
+            match value {
+                Some(value) => cpu.write_msr(vcpu, board, msr, value).map(|()| value),
+                None => cpu.read_msr(vcpu, board, msr),
+            }
+        };
+        // Held by the back end, storage, constants, refused values.
+        let cases: &[(u32, u64, bool)] = &[
+            (0xc000_0082, 0xffff_8000_0000_1000, true),
+            (0x277, 0x0007_0406_0007_0406, true),
+            (0x277, 0x0207_0406_0007_0406, false),
+            (0x2ff, 0xc06, true),
+            (0x2ff, 0xc02, false),
+            (0x200, 0xe000_0000, true),
+            (0x200, 1 << 50, false),
+            (0xc000_0080, 0xd01, true),
+            (0xc000_0080, 0x1d01, false), // SVME
+            (0xc000_0101, 1 << 62, false),
+            (0xc001_0015, 1 << 24 | 1 << 8, true),
+            (0x1234, 0, false),
+        ];
+        for &(msr, value, good) in cases {
+            let done = access(&mut vcpu, &mut board, msr, Some(value));
+            assert_eq!(done.is_some(), good, "MSR {msr:#x} = {value:#x}");
+            if good && msr != 0xc000_0080 {
+                assert_eq!(access(&mut vcpu, &mut board, msr, None), Some(value), "MSR {msr:#x}");
+            }
+        }
+        assert_eq!(board.unknown.len(), 6);
+        assert_eq!(access(&mut vcpu, &mut board, 0x1234, None), None);
+        assert_eq!(access(&mut vcpu, &mut board, 0x1b, None), Some(0x55));
+        // The counter of time stamps.
+        board.tsc = 9000;
+        access(&mut vcpu, &mut board, 0x10, Some(0));
+        assert_eq!((vcpu.get(Reg::TscOffset), &board.tsc_written[..]), (9000_u64.wrapping_neg(), &[0][..]));
+        board.tsc = 9500;
+        assert_eq!(access(&mut vcpu, &mut board, 0x10, None), Some(500));
+        // The paravirtual clock: version even, TSC, time, 1 ns per tick.
+        access(&mut vcpu, &mut board, 0x4b56_4d01, Some(0x2001));
+        let word = |at| board.memory.read::<u64>(at).unwrap();
+        assert_eq!([word(0x2000), word(0x2008), word(0x2010)], [2, 500, 8500]);
+        assert_eq!(word(0x2018), 0x8000_0000 | 1 << 32 | 1 << 40);
+        access(&mut vcpu, &mut board, 0x4b56_4d00, Some(0x3000));
+        assert_eq!(board.memory.read::<u64>(0x3000), Ok(1_700_000_000 << 32 | 2));
+        // Outside memory: refused and reported, nothing else.
+        assert_eq!(access(&mut vcpu, &mut board, 0x4b56_4d00, Some(1 << 40)), None);
+    }
+
+    #[test]
+    fn ports_keep_the_rest_of_rax() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        let io = |port, size, write| {
+            let next_rip = CODE + 1;
+            Exit::Io(IoExit { port, size, write, string: false, rep: false, next_rip })
+        };
+        vcpu.set_gpr(Gpr::Rax, 0x1122_3344_5566_7788);
+        vcpu.then(move |_| io(0x80, 1, true));
+        vcpu.then(move |_| io(0x60, 1, false));
+        vcpu.then(move |vcpu| {
+            assert_eq!(vcpu.gpr(Gpr::Rax), 0x1122_3344_5566_77ff);
+            io(0x60, 4, false)
+        });
+        play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!(vcpu.gpr(Gpr::Rax), 0xffff_ffff);
+        assert_eq!(board.ports, [(0x80, 1, 0x88), (0x60, 1, 0), (0x60, 4, 0)]);
+    }
+
+    #[test]
+    fn xcr0_and_cr8() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[0x0f, 0x01, 0xd1, 0x44, 0x0f, 0x22, 0xc3]);
+        vcpu.set_gpr(Gpr::Rax, 7);
+        vcpu.then(|_| Exit::Xsetbv);
+        vcpu.then(|vcpu| {
+            assert_eq!((vcpu.get(Reg::Xcr0), vcpu.get(Reg::Rip)), (7, CODE + 3));
+            vcpu.set(Reg::Rip, CODE);
+            vcpu.set_gpr(Gpr::Rax, 5); // AVX without SSE
+            Exit::Xsetbv
+        });
+        // mov cr8, rbx in 64-bit code needs tables: here the 32-bit form, LOCK MOV CR0.
+        vcpu.then(|vcpu| {
+            vcpu.set(Reg::Rip, CODE + 4);
+            vcpu.set_gpr(Gpr::Rbx, 9);
+            Exit::CrAccess { register: 8, write: true }
+        });
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!(entries[2].0, PROTECTION);
+        assert_eq!((board.cr8, vcpu.get(Reg::Rip)), (9, CODE + 7));
+    }
+
+    #[test]
+    fn application_processors_start_when_told() {
+        let mut board = TestBoard::new();
+        let mut cpu = Cpu::new(1, 40);
+        let mut vcpu = ScriptedVcpu::flat32();
+        let idle = Pause::Idle { deadline_tsc: u64::MAX };
+        board.request(0x31);
+        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
+        board.init = true;
+        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
+        board.startup = Some(0x9a);
+        board.requested.clear();
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::NONE, false)]);
+        let cs = vcpu.segment(Seg::Cs);
+        assert_eq!((cs.selector, cs.base, vcpu.get(Reg::Rip)), (0x9a00, 0x9a000, 0));
+        assert_eq!(vcpu.gpr(Gpr::Rdx), 0x800f12);
+        // A running processor ignores start-up messages.
+        board.startup = Some(1);
+        vcpu.set(Reg::Rip, 5);
+        play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!(vcpu.get(Reg::Rip), 5);
+    }
+
+    #[test]
+    fn ends() {
+        let cases = [
+            (Exit::Shutdown, Outcome::TripleFault),
+            (Exit::InvalidState, Outcome::TripleFault),
+            (Exit::HostError(5), Outcome::HostError(5)),
+            (Exit::Unknown(0x99), Outcome::HostError(0x99)),
+        ];
+        for (exit, outcome) in cases {
+            let (mut cpu, mut vcpu, mut board) = guest(&[]);
+            vcpu.then(move |_| exit);
+            assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(outcome));
+        }
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        board.end = Some(Outcome::PowerOff);
+        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::PowerOff));
+    }
+
+    /// What a random guest and world do in one step.
+    #[derive(Clone, Copy, Debug)]
+    enum Move {
+        Request(u8),
+        Nmi,
+        Toggle,
+        CutShort,
+        Exit,
+    }
+
+    fn moves() -> impl Strategy<Value = Vec<Move>> {
+        let one = prop_oneof![
+            (0x20_u8..0x60).prop_map(Move::Request),
+            Just(Move::Nmi),
+            Just(Move::Toggle),
+            Just(Move::CutShort),
+            Just(Move::Exit),
+        ];
+        proptest::collection::vec(one, 1..60)
+    }
+
+    proptest! {
+        /// A guest that switches interrupts on and off at random, whose event deliveries are cut short at
+        /// random: what is requested arrives exactly once, maskable interrupts only when they may, and
+        /// at the end nothing waits.
+        #[test]
+        fn nothing_is_lost_or_doubled(moves in moves()) {
+            let (mut cpu, mut vcpu, mut board) = guest(&[]);
+            let mut accepted = Vec::new();
+            let mut requested = Vec::new();
+            let mut nmis = 0;
+            let mut steps = moves.into_iter();
+            // After the moves the guest opens interrupts and ends handler after handler.
+            let mut closing = 200;
+            loop {
+                let step = steps.next();
+                if step.is_none() {
+                    closing -= 1;
+                    if closing == 0 {
+                        break;
+                    }
+                }
+                match step {
+                    Some(Move::Request(vector)) if !board.requested.contains(&vector) => {
+                        requested.push(vector);
+                        board.request(vector);
+                    }
+                    // A second NMI while one waits is merged, as on hardware.
+                    Some(Move::Nmi) if !board.nmi && !cpu.nmi => {
+                        nmis += 1;
+                        board.nmi = true;
+                        board.attention = true;
+                    }
+                    _ => {}
+                }
+                vcpu.entries.clear();
+                let cut = matches!(step, Some(Move::CutShort));
+                let toggle = matches!(step, Some(Move::Toggle)) || step.is_none();
+                vcpu.then(move |vcpu| {
+                    let delivered = vcpu.entries.last().map_or(Event::NONE, |entry| entry.event);
+                    if cut && delivered.is_some() {
+                        vcpu.slot = delivered;
+                        return Exit::Recall { events: 1 };
+                    }
+                    if delivered.is_some() {
+                        interrupts(vcpu, false); // the handler
+                    }
+                    if toggle {
+                        let open = vcpu.get(Reg::Rflags) & RFLAGS_IF != 0;
+                        interrupts(vcpu, !open);
+                    }
+                    let open = vcpu.get(Reg::Rflags) & RFLAGS_IF != 0;
+                    if vcpu.window && open { Exit::Window } else { Exit::Recall { events: 0 } }
+                });
+                let pause = cpu.run(&mut vcpu, &mut board);
+                // After a window exit the next entry finds an empty script.
+                prop_assert!(matches!(pause, Pause::Recall(_) | Pause::End(Outcome::HostError(0))));
+                for (at, entry) in vcpu.entries.iter().enumerate() {
+                    if !entry.event.is_some() || (cut && at == 0) {
+                        continue;
+                    }
+                    if entry.event == Event::NMI {
+                        nmis -= 1;
+                    } else {
+                        prop_assert!(entry.open);
+                        accepted.push(entry.event.vector());
+                    }
+                }
+                let ended = matches!(pause, Pause::End(_));
+                if ended && vcpu.entries.last().is_some_and(|entry| entry.event.is_some()) {
+                    interrupts(&mut vcpu, false);
+                }
+            }
+            requested.sort_unstable();
+            accepted.sort_unstable();
+            prop_assert_eq!(accepted, requested);
+            prop_assert_eq!(nmis, 0);
+            prop_assert!(board.requested.is_empty() && !vcpu.window);
+        }
+    }
 }

@@ -18,6 +18,8 @@ pub struct Entry {
     pub event: Event,
     /// Whether a window was asked for.
     pub window: bool,
+    /// Whether the guest could take a maskable interrupt.
+    pub open: bool,
     /// The instruction pointer.
     pub rip: u64,
 }
@@ -49,7 +51,7 @@ pub struct ScriptedVcpu {
 }
 
 impl ScriptedVcpu {
-    /// In 64-bit mode without paging of its own (long mode, identity by tables at 0 is up to the test).
+    /// With every register 0.
     pub fn new() -> Self {
         Self::default()
     }
@@ -134,8 +136,14 @@ impl Backend for ScriptedVcpu {
 
     /// An empty script ends with [`Exit::HostError`] 0.
     fn run(&mut self) -> Exit {
-        let entry =
-            Entry { event: self.slot, window: self.window, rip: self.regs[Reg::Rip as usize] };
+        const RFLAGS_IF: u64 = 1 << 9;
+        let entry = Entry {
+            event: self.slot,
+            window: self.window,
+            open: self.regs[Reg::Rflags as usize] & RFLAGS_IF != 0
+                && self.regs[Reg::InterruptShadow as usize] == 0,
+            rip: self.regs[Reg::Rip as usize],
+        };
         self.entries.push(entry);
         // The entry delivers what is in the slot.
         self.slot = Event::NONE;

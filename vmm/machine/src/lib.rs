@@ -1,7 +1,7 @@
 //! Boards: which chips a virtual machine has, where they sit and how they are wired.
 //!
 //! The program that hosts a machine implements [`Host`] for the machine's outside and
-//! [`vmm_cpu::Backend`] for each virtual CPU, then calls `Pc::run` in a loop:
+//! [`vmm_cpu::Backend`] for each virtual CPU, then calls [`Pc::run`] in a loop:
 //!
 //! ```text
 //! // PcConfig, &GuestMemory, impl Fn(leaf, subleaf) -> [eax, ebx, ecx, edx] of the host
@@ -15,12 +15,23 @@
 //!     }
 //! }
 //! ```
+//!
+//! Invariants: time comes from the host's time-stamp counter only; the order of calls determines what the
+//! machine does; nothing that a guest does panics, and one call does a bounded amount of work beside
+//! running the guest.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
+
+pub mod layout;
+mod once;
+mod pc;
+mod wires;
 
 use core::fmt;
 
 use vmm_cpu::TscClock;
+pub use layout::layout;
+pub use pc::{Counters, Pc};
 pub use vmm_cpu::{Outcome, Pause};
 
 /// What a machine is made of.
@@ -54,7 +65,7 @@ pub trait Host {
     /// The host's time-stamp counter, now.
     fn tsc(&self) -> u64;
     /// Puts a byte to the serial line. `false`: no room now; the machine keeps the byte and
-    /// tries again when `Pc::input` is called.
+    /// tries again when [`Pc::input`] is called.
     fn put(&mut self, byte: u8) -> bool;
     /// Takes a byte from the serial line, if there is one.
     fn take(&mut self) -> Option<u8>;

@@ -1,0 +1,719 @@
+//! The board `pc`: chips of a PC without PCI, at the places of [`layout`].
+
+use hw_x86::cpuid::leaf;
+use vmm_bus::{Access, Device, InterruptMessage, Map, Piece, Region, WAKE_INPUT};
+use vmm_cpu::board::Emulated;
+use vmm_cpu::cpuid::{CpuidConfig, CpuidTable, Values};
+use vmm_cpu::exit::EXIT_NAMES;
+use vmm_cpu::{
+    Backend, Board, Cpu, IoExit, MAX_VCPUS, MemoryFault, Pause, Signals, TscClock, Unknown,
+};
+use vmm_dev::pc::debugexit::DebugExit;
+use vmm_dev::pc::ioapic::{self, IoApic};
+use vmm_dev::pc::kbd::Keyboard;
+use vmm_dev::pc::lapic::{self, Config, LocalApic, Mode};
+use vmm_dev::pc::pic::PicPair;
+use vmm_dev::pc::pit::Pit;
+use vmm_dev::pc::pm::{self, AcpiPm};
+use vmm_dev::pc::port92::Port92;
+use vmm_dev::pc::post::PostPort;
+use vmm_dev::pc::pvpanic::PvPanic;
+use vmm_dev::pc::reset::ResetPort;
+use vmm_dev::pc::rtc::{self, Rtc};
+use vmm_dev::pc::uart::Uart;
+use vmm_emu::{Devices, Stop};
+use vmm_mem::GuestMemory;
+
+use crate::layout;
+pub use crate::wires::Counters;
+use crate::wires::{CHIPS, Chip, ChipEnv, Wires};
+use crate::{Host, PcConfig};
+
+/// Ranges of ports.
+const PORT_RANGES: usize = 17;
+const FOUR_GIB: u64 = 1 << 32;
+
+/// A machine with its virtual CPUs.
+pub struct Pc<'m> {
+    machine: Machine<'m>,
+    maps: Maps,
+    cpus: [Cpu; MAX_VCPUS],
+}
+
+/// Everything but the CPUs.
+struct Machine<'m> {
+    memory: &'m GuestMemory,
+    cpuid: CpuidTable,
+    start_unix: u64,
+    vcpus: usize,
+    chips: Chips,
+    apics: [LocalApic; MAX_VCPUS],
+    /// An I/O APIC input in mode ExtINT asks a CPU to take its vector from the 8259.
+    ext_int: u32,
+    /// The 8259's output when the board looked last.
+    intr: bool,
+    nmi: u32,
+    init: u32,
+    startup: [Option<u8>; MAX_VCPUS],
+    wires: Wires,
+}
+
+/// Who answers where.
+struct Maps {
+    ports: Map<PORT_RANGES>,
+    io_apic: Map<1>,
+    /// The page of a local APIC, wherever its processor has it.
+    local_apic: Map<1>,
+}
+
+struct Chips {
+    uart: Uart,
+    pic: PicPair,
+    pit: Pit,
+    rtc: Rtc,
+    pm: AcpiPm,
+    keyboard: Keyboard,
+    port92: Port92,
+    post: PostPort,
+    pvpanic: PvPanic,
+    debug_exit: DebugExit,
+    reset: ResetPort,
+    io_apic: IoApic,
+}
+
+impl Chips {
+    fn get(&mut self, chip: Chip) -> Option<&mut dyn Device> {
+        Some(match chip {
+            Chip::Uart => &mut self.uart,
+            Chip::Pic => &mut self.pic,
+            Chip::Pit => &mut self.pit,
+            Chip::Rtc => &mut self.rtc,
+            Chip::Pm => &mut self.pm,
+            Chip::Keyboard => &mut self.keyboard,
+            Chip::Port92 => &mut self.port92,
+            Chip::Post => &mut self.post,
+            Chip::PvPanic => &mut self.pvpanic,
+            Chip::DebugExit => &mut self.debug_exit,
+            Chip::Reset => &mut self.reset,
+            Chip::IoApic => &mut self.io_apic,
+            Chip::LocalApic => return None,
+        })
+    }
+}
+
+/// Who answers at which port.
+fn ports() -> Map<PORT_RANGES> {
+    use layout::*;
+    let at = |port: u16, length, chip: Chip| Region::bytes(port.into(), length, chip as u16);
+    let regions = [
+        at(PIC_MASTER, 2, Chip::Pic),
+        at(PIC_SLAVE, 2, Chip::Pic).at(2),
+        at(ELCR, 2, Chip::Pic).at(4),
+        at(PIT, 4, Chip::Pit),
+        at(PORT_B, 1, Chip::Pit).at(4),
+        at(KEYBOARD_DATA, 1, Chip::Keyboard),
+        at(KEYBOARD_STATUS, 1, Chip::Keyboard).at(1),
+        at(RTC, 2, Chip::Rtc),
+        at(POST, 1, Chip::Post),
+        at(PORT_92, 1, Chip::Port92),
+        at(SERIAL, 8, Chip::Uart),
+        at(DEBUG_EXIT, 1, Chip::DebugExit),
+        at(PVPANIC, 1, Chip::PvPanic),
+        at(PM, pm::spec::LEN, Chip::Pm).widths(1, 4),
+        at(RESET, 1, Chip::Reset),
+    ];
+    let mut map = Map::new();
+    for region in regions {
+        // A test holds the table to be free of overlap.
+        let _ = map.insert(region);
+    }
+    map
+}
+
+fn page_of_words(base: u64, length: u64, chip: Chip) -> Map<1> {
+    let mut map = Map::new();
+    let _ = map.insert(Region::words(base, length, chip as u16));
+    map
+}
+
+impl<'m> Pc<'m> {
+    /// A machine in the state after power-on, its memory as the caller has filled it. `host_cpuid` gives the
+    /// host's `CPUID` answers for a leaf and a subleaf.
+    pub fn new(
+        config: PcConfig,
+        memory: &'m GuestMemory,
+        host_cpuid: impl Fn(u32, u32) -> Values,
+    ) -> Self {
+        let vcpus = usize::from(config.vcpus).clamp(1, MAX_VCPUS);
+        let tsc_khz = u32::try_from(config.clock.khz()).unwrap_or(u32::MAX);
+        let cpuid = CpuidConfig {
+            vcpus: vcpus as u8,
+            xcr0_mask: config.xcr0_mask,
+            tsc_khz,
+            apic_khz: (lapic::spec::BUS_HZ / 1000) as u32,
+            kvmclock: config.kvmclock,
+        };
+        let cpuid = CpuidTable::new(&cpuid, host_cpuid);
+        let physical_bits = (cpuid.lookup(leaf::SIZES, 0).0[0] & 0xff).clamp(36, 52);
+        let apic = |index| {
+            let mut apic = LocalApic::new(Config {
+                id: index as u32,
+                bsp: index == 0,
+                tsc_khz,
+                tsc_at_zero: 0,
+                physical_bits: physical_bits as u8,
+            });
+            if index == 0 {
+                apic.virtual_wire();
+            }
+            apic
+        };
+        let below = |&(base, _): &(u64, u64)| base < FOUR_GIB;
+        let rtc = rtc::Config {
+            unix_seconds_at_zero: i64::try_from(config.start_unix).unwrap_or(i64::MAX),
+            low_memory: memory.ranges().filter(below).map(|range| range.1).sum(),
+            high_memory: memory.ranges().filter(|range| !below(range)).map(|range| range.1).sum(),
+        };
+        let machine = Machine {
+            memory,
+            cpuid,
+            start_unix: config.start_unix,
+            vcpus,
+            chips: Chips {
+                uart: Uart::new(),
+                pic: PicPair::new(),
+                pit: Pit::new(),
+                rtc: Rtc::new(rtc),
+                pm: AcpiPm::new(),
+                keyboard: Keyboard::new(),
+                port92: Port92::new(),
+                post: PostPort::new(),
+                pvpanic: PvPanic::new(),
+                debug_exit: DebugExit::new(),
+                reset: ResetPort::new(),
+                io_apic: IoApic::new(layout::IO_APIC_ID),
+            },
+            apics: core::array::from_fn(apic),
+            ext_int: 0,
+            intr: false,
+            nmi: 0,
+            init: 0,
+            startup: [None; MAX_VCPUS],
+            wires: Wires::new(config.clock),
+        };
+        let maps = Maps {
+            ports: ports(),
+            io_apic: page_of_words(layout::IO_APIC, ioapic::spec::LEN, Chip::IoApic),
+            local_apic: page_of_words(0, lapic::spec::LEN, Chip::LocalApic),
+        };
+        let cpus = core::array::from_fn(|index| Cpu::new(index, physical_bits));
+        Self { machine, maps, cpus }
+    }
+
+    /// Runs virtual CPU `index` until the host is needed.
+    pub fn run<B: Backend, H: Host>(&mut self, index: usize, vcpu: &mut B, host: &mut H) -> Pause {
+        let index = index.min(self.machine.vcpus - 1);
+        let Self { machine, maps, cpus } = self;
+        cpus[index].run(vcpu, &mut PcBoard { machine, maps, host, running: index })
+    }
+
+    /// The serial line has bytes, or takes bytes again.
+    pub fn input<H: Host>(&mut self, host: &mut H) {
+        let Self { machine, maps, .. } = self;
+        let mut board = PcBoard { machine, maps, host, running: MAX_VCPUS };
+        board.with_chip(Chip::Uart, |chip, env| chip.wake(WAKE_INPUT, env));
+    }
+
+    /// The power button is pressed: the guest is asked to switch off.
+    pub fn press_power_button<H: Host>(&mut self, host: &mut H) {
+        let Self { machine, maps, .. } = self;
+        let Machine { chips, wires, .. } = &mut *machine;
+        let mut env = ChipEnv { wires, host: &mut *host, chip: Chip::Pm as usize };
+        chips.pm.press_power_button(&mut env);
+        PcBoard { machine, maps, host, running: MAX_VCPUS }.carry_on();
+    }
+
+    /// Exits of a virtual CPU by reason, named by [`EXIT_NAMES`].
+    pub fn exits(&self, index: usize) -> &[u64; EXIT_NAMES.len()] {
+        self.cpus[index.min(MAX_VCPUS - 1)].exits()
+    }
+
+    /// What the guest did that the machine does not know.
+    pub fn counters(&self) -> Counters {
+        self.machine.wires.counters
+    }
+}
+
+/// The machine together with its outside, while a virtual CPU runs.
+struct PcBoard<'a, 'm, H> {
+    machine: &'a mut Machine<'m>,
+    maps: &'a Maps,
+    host: &'a mut H,
+    /// The CPU that runs, which needs no kick.
+    running: usize,
+}
+
+impl<H: Host> PcBoard<'_, '_, H> {
+    /// Calls a chip, then carries on its effects.
+    #[inline]
+    fn with_chip<R>(
+        &mut self,
+        chip: Chip,
+        call: impl FnOnce(&mut dyn Device, &mut ChipEnv<'_, H>) -> R,
+    ) -> Option<R> {
+        let Machine { chips, wires, .. } = &mut *self.machine;
+        let mut env = ChipEnv { wires, host: &mut *self.host, chip: chip as usize };
+        let result = call(chips.get(chip)?, &mut env);
+        if self.machine.wires.busy() || chip == Chip::Pic {
+            self.carry_on();
+        }
+        Some(result)
+    }
+
+    /// Calls a local APIC, then carries on its effects.
+    fn with_apic<R>(
+        &mut self,
+        cpu: usize,
+        call: impl FnOnce(&mut LocalApic, &mut ChipEnv<'_, H>) -> R,
+    ) -> R {
+        let Machine { apics, wires, .. } = &mut *self.machine;
+        let mut env = ChipEnv { wires, host: &mut *self.host, chip: CHIPS.len() + cpu };
+        let result = call(&mut apics[cpu], &mut env);
+        // The sender of a message has served itself already.
+        while let Some(message) = self.machine.wires.take_message() {
+            self.deliver(message, Some(cpu));
+        }
+        if self.machine.apics[cpu].has_events() || self.machine.wires.busy() {
+            self.carry_on();
+        }
+        if self.interrupt_waits(cpu) {
+            self.machine.wires.attention |= 1 << cpu;
+        }
+        result
+    }
+
+    /// Takes what chips have left on the wires to where it goes, until nothing is left. Ends: a line change or a
+    /// message makes no new line change, and only an end of interrupt makes messages.
+    fn carry_on(&mut self) {
+        loop {
+            if let Some((irq, pulse, level)) = self.machine.wires.take_change() {
+                for level in pulse.into_iter().chain([level]) {
+                    self.set_irq(irq, level);
+                }
+            } else if let Some(message) = self.machine.wires.take_message() {
+                self.deliver(message, None);
+            } else if !self.take_apic_events() {
+                break;
+            }
+        }
+        self.update_intr();
+    }
+
+    fn set_irq(&mut self, irq: u8, level: bool) {
+        let Machine { chips, wires, .. } = &mut *self.machine;
+        chips.pic.set_irq(irq, level);
+        if let Some(pin) = layout::gsi(irq) {
+            let mut env = ChipEnv { wires, host: &mut *self.host, chip: Chip::IoApic as usize };
+            chips.io_apic.set_irq(pin, level, &mut env);
+        }
+    }
+
+    /// The 8259's output goes to LINT0 of every local APIC.
+    fn update_intr(&mut self) {
+        let level = self.machine.chips.pic.intr();
+        if level == self.machine.intr {
+            return;
+        }
+        self.machine.intr = level;
+        for cpu in 0..self.machine.vcpus {
+            self.machine.apics[cpu].set_lint(0, level);
+            // A pin in another mode than ExtINT may have made something of it.
+            self.take_events_of(cpu);
+            if self.interrupt_waits(cpu) {
+                self.alert(cpu);
+            }
+        }
+    }
+
+    /// Gives a message to the local APICs that it is for, except the sender.
+    fn deliver(&mut self, message: InterruptMessage, sender: Option<usize>) {
+        let machine = &mut *self.machine;
+        let matching = |cpu: &usize| {
+            Some(*cpu) != sender && machine.apics[*cpu].matches(&message)
+        };
+        let mut all = 0_u32;
+        for cpu in (0..machine.vcpus).filter(matching) {
+            all |= 1 << cpu;
+        }
+        if message.delivery == lapic::spec::LOWEST {
+            let lowest = (0..machine.vcpus)
+                .filter(|cpu| all & 1 << cpu != 0)
+                .min_by_key(|&cpu| machine.apics[cpu].ppr());
+            all = lowest.map_or(0, |cpu| 1 << cpu);
+        }
+        for cpu in 0..self.machine.vcpus {
+            if all & 1 << cpu != 0 && self.machine.apics[cpu].deliver(&message) {
+                self.alert(cpu);
+            }
+        }
+    }
+
+    /// The CPU has to look at what waits for it.
+    fn alert(&mut self, cpu: usize) {
+        self.machine.wires.attention |= 1 << cpu;
+        if cpu != self.running {
+            self.host.kick(cpu);
+        }
+    }
+
+    /// Takes what local APICs have for the board; whether there was anything.
+    fn take_apic_events(&mut self) -> bool {
+        let mut any = false;
+        for cpu in 0..self.machine.vcpus {
+            any |= self.take_events_of(cpu);
+        }
+        any
+    }
+
+    fn take_events_of(&mut self, cpu: usize) -> bool {
+        let machine = &mut *self.machine;
+        if !machine.apics[cpu].has_events() {
+            return false;
+        }
+        let events = machine.apics[cpu].take_events();
+        let bit = 1 << cpu;
+        if events.nmi {
+            machine.nmi |= bit;
+        }
+        if events.init {
+            machine.init |= bit;
+        }
+        if events.startup.is_some() {
+            machine.startup[cpu] = events.startup;
+        }
+        if events.ext_int {
+            machine.ext_int |= bit;
+        }
+        if let Some(vector) = events.eoi {
+            let Machine { chips, wires, .. } = machine;
+            let mut env = ChipEnv { wires, host: &mut *self.host, chip: Chip::IoApic as usize };
+            chips.io_apic.eoi(vector, &mut env);
+        }
+        if events.smi {
+            self.machine.wires.counters.other += 1;
+        }
+        if events.nmi || events.init || events.startup.is_some() || events.ext_int {
+            self.alert(cpu);
+        }
+        true
+    }
+
+    /// The 8259 has an interrupt for this CPU.
+    #[inline]
+    fn pic_waits(&self, cpu: usize) -> bool {
+        let machine = &*self.machine;
+        let asked = machine.ext_int & 1 << cpu != 0;
+        machine.intr && (asked || machine.apics[cpu].accepts_pic() && cpu == 0)
+    }
+
+    #[inline]
+    fn interrupt_waits(&self, cpu: usize) -> bool {
+        self.machine.apics[cpu].pending().is_some() || self.pic_waits(cpu)
+    }
+
+    fn read_piece(&mut self, piece: Piece) -> u64 {
+        match piece.device.and_then(|device| CHIPS.get(usize::from(device))) {
+            Some(&chip) => self
+                .with_chip(chip, |chip, env| chip.read(piece.access, env))
+                .unwrap_or(piece.access.open_bus()),
+            None => self.unknown_port(piece.access),
+        }
+    }
+
+    fn write_piece(&mut self, piece: Piece, value: u64) {
+        match piece.device.and_then(|device| CHIPS.get(usize::from(device))) {
+            Some(&chip) => {
+                self.with_chip(chip, |chip, env| chip.write(piece.access, value, env));
+            }
+            None => {
+                self.unknown_port(piece.access);
+            }
+        }
+    }
+
+    #[cold]
+    fn unknown_port(&mut self, access: Access) -> u64 {
+        self.machine.wires.counters.unknown_ports += 1;
+        let port = access.offset;
+        self.machine.wires.say(self.host, key(1, port), format_args!("unknown port {port:#x}"));
+        access.open_bus()
+    }
+
+    #[cold]
+    fn unknown_memory(&mut self, address: u64) {
+        self.machine.wires.counters.unknown_memory += 1;
+        let page = address & !0xfff;
+        let text = format_args!("nothing at guest-physical address {address:#x}");
+        self.machine.wires.say(self.host, key(2, page), text);
+    }
+
+    /// Offset in the page of this CPU's local APIC.
+    fn in_local_apic(&self, cpu: usize, address: u64) -> Option<u64> {
+        let apic = &self.machine.apics[cpu];
+        let offset = address.wrapping_sub(apic.base());
+        (apic.mode() == Mode::XApic && offset < lapic::spec::LEN).then_some(offset)
+    }
+
+    /// What an emulated access comes to.
+    fn finish<B: Backend>(&mut self, vcpu: &mut B, result: Result<u64, Stop>) -> Emulated {
+        match result {
+            Ok(next) => Emulated::Next(next),
+            Err(Stop::Raise(event)) => Emulated::Raise(event),
+            Err(Stop::Unknown(bytes)) => {
+                let rip = vcpu.get(vmm_cpu::Reg::Rip);
+                self.unknown(Unknown::Instruction { rip, bytes });
+                Emulated::Unknown
+            }
+        }
+    }
+}
+
+/// A key for [`crate::once::Once`]; addresses of texts (kind 0) are below 2^56.
+const fn key(kind: u64, what: u64) -> u64 {
+    kind << 56 | (what & ((1 << 56) - 1))
+}
+
+impl<H: Host> Board for PcBoard<'_, '_, H> {
+    #[inline]
+    fn memory(&self) -> &GuestMemory {
+        self.machine.memory
+    }
+
+    #[inline]
+    fn cpuid(&self) -> &CpuidTable {
+        &self.machine.cpuid
+    }
+
+    #[inline]
+    fn clock(&self) -> &TscClock {
+        &self.machine.wires.clock
+    }
+
+    #[inline]
+    fn host_tsc(&self) -> u64 {
+        self.host.tsc()
+    }
+
+    fn start_unix(&self) -> u64 {
+        self.machine.start_unix
+    }
+
+    #[inline]
+    fn port_in(&mut self, port: u16, size: u8) -> u32 {
+        if port == layout::PCI_ADDRESS && size == 4 {
+            return self.unknown_port(Access::new(port.into(), size)) as u32;
+        }
+        let maps = self.maps;
+        maps.ports.read(port.into(), size, |piece| self.read_piece(piece)) as u32
+    }
+
+    #[inline]
+    fn port_out(&mut self, port: u16, size: u8, value: u32) {
+        if port == layout::PCI_ADDRESS && size == 4 {
+            self.unknown_port(Access::new(port.into(), size));
+            return;
+        }
+        let maps = self.maps;
+        maps.ports.write(port.into(), size, value.into(), |piece, value| {
+            self.write_piece(piece, value);
+        });
+    }
+
+    fn apic_read(&mut self, cpu: usize, msr: u32) -> Option<u64> {
+        let value = self.with_apic(cpu, |apic, env| apic.read_msr(msr, env)).ok();
+        if value.is_none() {
+            self.unknown(Unknown::MsrRead(msr));
+        }
+        value
+    }
+
+    fn apic_write(&mut self, cpu: usize, msr: u32, value: u64) -> Option<()> {
+        let done = self.with_apic(cpu, |apic, env| apic.write_msr(msr, value, env)).ok();
+        if done.is_none() {
+            self.unknown(Unknown::MsrWrite(msr, value));
+        }
+        done
+    }
+
+    fn cr8(&mut self, cpu: usize) -> u8 {
+        self.machine.apics[cpu].cr8()
+    }
+
+    fn set_cr8(&mut self, cpu: usize, value: u8) {
+        self.with_apic(cpu, |apic, _| apic.set_cr8(value));
+    }
+
+    fn tsc_written(&mut self, cpu: usize, tsc: u64) {
+        self.with_apic(cpu, |apic, env| apic.sync_tsc(tsc, env));
+    }
+
+    fn emulate_memory<B: Backend>(&mut self, cpu: usize, vcpu: &mut B, _: MemoryFault) -> Emulated {
+        let memory = self.machine.memory;
+        let result = vmm_emu::memory_access(vcpu, memory, &mut CpuBus { board: self, cpu });
+        self.finish(vcpu, result)
+    }
+
+    fn emulate_io<B: Backend>(&mut self, cpu: usize, vcpu: &mut B, io: IoExit) -> Emulated {
+        let memory = self.machine.memory;
+        let result = vmm_emu::string_io(vcpu, memory, &mut CpuBus { board: self, cpu }, io);
+        self.finish(vcpu, result)
+    }
+
+    #[inline]
+    fn attention(&self, cpu: usize) -> bool {
+        self.machine.wires.attention & 1 << cpu != 0
+    }
+
+    fn settle(&mut self, cpu: usize) -> Signals {
+        let now = self.machine.wires.clock.nanos(self.host.tsc());
+        // Each timer once: one that is due again at once is seen by the next call.
+        let mut start = 0;
+        while let Some(timer) = self.machine.wires.take_due(start, now) {
+            start = timer + 1;
+            match CHIPS.get(timer) {
+                Some(&chip) => {
+                    self.with_chip(chip, |chip, env| chip.wake(0, env));
+                }
+                None => {
+                    let owner = timer - CHIPS.len();
+                    self.with_apic(owner, |apic, env| apic.wake(0, env));
+                    if owner != self.running && self.interrupt_waits(owner) {
+                        self.host.kick(owner);
+                    }
+                }
+            }
+        }
+        let bit = 1 << cpu;
+        let init = self.machine.init & bit != 0;
+        if init {
+            self.with_apic(cpu, |apic, env| apic.init(env));
+        }
+        let interrupt = self.interrupt_waits(cpu);
+        let machine = &mut *self.machine;
+        let signals = Signals {
+            end: machine.wires.end,
+            nmi: machine.nmi & bit != 0,
+            interrupt,
+            init,
+            startup: machine.startup[cpu].take(),
+            deadline: machine.wires.deadline(cpu),
+        };
+        machine.nmi &= !bit;
+        machine.init &= !bit;
+        machine.wires.attention &= !bit;
+        signals
+    }
+
+    #[inline]
+    fn interrupt_pending(&self, cpu: usize) -> bool {
+        self.interrupt_waits(cpu)
+    }
+
+    fn acknowledge(&mut self, cpu: usize) -> Option<u8> {
+        if self.pic_waits(cpu) {
+            self.machine.ext_int &= !(1 << cpu);
+            let vector = self.machine.chips.pic.acknowledge();
+            self.update_intr();
+            return Some(vector);
+        }
+        let vector = self.machine.apics[cpu].pending()?;
+        self.machine.apics[cpu].accept(vector);
+        Some(vector)
+    }
+
+    #[cold]
+    fn unknown(&mut self, what: Unknown) {
+        let Wires { counters, .. } = &mut self.machine.wires;
+        match what {
+            Unknown::MsrRead(_) | Unknown::MsrWrite(..) => counters.unknown_msrs += 1,
+            Unknown::Instruction { .. } => counters.unknown_instructions += 1,
+            Unknown::Exit(_) | Unknown::Hypercall(_) | Unknown::Other(..) => counters.other += 1,
+        }
+        let wires = &mut self.machine.wires;
+        let host = &mut *self.host;
+        match what {
+            Unknown::MsrRead(msr) => {
+                wires.say(host, key(3, msr.into()), format_args!("read of unknown MSR {msr:#x}"));
+            }
+            Unknown::MsrWrite(msr, value) => {
+                let text = format_args!("refused write of {value:#x} to MSR {msr:#x}");
+                wires.say(host, key(4, msr.into()), text);
+            }
+            Unknown::Instruction { rip, bytes } => {
+                let text = format_args!("instruction at {rip:#x} not emulated: {:02x?}", bytes.to_le_bytes());
+                wires.say(host, key(5, bytes), text);
+            }
+            Unknown::Exit(code) => {
+                wires.say(host, key(6, code), format_args!("unknown exit {code:#x}"));
+            }
+            Unknown::Hypercall(number) => {
+                wires.say(host, key(7, number), format_args!("unknown hypercall {number:#x}"));
+            }
+            Unknown::Other(text, value) => {
+                let address = text.as_ptr().addr() as u64;
+                wires.say(host, key(0, address), format_args!("{text}: {value:#x}"));
+            }
+        }
+    }
+}
+
+/// The devices as the emulator reaches them from one CPU.
+struct CpuBus<'b, 'a, 'm, H> {
+    board: &'b mut PcBoard<'a, 'm, H>,
+    cpu: usize,
+}
+
+impl<H: Host> Devices for CpuBus<'_, '_, '_, H> {
+    fn read(&mut self, address: u64, size: u8) -> u64 {
+        let (board, cpu) = (&mut *self.board, self.cpu);
+        let maps = board.maps;
+        if let Some(offset) = board.in_local_apic(cpu, address) {
+            return maps.local_apic.read(offset, size, |Piece { device, access }| match device {
+                Some(_) => board.with_apic(cpu, |apic, env| apic.read(access, env)),
+                None => access.open_bus(),
+            });
+        }
+        maps.io_apic.read(address, size, |piece| match piece.device {
+            Some(_) => board.read_piece(piece),
+            None => {
+                board.unknown_memory(piece.access.offset);
+                piece.access.open_bus()
+            }
+        })
+    }
+
+    fn write(&mut self, address: u64, size: u8, value: u64) {
+        let (board, cpu) = (&mut *self.board, self.cpu);
+        let maps = board.maps;
+        if let Some(offset) = board.in_local_apic(cpu, address) {
+            maps.local_apic.write(offset, size, value, |Piece { device, access }, value| {
+                if device.is_some() {
+                    board.with_apic(cpu, |apic, env| apic.write(access, value, env));
+                }
+            });
+            return;
+        }
+        maps.io_apic.write(address, size, value, |piece, value| match piece.device {
+            Some(_) => board.write_piece(piece, value),
+            None => board.unknown_memory(piece.access.offset),
+        });
+    }
+
+    fn port_in(&mut self, port: u16, size: u8) -> u32 {
+        self.board.port_in(port, size)
+    }
+
+    fn port_out(&mut self, port: u16, size: u8, value: u32) {
+        self.board.port_out(port, size, value);
+    }
+}

@@ -1,0 +1,279 @@
+//! What connects the chips: interrupt lines, interrupt messages, timers, and the way outside.
+//!
+//! A chip's effects are noted here while it is called, and carried on by the board afterwards, because the
+//! receiver is another chip.
+
+use vmm_bus::{Env, InterruptMessage, MachineEvent, NEVER, Nanos};
+use vmm_cpu::{MAX_VCPUS, Outcome, TscClock};
+
+use crate::layout;
+use crate::once::{Once, Say};
+use crate::{Host, Level};
+
+/// The chips, numbered for timers and address maps. Local APIC `n` is `LocalApic as usize + n`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u16)]
+pub enum Chip {
+    /// Serial line.
+    Uart,
+    /// 8259A pair.
+    Pic,
+    /// 8254.
+    Pit,
+    /// Real-time clock.
+    Rtc,
+    /// ACPI power management.
+    Pm,
+    /// Keyboard controller.
+    Keyboard,
+    /// System control port A.
+    Port92,
+    /// POST codes.
+    Post,
+    /// pvpanic.
+    PvPanic,
+    /// Debug exit.
+    DebugExit,
+    /// Reset port.
+    Reset,
+    /// I/O APIC.
+    IoApic,
+    /// First local APIC.
+    LocalApic,
+}
+
+/// Chips other than local APICs, in order.
+pub const CHIPS: [Chip; Chip::LocalApic as usize] = [
+    Chip::Uart,
+    Chip::Pic,
+    Chip::Pit,
+    Chip::Rtc,
+    Chip::Pm,
+    Chip::Keyboard,
+    Chip::Port92,
+    Chip::Post,
+    Chip::PvPanic,
+    Chip::DebugExit,
+    Chip::Reset,
+    Chip::IoApic,
+];
+
+/// Timers: one for each chip, then one for each local APIC.
+const TIMERS: usize = CHIPS.len() + MAX_VCPUS;
+/// Messages that one call of a chip can send: an end of interrupt may free every I/O APIC input.
+const MESSAGES: usize = 24;
+
+/// Counts of what the machine does not know.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Counters {
+    /// Accesses to ports where nothing is.
+    pub unknown_ports: u64,
+    /// Accesses to guest-physical addresses where nothing is.
+    pub unknown_memory: u64,
+    /// Accesses to unknown MSRs, or with bad values.
+    pub unknown_msrs: u64,
+    /// Instructions that could not be emulated.
+    pub unknown_instructions: u64,
+    /// Uses of features that a chip lacks.
+    pub missing: u64,
+    /// Anything else unknown.
+    pub other: u64,
+}
+
+/// The state of all connections.
+#[derive(Clone, Debug)]
+pub struct Wires {
+    pub clock: TscClock,
+    /// Levels of ISA interrupts.
+    levels: u16,
+    /// Those that rose, and those that fell, since the board looked.
+    rose: u16,
+    fell: u16,
+    messages: [InterruptMessage; MESSAGES],
+    message_count: usize,
+    timers: [Nanos; TIMERS],
+    /// No timer is earlier than this.
+    earliest: Nanos,
+    /// CPUs that have to look at what waits for them.
+    pub attention: u32,
+    pub end: Option<Outcome>,
+    pub counters: Counters,
+    pub once: Once,
+}
+
+const NO_MESSAGE: InterruptMessage =
+    InterruptMessage { destination: 0, logical: false, delivery: 0, vector: 0, level: false };
+
+impl Wires {
+    pub const fn new(clock: TscClock) -> Self {
+        Self {
+            clock,
+            levels: 0,
+            rose: 0,
+            fell: 0,
+            messages: [NO_MESSAGE; MESSAGES],
+            message_count: 0,
+            timers: [NEVER; TIMERS],
+            earliest: NEVER,
+            attention: 0,
+            end: None,
+            counters: Counters {
+                unknown_ports: 0,
+                unknown_memory: 0,
+                unknown_msrs: 0,
+                unknown_instructions: 0,
+                missing: 0,
+                other: 0,
+            },
+            once: Once::new(),
+        }
+    }
+
+    /// Whether the last call of a chip left something to carry on.
+    #[inline]
+    pub fn busy(&self) -> bool {
+        self.rose | self.fell != 0 || self.message_count != 0
+    }
+
+    /// Takes an interrupt that has changed: its number, the level that it had meanwhile if it is back where it
+    /// was, and its level now. A pulse of either polarity is an edge, however short.
+    pub fn take_change(&mut self) -> Option<(u8, Option<bool>, bool)> {
+        let irq = (self.rose | self.fell).checked_ilog2()? as u8;
+        let bit = 1 << irq;
+        let level = self.levels & bit != 0;
+        let pulse = self.rose & self.fell & bit != 0;
+        self.rose &= !bit;
+        self.fell &= !bit;
+        Some((irq, pulse.then_some(!level), level))
+    }
+
+    /// Takes the message sent first, or rather one of those sent: their order has no meaning.
+    pub fn take_message(&mut self) -> Option<InterruptMessage> {
+        self.message_count = self.message_count.checked_sub(1)?;
+        Some(self.messages[self.message_count])
+    }
+
+    fn arm(&mut self, timer: usize, deadline: Nanos) {
+        self.timers[timer] = deadline;
+        // Disarming leaves `earliest` too early, which costs a look.
+        self.earliest = self.earliest.min(deadline);
+        self.attention |= 1 << timer.saturating_sub(CHIPS.len());
+    }
+
+    /// Takes the timers that have reached `now`, one after the other, from `start` on.
+    pub fn take_due(&mut self, start: usize, now: Nanos) -> Option<usize> {
+        if self.earliest > now {
+            return None;
+        }
+        let due = (start..TIMERS).find(|&timer| self.timers[timer] <= now)?;
+        self.timers[due] = NEVER;
+        Some(due)
+    }
+
+    /// The next deadline of a CPU: of its local APIC, for CPU 0 also of the chips.
+    pub fn deadline(&mut self, cpu: usize) -> Nanos {
+        self.earliest = self.timers.iter().copied().fold(NEVER, Nanos::min);
+        let own = self.timers[CHIPS.len() + cpu];
+        if cpu == 0 { self.timers[..CHIPS.len()].iter().copied().fold(own, Nanos::min) } else { own }
+    }
+
+    /// Logs a message once for its key.
+    pub fn say<H: Host>(&mut self, host: &mut H, key: u64, text: core::fmt::Arguments<'_>) {
+        match self.once.enter(key) {
+            Say::It => host.log(Level::Warning, text),
+            Say::Last => {
+                host.log(Level::Warning, text);
+                host.log(Level::Warning, format_args!("further unknown accesses are only counted"));
+            }
+            Say::Nothing => {}
+        }
+    }
+}
+
+/// The world as one chip sees it.
+pub struct ChipEnv<'a, H> {
+    pub wires: &'a mut Wires,
+    pub host: &'a mut H,
+    /// Number of the chip's timer; local APICs come after [`CHIPS`].
+    pub chip: usize,
+}
+
+/// ISA interrupt of a chip's line 0.
+const fn irq(chip: usize) -> Option<u8> {
+    const UART: usize = Chip::Uart as usize;
+    const PIT: usize = Chip::Pit as usize;
+    const RTC: usize = Chip::Rtc as usize;
+    const PM: usize = Chip::Pm as usize;
+    const KEYBOARD: usize = Chip::Keyboard as usize;
+    match chip {
+        UART => Some(layout::SERIAL_IRQ),
+        PIT => Some(layout::PIT_IRQ),
+        RTC => Some(layout::RTC_IRQ),
+        PM => Some(layout::SCI),
+        KEYBOARD => Some(layout::KEYBOARD_IRQ),
+        _ => None,
+    }
+}
+
+impl<H: Host> Env for ChipEnv<'_, H> {
+    fn now(&self) -> Nanos {
+        self.wires.clock.nanos(self.host.tsc())
+    }
+
+    fn set_line(&mut self, line: u8, level: bool) {
+        let (0, Some(irq)) = (line, irq(self.chip)) else { return };
+        let bit = 1 << irq;
+        match (self.wires.levels & bit != 0, level) {
+            (false, true) => self.wires.rose |= bit,
+            (true, false) => self.wires.fell |= bit,
+            _ => return,
+        }
+        self.wires.levels ^= bit;
+    }
+
+    fn arm(&mut self, timer: u8, deadline: Nanos) {
+        if timer == 0 {
+            self.wires.arm(self.chip, deadline);
+        }
+    }
+
+    fn put(&mut self, byte: u8) -> bool {
+        self.host.put(byte)
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        self.host.take()
+    }
+
+    fn message(&mut self, message: InterruptMessage) {
+        if let Some(place) = self.wires.messages.get_mut(self.wires.message_count) {
+            *place = message;
+            self.wires.message_count += 1;
+        } else {
+            // Cannot happen: see `MESSAGES`.
+            self.wires.counters.other += 1;
+        }
+    }
+
+    fn machine(&mut self, event: MachineEvent) {
+        let outcome = match event {
+            MachineEvent::PowerOff => Outcome::PowerOff,
+            MachineEvent::Reset => Outcome::Reset,
+            MachineEvent::GuestPanic => Outcome::GuestPanic,
+            MachineEvent::ExitCode(code) => Outcome::Code(code),
+            MachineEvent::GuestCrashLoaded => {
+                let text = format_args!("the guest has crashed and runs its crash kernel");
+                return self.host.log(Level::Info, text);
+            }
+        };
+        self.wires.end.get_or_insert(outcome);
+        self.wires.attention = u32::MAX;
+    }
+
+    fn missing(&mut self, what: &'static str, value: u64) {
+        self.wires.counters.missing += 1;
+        // The text's address is as good as the text: each is one literal of one chip.
+        let key = what.as_ptr().addr() as u64;
+        self.wires.say(self.host, key, format_args!("{what} ({value:#x})"));
+    }
+}
