@@ -353,15 +353,17 @@ impl<H: Host> PcBoard<'_, '_, H> {
         }
         for cpu in 0..self.machine.vcpus {
             if all & 1 << cpu != 0 && self.machine.apics[cpu].deliver(&message) {
+                self.take_events_of(cpu);
                 self.alert(cpu);
             }
         }
     }
 
-    /// The CPU has to look at what waits for it.
+    /// The CPU has to look at what waits for it. A CPU goes idle only after it has looked, so one kick is enough.
     fn alert(&mut self, cpu: usize) {
+        let alerted = self.machine.wires.attention & 1 << cpu != 0;
         self.machine.wires.attention |= 1 << cpu;
-        if cpu != self.running {
+        if cpu != self.running && !alerted {
             self.host.kick(cpu);
         }
     }
@@ -387,6 +389,7 @@ impl<H: Host> PcBoard<'_, '_, H> {
         }
         if events.init {
             machine.init |= bit;
+            machine.startup[cpu] = None;
         }
         if events.startup.is_some() {
             machine.startup[cpu] = events.startup;
@@ -715,5 +718,328 @@ impl<H: Host> Devices for CpuBus<'_, '_, '_, H> {
 
     fn port_out(&mut self, port: u16, size: u8, value: u32) {
         self.board.port_out(port, size, value);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::fmt;
+    use std::collections::VecDeque;
+    use std::string::{String, ToString};
+    use std::vec::Vec;
+    use vmm_cpu::testing::ScriptedVcpu;
+    use vmm_cpu::{Event, Exit, Gpr, Outcome, Reg};
+    use vmm_mem::testing;
+
+    use crate::Level;
+
+    /// A host whose counter ticks once a nanosecond, when told.
+    #[derive(Default)]
+    struct TestHost {
+        tsc: u64,
+        output: Vec<u8>,
+        input: VecDeque<u8>,
+        log: Vec<String>,
+        kicks: Vec<usize>,
+    }
+
+    impl Host for TestHost {
+        fn tsc(&self) -> u64 {
+            self.tsc
+        }
+        fn put(&mut self, byte: u8) -> bool {
+            self.output.push(byte);
+            true
+        }
+        fn take(&mut self) -> Option<u8> {
+            self.input.pop_front()
+        }
+        fn log(&mut self, _: Level, text: fmt::Arguments<'_>) {
+            self.log.push(text.to_string());
+        }
+        fn kick(&mut self, index: usize) {
+            self.kicks.push(index);
+        }
+    }
+
+    /// The guest's moves in these tests.
+    struct Rig<'m> {
+        pc: Pc<'m>,
+        vcpu: ScriptedVcpu,
+        host: TestHost,
+    }
+
+    const RFLAGS_IF: u64 = 1 << 9;
+
+    impl<'m> Rig<'m> {
+        fn new(memory: &'m GuestMemory, vcpus: u8) -> Self {
+            let config = PcConfig {
+                vcpus,
+                clock: TscClock::new(1_000_000, 0),
+                xcr0_mask: 7,
+                start_unix: 1_700_000_000,
+                kvmclock: true,
+            };
+            let mut vcpu = ScriptedVcpu::flat32();
+            vcpu.set(Reg::Rip, 0x1000);
+            vcpu.next_rip = 0x1000;
+            Self { pc: Pc::new(config, memory, |_, _| [0; 4]), vcpu, host: TestHost::default() }
+        }
+
+        /// One exit, then back to the host.
+        #[track_caller]
+        fn exit(&mut self, exit: Exit) {
+            self.vcpu.then(move |_| exit);
+            self.vcpu.then(|_| Exit::Recall { events: 7 });
+            let pause = self.pc.run(0, &mut self.vcpu, &mut self.host);
+            assert_eq!(pause, Pause::Recall(7));
+        }
+
+        fn out(&mut self, port: u16, value: u8) {
+            self.vcpu.set_gpr(Gpr::Rax, value.into());
+            self.exit(io(port, 1, true));
+        }
+
+        fn inb(&mut self, port: u16) -> u8 {
+            self.exit(io(port, 1, false));
+            self.vcpu.gpr(Gpr::Rax) as u8
+        }
+
+        fn wrmsr(&mut self, msr: u32, value: u64) {
+            self.vcpu.set_gpr(Gpr::Rcx, msr.into());
+            self.vcpu.set_gpr(Gpr::Rax, value & 0xffff_ffff);
+            self.vcpu.set_gpr(Gpr::Rdx, value >> 32);
+            self.exit(Exit::Msr { write: true });
+        }
+
+        /// A 32-bit access of `[ebx]` at an address of a device.
+        fn mmio(&mut self, memory: &GuestMemory, address: u64, write: Option<u32>) -> u32 {
+            let opcode: u8 = if write.is_some() { 0x89 } else { 0x8b };
+            memory.write_slice(0x1000, &[opcode, 0x03]).unwrap();
+            self.vcpu.set(Reg::Rip, 0x1000);
+            self.vcpu.set_gpr(Gpr::Rbx, address);
+            if let Some(value) = write {
+                self.vcpu.set_gpr(Gpr::Rax, value.into());
+            }
+            let write = write.is_some();
+            self.exit(Exit::MemoryFault(MemoryFault { gpa: address, write, fetch: false, walk: false }));
+            self.vcpu.gpr(Gpr::Rax) as u32
+        }
+
+        /// Runs with interrupts on; gives the events of the entries.
+        fn events(&mut self) -> Vec<Event> {
+            self.vcpu.set(Reg::Rflags, RFLAGS_IF);
+            self.vcpu.entries.clear();
+            self.exit(Exit::Spurious);
+            self.vcpu.set(Reg::Rflags, 0);
+            let events = self.vcpu.entries.iter().map(|entry| entry.event);
+            events.filter(|event| event.is_some()).collect()
+        }
+
+        /// Programs the 8259s as an operating system does: vectors from 0x30, everything unmasked.
+        fn init_pic(&mut self) {
+            for (port, value) in
+                [(0x20, 0x11), (0x21, 0x30), (0x21, 4), (0x21, 1), (0xa0, 0x11), (0xa1, 0x38), (0xa1, 2), (0xa1, 1)]
+            {
+                self.out(port, value);
+            }
+            self.out(0x21, 0);
+            self.out(0xa1, 0);
+        }
+    }
+
+    fn io(port: u16, size: u8, write: bool) -> Exit {
+        Exit::Io(IoExit { port, size, write, string: false, rep: false, next_rip: 0x1000 })
+    }
+
+    fn memory() -> GuestMemory {
+        testing::memory(&[(0, 0x10_000)])
+    }
+
+    #[test]
+    fn the_tables_have_room_and_no_overlap() {
+        assert_eq!(ports().regions().len(), 15);
+        assert_eq!(page_of_words(layout::IO_APIC, 0x1000, Chip::IoApic).regions().len(), 1);
+        for (number, &chip) in CHIPS.iter().enumerate() {
+            assert_eq!(chip as usize, number);
+        }
+    }
+
+    #[test]
+    fn serial_output_and_interrupt_through_the_8259() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory, 1);
+        for byte in b"hi" {
+            rig.out(0x3f8, *byte);
+        }
+        assert_eq!(rig.host.output, b"hi");
+        rig.init_pic();
+        rig.out(0x3fc, 0x08); // OUT2
+        rig.out(0x3f9, 0x01); // received data
+        assert_eq!(rig.events(), []);
+        rig.host.input.push_back(b'x');
+        rig.pc.input(&mut rig.host);
+        // Character time-out or trigger: at the latest a few characters later.
+        rig.host.tsc += 10_000_000;
+        assert_eq!(rig.events(), [Event::interrupt(0x34)]);
+        assert_eq!(rig.inb(0x3f8), b'x');
+        rig.out(0x20, 0x20);
+        assert_eq!(rig.events(), []);
+    }
+
+    #[test]
+    fn timer_interrupts_of_the_8254() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory, 1);
+        rig.init_pic();
+        rig.out(0x43, 0x34);
+        rig.out(0x40, 0xa9);
+        rig.out(0x40, 0x04); // 1193 ticks: 1 ms
+        // The output rises with the new mode.
+        assert_eq!(rig.events(), [Event::interrupt(0x30)]);
+        rig.out(0x20, 0x20);
+        for _ in 0..3 {
+            let deadline = rig.vcpu.deadline;
+            assert!(deadline > rig.host.tsc && deadline <= rig.host.tsc + 1_000_000, "{deadline}");
+            rig.host.tsc = deadline;
+            rig.vcpu.set(Reg::Rflags, RFLAGS_IF);
+            rig.vcpu.entries.clear();
+            rig.exit(Exit::Deadline);
+            let delivered = rig.vcpu.entries.iter().filter(|entry| entry.event.is_some()).count();
+            assert_eq!(delivered, 1);
+            rig.out(0x20, 0x20);
+        }
+    }
+
+    #[test]
+    fn io_apic_to_x2apic_with_tsc_deadline() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory, 1);
+        rig.wrmsr(0x1b, 0xfee0_0d00); // x2APIC
+        rig.wrmsr(0x80f, 0x1ff);
+        rig.wrmsr(0x832, 2 << 17 | 0xec); // TSC deadline, vector 0xec
+        // The serial line on input 4, vector 0x51, to APIC 0.
+        assert_eq!(rig.mmio(&memory, 0xfec0_0000, Some(0x18)), 0x18);
+        rig.mmio(&memory, 0xfec0_0010, Some(0x51));
+        assert_eq!(rig.mmio(&memory, 0xfec0_0010, None), 0x51);
+        rig.wrmsr(0x6e0, 5_000);
+        assert_eq!(rig.events(), []);
+        assert_eq!(rig.vcpu.deadline, 5_001, "never early");
+        // Both at once: the higher first, the other after its end.
+        rig.out(0x3fc, 0x08);
+        rig.out(0x3f9, 0x02); // transmitter empty: at once
+        rig.host.tsc = 5_001;
+        assert_eq!(rig.events(), [Event::interrupt(0xec)]);
+        assert_eq!(rig.events(), []);
+        rig.wrmsr(0x80b, 0);
+        assert_eq!(rig.events(), [Event::interrupt(0x51)]);
+        rig.wrmsr(0x80b, 0);
+        assert_eq!(rig.events(), []);
+        assert_eq!(rig.pc.counters(), Counters::default());
+    }
+
+    #[test]
+    fn xapic_page_and_tsc_writes() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory, 1);
+        assert_eq!(rig.mmio(&memory, 0xfee0_0030, None) & 0xff, 0x14);
+        rig.mmio(&memory, 0xfee0_00f0, Some(0x1ff));
+        rig.mmio(&memory, 0xfee0_0320, Some(2 << 17 | 0xec));
+        rig.host.tsc = 1_000;
+        rig.wrmsr(0x10, 0); // the guest's counter starts again
+        rig.wrmsr(0x6e0, 500);
+        assert_eq!(rig.events(), []);
+        assert_eq!(rig.vcpu.deadline, 1_501);
+        rig.host.tsc = 1_501;
+        assert_eq!(rig.events(), [Event::interrupt(0xec)]);
+        // A moved page answers at its new place only.
+        rig.wrmsr(0x1b, 0xfed0_0900);
+        assert_eq!(rig.mmio(&memory, 0xfed0_0030, None) & 0xff, 0x14);
+        assert_eq!(rig.mmio(&memory, 0xfee0_0030, None), u32::MAX);
+        assert_eq!(rig.pc.counters().unknown_memory, 1);
+    }
+
+    #[test]
+    fn unknown_things_are_counted_and_logged_once() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory, 1);
+        for _ in 0..3 {
+            assert_eq!(rig.inb(0x2e8), 0xff);
+            rig.wrmsr(0x1234, 1);
+        }
+        assert_eq!(rig.mmio(&memory, 0xd000_0000, None), u32::MAX);
+        // PCI configuration is not there, and its address register is no reset port.
+        rig.vcpu.set_gpr(Gpr::Rax, 0x8000_0600);
+        rig.exit(io(0xcf8, 4, true));
+        rig.exit(io(0xcf8, 4, false));
+        assert_eq!(rig.vcpu.gpr(Gpr::Rax), 0xffff_ffff);
+        let counters = rig.pc.counters();
+        assert_eq!((counters.unknown_ports, counters.unknown_msrs, counters.unknown_memory), (5, 3, 1));
+        assert_eq!(rig.host.log.len(), 4, "{:?}", rig.host.log);
+    }
+
+    #[test]
+    fn ways_to_end() {
+        let cases: [(u16, u8, u32, Outcome); 7] = [
+            (0x604, 2, 5 << 10 | 1 << 13, Outcome::PowerOff),
+            (0xcf9, 1, 6, Outcome::Reset),
+            (0x64, 1, 0xfe, Outcome::Reset),
+            (0x92, 1, 3, Outcome::Reset),
+            (0x505, 1, 1, Outcome::GuestPanic),
+            (0x501, 1, 42, Outcome::Code(42)),
+            (0x501, 4, 7, Outcome::Code(7)),
+        ];
+        for (port, size, value, outcome) in cases {
+            let memory = memory();
+            let mut rig = Rig::new(&memory, 1);
+            rig.vcpu.set_gpr(Gpr::Rax, value.into());
+            rig.vcpu.then(move |_| io(port, size, true));
+            let pause = rig.pc.run(0, &mut rig.vcpu, &mut rig.host);
+            assert_eq!(pause, Pause::End(outcome), "port {port:#x}");
+        }
+    }
+
+    #[test]
+    fn a_second_processor_starts_and_is_kicked() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory, 2);
+        let mut second = ScriptedVcpu::flat32();
+        let idle = Pause::Idle { deadline_tsc: u64::MAX };
+        assert_eq!(rig.pc.run(1, &mut second, &mut rig.host), idle);
+        rig.mmio(&memory, 0xfee0_0310, Some(1 << 24));
+        rig.mmio(&memory, 0xfee0_0300, Some(0x4500)); // INIT
+        rig.mmio(&memory, 0xfee0_0300, Some(0x4609)); // start at 0x9000
+        assert_eq!(rig.host.kicks, [1], "once until it runs");
+        second.then(|_| Exit::Recall { events: 1 });
+        assert_eq!(rig.pc.run(1, &mut second, &mut rig.host), Pause::Recall(1));
+        assert_eq!(second.segment(vmm_cpu::Seg::Cs).base, 0x9000);
+        // Its own id, and an interrupt from the first.
+        second.set_gpr(Gpr::Rax, 1);
+        second.next_rip = 2;
+        second.then(|_| Exit::Cpuid);
+        second.then(|_| Exit::Recall { events: 1 });
+        rig.pc.run(1, &mut second, &mut rig.host);
+        assert_eq!(second.gpr(Gpr::Rbx) >> 24, 1);
+    }
+
+    #[test]
+    fn any_port_any_value() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory, 1);
+        let mut random = 1_u64;
+        for _ in 0..20_000 {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let port = (random >> 48) as u16 & 0xfff;
+            let size = 1 << (random >> 44 & 3).min(2);
+            let write = random >> 40 & 1 != 0;
+            rig.vcpu.set_gpr(Gpr::Rax, random >> 8);
+            rig.host.tsc += random & 0xffff;
+            rig.vcpu.then(move |_| io(port, size, write));
+            rig.vcpu.then(|_| Exit::Recall { events: 0 });
+            if let Pause::End(_) = rig.pc.run(0, &mut rig.vcpu, &mut rig.host) {
+                rig = Rig::new(&memory, 1);
+            }
+        }
     }
 }
