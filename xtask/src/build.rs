@@ -1,7 +1,7 @@
 //! Building: three kinds of bare-metal program and the host program.
 //!
-//! The kinds differ in compiler flags. Each has a target directory of its own, because cargo
-//! rebuilds everything, `core` included, when flags change in a shared one.
+//! The kinds differ in compiler flags. Each set of flags has a target directory of its own, because
+//! cargo rebuilds everything, `core` included, when flags change in a shared one.
 
 use crate::process::{output, run, target, workspace};
 use crate::toolchain::{Bare, host_cargo};
@@ -12,8 +12,10 @@ use std::process::Command;
 
 /// Programs with the same compiler flags.
 pub struct Group {
-    /// Name of the target directory below `target/bare`.
+    /// Name on the command line.
     pub name: &'static str,
+    /// Target directory below `target/bare`.
+    directory: &'static str,
     /// Packages in it.
     pub packages: &'static [&'static str],
     /// Flags beside the common ones.
@@ -25,16 +27,19 @@ pub struct Group {
 pub const GROUPS: &[Group] = &[
     Group {
         name: "kernel",
+        directory: "kernel",
         packages: &["kernel-image"],
         flags: &["-Crelocation-model=pic", "-Ccode-model=small"],
     },
     Group {
         name: "native",
+        directory: "programs",
         packages: &["native-root", "native-console", "native-vmm", "native-check"],
         flags: &["-Crelocation-model=static", "-Ccode-model=small"],
     },
     Group {
         name: "guests",
+        directory: "programs",
         packages: &["guests-micro"],
         flags: &["-Crelocation-model=static", "-Ccode-model=small"],
     },
@@ -88,7 +93,7 @@ pub fn group_cargo(group: &Group, subcommand: &str, packages: &[&str]) -> Result
     command
         .current_dir(workspace())
         .arg("--target-dir")
-        .arg(target().join("bare").join(group.name));
+        .arg(target().join("bare").join(group.directory));
     for package in packages {
         command.args(["--package", package]);
     }
