@@ -41,6 +41,8 @@ pub mod purpose {
 pub enum StartError {
     /// There is no such CPU.
     Cpu(u32),
+    /// The machine cannot run guests: no SVM with nested paging.
+    NoNestedPaging,
     /// The bundle has no file of that role.
     File(&'static str),
     /// The file is in the bundle at a place where it cannot be mapped.

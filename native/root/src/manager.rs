@@ -289,6 +289,9 @@ impl<'a> Manager<'a> {
     fn start_vm(&mut self, number: usize, vm: &'a Vm<'a>) -> Result<Child, StartError> {
         let index = number - FIRST_VM;
         let machine = self.resources.boot.info;
+        if machine.features & boot::FEATURE_NESTED == 0 {
+            return Err(StartError::NoNestedPaging);
+        }
         let mut cpus: Vec<u32, { proto::system::MAX_VCPUS }> = vm.pins.clone();
         if cpus.is_empty() {
             let choice = |vcpu| (index as u32 + vcpu) % machine.cpus.max(1);

@@ -193,11 +193,6 @@ impl Backend for NativeVcpu<'_> {
         self.deadline = tsc;
     }
 
-    #[inline(always)]
-    fn host_tsc(&self) -> u64 {
-        time::tsc()
-    }
-
     /// Runs the guest. Output that has waited too long is flushed on the way: a guest that computes without ever
     /// being idle gives the VMM no other occasion.
     #[inline(always)]

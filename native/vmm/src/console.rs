@@ -165,7 +165,8 @@ impl Console {
             match gate.call(Message::new(READ, [MAX_BYTES as u64, 0, 0, 0])) {
                 Ok(answer) if answer.tag.label == proto::DONE => {
                     let page = Page::current();
-                    let length = page.bytes(answer.tag.words, answer.words[0], &mut input.bytes).len();
+                    let length =
+                        page.bytes(answer.tag.words, answer.words[0], &mut input.bytes).len();
                     (input.start, input.end) = (0, length);
                     self.may_read.set(length == MAX_BYTES);
                 }

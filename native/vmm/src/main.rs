@@ -16,9 +16,7 @@ use core::arch::x86_64::__cpuid_count;
 
 use abi::rights;
 use native_rt::start::{exit, file, guest_memory, windows};
-use native_rt::{
-    Factory, Gate, Message, Notification, Space, Status, Vcpu, Vm, error, info, time,
-};
+use native_rt::{Factory, Gate, Message, Notification, Space, Status, Vcpu, Vm, error, info, time};
 use proto::control::{STARTED, Statistics, code};
 use proto::start::{RangeKind, Role, Start, Vmm, event, slot};
 use proto::system::OnReset;
@@ -104,7 +102,7 @@ fn map_guest(start: &Start, vm: Vm, hole_start: u64) -> Result<(), Status> {
             vm.map(below, offset, all)?;
         }
         if let Some(above) = window.part(low, window.length() - low) {
-            vm.map(above, FOUR_GIB + (offset + low - hole_start.min(offset + low)), all)?;
+            vm.map(above, FOUR_GIB + (offset + low).saturating_sub(hole_start), all)?;
         }
         offset += window.length();
     }
