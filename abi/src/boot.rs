@@ -116,3 +116,19 @@ pub struct KernelStats {
     /// TLB shootdowns sent to other CPUs.
     pub shootdowns: u64,
 }
+
+impl KernelStats {
+    /// The counters in the order of the fields, as the message page holds them.
+    pub const fn words(self) -> [u64; 8] {
+        [
+            self.system_calls,
+            self.interrupts,
+            self.vm_entries,
+            self.settled_exits,
+            self.pages_used,
+            self.pages_total,
+            self.switches,
+            self.shootdowns,
+        ]
+    }
+}

@@ -1,4 +1,137 @@
+//! The kernel's objects and algorithms, independent of the processor.
+//!
+//! One lock protects everything here (`docs/design/0001`): a [`Kernel`] is only ever used by the CPU that
+//! holds it. Kernel entries run with interrupts off, on one stack per CPU, and never block: what a
+//! thread waits for is written in the thread. Errors go to the caller; a thread that cannot be told is stopped.
 #![cfg_attr(not(test), no_std)]
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
+pub mod arch;
+pub mod object;
+pub mod pool;
+pub mod sched;
+pub mod space;
+mod syscall;
 pub mod table;
+pub mod thread;
+pub mod tree;
+
+use core::cell::Cell;
+
+use arch::Arch;
+use object::{Irq, Task, Vm};
+use pool::{Handle, Memory};
+use sched::Cpu;
+
+/// Most CPUs that the kernel schedules.
+pub const MAX_CPUS: usize = 64;
+/// First vector that a device interrupt may have.
+pub const FIRST_IRQ_VECTOR: u8 = 0x30;
+/// Number of vectors for device interrupts.
+pub const IRQ_VECTORS: usize = 0xf0 - FIRST_IRQ_VECTOR as usize;
+
+/// Counters, for [`abi::boot::KernelStats`].
+#[derive(Default)]
+pub struct Counters {
+    /// System calls.
+    pub system_calls: Cell<u64>,
+    /// Host interrupts.
+    pub interrupts: Cell<u64>,
+    /// World switches into guests.
+    pub vm_entries: Cell<u64>,
+    /// Exits settled without the VMM.
+    pub settled: Cell<u64>,
+    /// Choices of the scheduler.
+    pub switches: Cell<u64>,
+    /// Shootdowns of other CPUs.
+    pub shootdowns: Cell<u64>,
+}
+
+/// Adds one to a counter.
+#[inline(always)]
+pub fn count(counter: &Cell<u64>) {
+    counter.set(counter.get() + 1);
+}
+
+/// The kernel's state.
+pub struct Kernel<A: Arch> {
+    /// Objects and frames.
+    pub memory: Memory,
+    /// What each CPU runs.
+    pub cpus: [Cpu<A>; MAX_CPUS],
+    /// Counters.
+    pub counters: Counters,
+    platform_caps: Cell<u32>,
+    irqs: [Cell<Option<Handle<Irq<A>>>>; IRQ_VECTORS],
+    /// CPUs that must drop translations before this entry of the kernel ends.
+    flush: Cell<u64>,
+    dying_tasks: Cell<Option<Handle<Task<A>>>>,
+    dying_vms: Cell<Option<Handle<Vm<A>>>>,
+}
+
+impl<A: Arch> Kernel<A> {
+    /// A kernel without objects.
+    pub fn new(memory: Memory) -> Self {
+        Self {
+            memory,
+            cpus: [const { Cpu::new() }; MAX_CPUS],
+            counters: Counters::default(),
+            platform_caps: Cell::new(0),
+            irqs: [const { Cell::new(None) }; IRQ_VECTORS],
+            flush: Cell::new(0),
+            dying_tasks: Cell::new(None),
+            dying_vms: Cell::new(None),
+        }
+    }
+
+    fn irq_slot(&self, vector: u8) -> Option<&Cell<Option<Handle<Irq<A>>>>> {
+        self.irqs.get(vector.wrapping_sub(FIRST_IRQ_VECTOR) as usize)
+    }
+
+    /// The CPU no longer has a task's space loaded.
+    pub fn left_space(&self, cpu: usize) {
+        if let Some(task) = self.cpus[cpu].space.take().and_then(|task| self.memory.get(task)) {
+            task.space.active.set(task.space.active.get() & !(1 << cpu));
+        }
+    }
+
+    /// Makes a task's space the one that is loaded on a CPU; returns its root table.
+    pub fn enter_space(&self, cpu: usize, handle: Handle<Task<A>>) -> u64 {
+        self.left_space(cpu);
+        let task = self.memory.at(handle);
+        task.space.active.set(task.space.active.get() | 1 << cpu);
+        self.cpus[cpu].space.set(Some(handle));
+        self.memory.physical(task.space.root)
+    }
+
+    /// Keeps the promise of every [`table::Flush`] of this entry.
+    fn commit_flush(&self, cpu: usize) {
+        let cpus = self.flush.take();
+        if cpus & 1 << cpu != 0 {
+            A::flush_local();
+            self.left_space(cpu);
+        }
+        let others = cpus & !(1 << cpu);
+        if others != 0 {
+            count(&self.counters.shootdowns);
+            A::shootdown(others);
+            for other in (0..MAX_CPUS).filter(|other| others & 1 << other != 0) {
+                self.left_space(other);
+            }
+        }
+    }
+
+    /// Ends an entry of the kernel: flushes, reuses freed memory, chooses who runs.
+    #[inline(always)]
+    pub fn finish(&mut self, cpu: usize) {
+        if self.flush.get() != 0 {
+            self.commit_flush(cpu);
+        }
+        if self.memory.has_retired() {
+            self.memory.reclaim();
+        }
+        if self.cpus[cpu].resched.get() {
+            self.schedule(cpu);
+        }
+    }
+}

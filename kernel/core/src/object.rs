@@ -1,0 +1,348 @@
+//! The kernel's objects. Data only; what happens to them is in the modules named after the verbs.
+
+use core::cell::Cell;
+
+use abi::ItemKind;
+
+use crate::arch::{Arch, IrqSource};
+use crate::pool::{Factory, Frame, Handle, Object};
+use crate::sched::SchedContext;
+use crate::tree::{Keyed, Links, Tree};
+
+/// Capability slots in a [`SlotPage`]; with the slab header it fills a frame.
+pub const SLOTS_PER_PAGE: usize = 120;
+/// Pages of slots that a task can have.
+pub const SLOT_PAGES: usize = 69;
+/// Most capability slots of a task.
+pub const MAX_SLOTS: u64 = 8192;
+
+type Link<T> = Cell<Option<Handle<T>>>;
+
+/// A reference to an object of any kind.
+pub enum ObjectRef<A: Arch> {
+    /// Address and capability space.
+    Task(Handle<Task<A>>),
+    /// Execution.
+    Thread(Handle<Thread<A>>),
+    /// Call endpoint.
+    Gate(Handle<Gate<A>>),
+    /// Event word.
+    Notification(Handle<Notification<A>>),
+    /// Hardware interrupt.
+    Irq(Handle<Irq<A>>),
+    /// Memory quota.
+    Factory(Handle<Factory>),
+    /// CPU time.
+    SchedContext(Handle<SchedContext<A>>),
+    /// Guest-physical space.
+    Vm(Handle<Vm<A>>),
+    /// Virtual CPU.
+    Vcpu(Handle<Vcpu<A>>),
+    /// The machine.
+    Platform,
+}
+
+impl<A: Arch> Clone for ObjectRef<A> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<A: Arch> Copy for ObjectRef<A> {}
+
+/// A capability: an object and what may be done with it.
+pub struct Capability<A: Arch> {
+    /// The object.
+    pub object: ObjectRef<A>,
+    /// [`abi::rights`] of the object's kind.
+    pub rights: u8,
+    /// Where it came from and went to.
+    pub node: Handle<Node<A>>,
+}
+
+impl<A: Arch> Clone for Capability<A> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<A: Arch> Copy for Capability<A> {}
+
+/// One page of capability slots.
+pub struct SlotPage<A: Arch> {
+    /// The slots.
+    pub slots: [Cell<Option<Capability<A>>>; SLOTS_PER_PAGE],
+}
+
+/// The space that a [`Node`] lies in.
+pub enum SpaceRef<A: Arch> {
+    /// A task's memory, capabilities and ports.
+    Task(Handle<Task<A>>),
+    /// A guest's memory and ports.
+    Vm(Handle<Vm<A>>),
+}
+
+impl<A: Arch> Clone for SpaceRef<A> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<A: Arch> Copy for SpaceRef<A> {}
+
+impl<A: Arch> PartialEq for SpaceRef<A> {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Task(a), Self::Task(b)) => a == b,
+            (Self::Vm(a), Self::Vm(b)) => a == b,
+            _ => false,
+        }
+    }
+}
+
+/// A mapping: an entry of the mapping database. 2^order units at `base` of a space, delegated
+/// from `parent`, and delegated on to its children.
+pub struct Node<A: Arch> {
+    /// Where it is mapped.
+    pub space: SpaceRef<A>,
+    /// First unit in that space.
+    pub base: u64,
+    /// Memory: physical page number. Ports: port. Capabilities: unused.
+    pub physical: u64,
+    /// What is mapped.
+    pub kind: ItemKind,
+    /// `log2` of the number of units.
+    pub order: u8,
+    /// Rights.
+    pub rights: u8,
+    /// Device memory.
+    pub device: bool,
+    /// Placed by the kernel (message page, state page): can be neither delegated nor unmapped.
+    pub fixed: Cell<bool>,
+    /// Distance from the first owner.
+    pub depth: u8,
+    /// Whence it was delegated.
+    pub parent: Link<Node<A>>,
+    /// Head of the list of children.
+    pub child: Link<Node<A>>,
+    /// Next sibling.
+    pub next: Link<Node<A>>,
+    /// Previous sibling.
+    pub prev: Link<Node<A>>,
+    /// Links in the space's tree.
+    pub links: Links<Node<A>>,
+}
+
+impl<A: Arch> Keyed for Node<A> {
+    type Key = u64;
+    fn key(&self, _: Handle<Self>) -> u64 {
+        self.base
+    }
+    fn links(&self) -> &Links<Self> {
+        &self.links
+    }
+}
+
+/// Memory and ports of a task or guest.
+pub struct Space<A: Arch> {
+    /// Who pays for tables and nodes.
+    pub factory: Option<Handle<Factory>>,
+    /// Mapped memory by page number.
+    pub memory: Tree<Node<A>>,
+    /// Mapped ports.
+    pub ports: Tree<Node<A>>,
+    /// Root page table.
+    pub root: Frame,
+    /// I/O permission map, made with the first port.
+    pub port_map: Cell<Option<Frame>>,
+    /// Incremented when the port map changes.
+    pub port_generation: Cell<u64>,
+    /// CPUs that may hold translations of it: those whose current task space it is, or that run a vCPU of it.
+    pub active: Cell<u64>,
+    /// Incremented by every unmapping; a vCPU that has seen an older one needs new translations.
+    pub generation: Cell<u64>,
+    /// No new mappings: it is being taken apart.
+    pub dying: Cell<bool>,
+}
+
+/// Address space, capability space and ports.
+pub struct Task<A: Arch> {
+    /// Capabilities to it.
+    pub caps: Cell<u32>,
+    /// Memory and ports.
+    pub space: Space<A>,
+    /// Usable selectors are below this.
+    pub slots: u64,
+    /// Pages of slots, made with their first capability.
+    pub pages: [Link<SlotPage<A>>; SLOT_PAGES],
+    /// Its threads.
+    pub threads: Link<Thread<A>>,
+    /// Next in the list of tasks being taken apart.
+    pub dying_next: Link<Task<A>>,
+}
+
+/// Guest-physical space.
+pub struct Vm<A: Arch> {
+    /// Capabilities to it.
+    pub caps: Cell<u32>,
+    /// Memory and ports.
+    pub space: Space<A>,
+    /// Next in the list of guests being taken apart.
+    pub dying_next: Link<Vm<A>>,
+}
+
+/// What a thread is doing.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ThreadState {
+    /// Not started, stopped, or ended by a fault.
+    Stopped,
+    /// Running, or ready to run as soon as its scheduling context is chosen.
+    Ready,
+    /// Called a gate; waits in the server's queue or for its reply.
+    Calling,
+    /// Serves gates; waits for a caller.
+    Waiting,
+    /// Waits for a notification.
+    Sleeping,
+}
+
+/// Execution in a task.
+pub struct Thread<A: Arch> {
+    /// User registers.
+    pub context: A::Context,
+    /// Capabilities to it.
+    pub caps: Cell<u32>,
+    /// Its task.
+    pub task: Handle<Task<A>>,
+    /// Its CPU.
+    pub cpu: usize,
+    /// Message page.
+    pub message: Frame,
+    /// Mapping of the message page in the task.
+    pub message_node: Handle<Node<A>>,
+    /// What it is doing.
+    pub state: Cell<ThreadState>,
+    /// The scheduling context bound to it.
+    pub own_sched: Link<SchedContext<A>>,
+    /// The scheduling context that it runs on: its own, or a caller's.
+    pub sched: Link<SchedContext<A>>,
+    /// Server: `sched` belongs to the caller being served.
+    pub borrowed: Cell<bool>,
+    /// Server: who waits for the reply.
+    pub caller: Link<Thread<A>>,
+    /// Server: first of the callers that wait to be served.
+    pub queue_head: Link<Thread<A>>,
+    /// Server: last of them.
+    pub queue_tail: Link<Thread<A>>,
+    /// Caller: the server.
+    pub server: Link<Thread<A>>,
+    /// Caller: still in the server's queue.
+    pub queued: Cell<bool>,
+    /// Caller: badge of the gate that it called.
+    pub badge: Cell<u64>,
+    /// Caller: next in the queue.
+    pub queue_next: Link<Thread<A>>,
+    /// Caller: previous in the queue.
+    pub queue_prev: Link<Thread<A>>,
+    /// The message is this fault, not the registers.
+    pub fault: Cell<Option<[u64; 4]>>,
+    /// Sleeping: on what.
+    pub sleeping_on: Link<Notification<A>>,
+    /// Called on a fault.
+    pub fault_gate: Link<Gate<A>>,
+    /// Also wakes it while it waits for callers.
+    pub bound: Link<Notification<A>>,
+    /// In `VcpuRun` on this vCPU.
+    pub vcpu: Link<Vcpu<A>>,
+    /// Sleeping: until when.
+    pub deadline: Cell<u64>,
+    /// Links in the CPU's tree of timeouts.
+    pub timeout: Links<Thread<A>>,
+    /// Next thread of the task.
+    pub task_next: Link<Thread<A>>,
+    /// Previous thread of the task.
+    pub task_prev: Link<Thread<A>>,
+}
+
+impl<A: Arch> Keyed for Thread<A> {
+    type Key = (u64, u64);
+    fn key(&self, handle: Handle<Self>) -> (u64, u64) {
+        (self.deadline.get(), handle.id())
+    }
+    fn links(&self) -> &Links<Self> {
+        &self.timeout
+    }
+}
+
+/// Call endpoint.
+pub struct Gate<A: Arch> {
+    /// Capabilities to it.
+    pub caps: Cell<u32>,
+    /// Who serves it.
+    pub thread: Handle<Thread<A>>,
+    /// What the server sees instead of the caller's name.
+    pub badge: u64,
+}
+
+/// Event word.
+pub struct Notification<A: Arch> {
+    /// Capabilities to it.
+    pub caps: Cell<u32>,
+    /// Pending events.
+    pub bits: Cell<u64>,
+    /// Thread that sleeps on it.
+    pub sleeper: Link<Thread<A>>,
+    /// Thread bound to it.
+    pub thread: Link<Thread<A>>,
+    /// vCPU bound to it.
+    pub vcpu: Link<Vcpu<A>>,
+}
+
+/// Hardware interrupt.
+pub struct Irq<A: Arch> {
+    /// Capabilities to it.
+    pub caps: Cell<u32>,
+    /// Its source.
+    pub source: IrqSource,
+    /// CPU that takes it.
+    pub cpu: usize,
+    /// Vector there.
+    pub vector: u8,
+    /// What it signals.
+    pub notification: Link<Notification<A>>,
+    /// Which event.
+    pub bit: Cell<u8>,
+}
+
+/// Virtual CPU.
+pub struct Vcpu<A: Arch> {
+    /// Capabilities to it.
+    pub caps: Cell<u32>,
+    /// Its guest.
+    pub vm: Handle<Vm<A>>,
+    /// Makes `VcpuRun` return.
+    pub notification: Handle<Notification<A>>,
+    /// Who pays for it.
+    pub factory: Option<Handle<Factory>>,
+    /// State page.
+    pub state: Frame,
+    /// Mapping of the state page in the VMM, and the VMM.
+    pub state_node: Handle<Node<A>>,
+    /// CPU that it runs on; set by its first run.
+    pub cpu: Cell<Option<usize>>,
+    /// Thread that is in `VcpuRun` on it.
+    pub runner: Link<Thread<A>>,
+    /// Processor structures.
+    pub arch: A::Vcpu,
+}
+
+macro_rules! classes {
+    ($($name:ident = $class:literal),+ $(,)?) => {
+        $(impl<A: Arch> Object for $name<A> {
+            const CLASS: u8 = $class;
+        })+
+    };
+}
+
+// `Factory` is class 0, `SchedContext` class 10.
+classes! {
+    SlotPage = 1, Node = 2, Task = 3, Thread = 4, Gate = 5,
+    Notification = 6, Irq = 7, Vm = 8, Vcpu = 9, SchedContext = 10,
+}

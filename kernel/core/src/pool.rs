@@ -1,0 +1,638 @@
+//! Kernel memory: frames, typed slabs, handles and quotas. The only module of this crate with
+//! `unsafe`.
+//!
+//! # Soundness
+//!
+//! All kernel objects live in one physical range that is never given to anybody else. Every frame
+//! of it has a class: free, raw, or slab of one [`Object`] type.
+//!
+//! * A [`Handle`] names a slot and a generation. [`Memory::get`] checks that the frame is a slab of
+//!   exactly that type and that the slot carries that generation, so a stale handle yields `None`.
+//!   Generations are 40 bits, never used twice; when they run out, allocation fails.
+//! * [`Memory::free`] only retires: the slot's bytes stay untouched until [`Memory::reclaim`], which
+//!   takes `&mut self` and so cannot run while any `&T` from `get` lives.
+//! * Raw frames are only reachable as arrays of atomics ([`Memory::words`]), and only while the
+//!   frame's class is raw. User programs and the page-table walker may write them at any time.
+//! * `Memory` is used under the kernel lock only; it is neither `Sync` nor copied.
+#![allow(unsafe_code)]
+
+use core::cell::{Cell, UnsafeCell};
+use core::marker::PhantomData;
+use core::mem::size_of;
+use core::num::NonZeroU64;
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use abi::{PAGE_SHIFT, Status};
+
+const FRAME: usize = abi::PAGE_SIZE as usize;
+const NONE: u32 = u32::MAX;
+const INDEX_BITS: u32 = 24;
+/// Slots are multiples of 16 bytes, so 24 bits of handle reach this many bytes.
+pub const MAX_BYTES: usize = 16 << INDEX_BITS;
+/// Number of slab classes.
+pub const CLASSES: usize = 16;
+
+const CLASS_FREE: u8 = 0xff;
+const CLASS_RAW: u8 = 0xfe;
+const CLASS_RAW_RETIRED: u8 = 0xfd;
+const CLASS_FIXED: u8 = 0xfc;
+
+/// A type that lives in slabs.
+///
+/// Values are never dropped, so they must not own anything; all mutable parts are `Cell`s.
+pub trait Object: Sized + 'static {
+    /// Slab class, below [`CLASSES`], different for every type.
+    const CLASS: u8;
+}
+
+/// Name of an object: slot and generation.
+pub struct Handle<T>(NonZeroU64, PhantomData<*const T>);
+
+impl<T> Clone for Handle<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Handle<T> {}
+impl<T> PartialEq for Handle<T> {
+    fn eq(&self, other: &Self) -> bool {
+        self.0 == other.0
+    }
+}
+impl<T> Eq for Handle<T> {}
+impl<T> core::fmt::Debug for Handle<T> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+impl<T> Handle<T> {
+    /// A number that differs between all objects that ever existed.
+    pub fn id(self) -> u64 {
+        self.0.get()
+    }
+}
+
+/// A raw frame: page table, message page, processor structure.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Frame(u32);
+
+/// Quota of kernel memory, in frames, and the slabs bought from it.
+pub struct Factory {
+    quota: Cell<u32>,
+    used: Cell<u32>,
+    parent: Option<Handle<Factory>>,
+    /// Number of capabilities to this factory.
+    pub caps: Cell<u32>,
+    partial: [Cell<u32>; CLASSES],
+}
+
+impl Object for Factory {
+    const CLASS: u8 = 0;
+}
+
+impl Factory {
+    fn new(quota: u32, parent: Option<Handle<Factory>>) -> Self {
+        Self {
+            quota: Cell::new(quota),
+            used: Cell::new(0),
+            parent,
+            caps: Cell::new(0),
+            partial: [const { Cell::new(NONE) }; CLASSES],
+        }
+    }
+
+    /// Frames that may still be bought.
+    pub fn available(&self) -> u32 {
+        self.quota.get() - self.used.get()
+    }
+
+    fn buy(&self, frames: u32) -> Result<(), Status> {
+        if frames > self.available() {
+            return Err(Status::NoQuota);
+        }
+        self.used.set(self.used.get() + frames);
+        Ok(())
+    }
+
+    fn sell(&self, frames: u32) {
+        self.used.set(self.used.get() - frames);
+    }
+}
+
+struct FrameInfo {
+    class: Cell<u8>,
+    used: Cell<u16>,
+    /// First free slot of a slab, as byte offset in the frame; `u16::MAX` if full.
+    free: Cell<u16>,
+    next: Cell<u32>,
+    prev: Cell<u32>,
+    owner: Cell<Option<Handle<Factory>>>,
+}
+
+#[repr(C, align(16))]
+struct Slot<T> {
+    /// Generation; 0 while free or retired.
+    generation: Cell<u64>,
+    /// Next retired slot (index), or next free slot in the frame (offset).
+    link: Cell<u32>,
+    value: UnsafeCell<T>,
+}
+
+/// The kernel's memory.
+pub struct Memory {
+    base: *mut u8,
+    physical: u64,
+    count: u32,
+    free: Cell<u32>,
+    hint: Cell<u32>,
+    generation: Cell<u64>,
+    retired: Cell<u32>,
+    retired_raw: Cell<u32>,
+    root: Factory,
+}
+
+impl Memory {
+    /// Takes over `bytes` bytes at `base` (physical address `physical`).
+    /// `None` if the range is too small to hold its own bookkeeping.
+    ///
+    /// # Safety
+    /// The range is writable, page-aligned, at most [`MAX_BYTES`] long, lives for ever, and nothing
+    /// else uses it.
+    pub unsafe fn new(base: *mut u8, physical: u64, bytes: usize) -> Option<Self> {
+        let count = bytes.min(MAX_BYTES) / FRAME;
+        let fixed = (count * size_of::<FrameInfo>()).div_ceil(FRAME);
+        if count < fixed + 8 {
+            return None;
+        }
+        for index in 0..count {
+            let class = if index < fixed { CLASS_FIXED } else { CLASS_FREE };
+            // SAFETY: the caller gives us the range; the table fits its `fixed` first frames.
+            unsafe {
+                base.cast::<FrameInfo>().add(index).write(FrameInfo {
+                    class: Cell::new(class),
+                    used: Cell::new(0),
+                    free: Cell::new(u16::MAX),
+                    next: Cell::new(NONE),
+                    prev: Cell::new(NONE),
+                    owner: Cell::new(None),
+                });
+            }
+        }
+        let free = (count - fixed) as u32;
+        Some(Self {
+            base,
+            physical,
+            count: count as u32,
+            free: Cell::new(free),
+            hint: Cell::new(fixed as u32),
+            generation: Cell::new(1),
+            retired: Cell::new(NONE),
+            retired_raw: Cell::new(NONE),
+            root: Factory::new(free, None),
+        })
+    }
+
+    /// Frames not in use.
+    pub fn free_frames(&self) -> u32 {
+        self.free.get()
+    }
+
+    /// Frames in all.
+    pub fn total_frames(&self) -> u32 {
+        self.count
+    }
+
+    /// The factory that owns what no other factory owns.
+    pub fn root(&self) -> &Factory {
+        &self.root
+    }
+
+    fn info(&self, frame: u32) -> &FrameInfo {
+        assert!(frame < self.count);
+        // SAFETY: in bounds of the table that `new` initialised; only `Cell`s inside.
+        unsafe { &*self.base.cast::<FrameInfo>().add(frame as usize) }
+    }
+
+    fn owner(&self, frame: u32) -> &Factory {
+        self.info(frame).owner.get().and_then(|handle| self.get(handle)).unwrap_or(&self.root)
+    }
+
+    fn factory(&self, factory: Option<Handle<Factory>>) -> Result<&Factory, Status> {
+        match factory {
+            None => Ok(&self.root),
+            Some(handle) => self.get(handle).ok_or(Status::BadCapability),
+        }
+    }
+
+    /// Finds `frames` free frames in a row, marks them and charges `factory`.
+    fn take_frames(
+        &self,
+        factory: Option<Handle<Factory>>,
+        frames: u32,
+        class: u8,
+    ) -> Result<u32, Status> {
+        let account = self.factory(factory)?;
+        account.buy(frames)?;
+        let mut run = 0;
+        let start = self.hint.get();
+        for step in 0..self.count + frames {
+            let index = (start + step) % self.count;
+            if index == 0 {
+                run = 0;
+            }
+            run = if self.info(index).class.get() == CLASS_FREE { run + 1 } else { 0 };
+            if run == frames {
+                let first = index + 1 - frames;
+                for frame in first..=index {
+                    let info = self.info(frame);
+                    info.class.set(class);
+                    info.owner.set(factory);
+                    info.used.set(0);
+                }
+                self.free.set(self.free.get() - frames);
+                self.hint.set((index + 1) % self.count);
+                return Ok(first);
+            }
+        }
+        account.sell(frames);
+        Err(Status::NoQuota)
+    }
+
+    fn release_frame(&self, frame: u32) {
+        self.owner(frame).sell(1);
+        let info = self.info(frame);
+        info.class.set(CLASS_FREE);
+        info.owner.set(None);
+        self.free.set(self.free.get() + 1);
+        self.hint.set(frame.min(self.hint.get()));
+    }
+
+    /// Allocates `count` zeroed raw frames in a row; returns the first.
+    pub fn alloc_raw(
+        &self,
+        factory: Option<Handle<Factory>>,
+        count: u32,
+    ) -> Result<Frame, Status> {
+        let first = self.take_frames(factory, count, CLASS_RAW)?;
+        for frame in first..first + count {
+            for word in self.words(Frame(frame)) {
+                word.store(0, Ordering::Relaxed);
+            }
+        }
+        Ok(Frame(first))
+    }
+
+    /// Retires `count` raw frames from `first` on; they become free at the next [`Memory::reclaim`].
+    pub fn free_raw(&self, first: Frame, count: u32) {
+        for frame in first.0..first.0 + count {
+            let info = self.info(frame);
+            assert!(info.class.get() == CLASS_RAW);
+            info.class.set(CLASS_RAW_RETIRED);
+            info.next.set(self.retired_raw.replace(frame));
+        }
+    }
+
+    /// The contents of a raw frame.
+    pub fn words(&self, frame: Frame) -> &[AtomicU64; 512] {
+        assert!(self.info(frame.0).class.get() == CLASS_RAW);
+        // SAFETY: the frame is in range (checked by `info`) and raw, so it holds no typed value;
+        // it stays raw or retired until `reclaim`, which needs `&mut self`.
+        unsafe { &*self.base.add(frame.0 as usize * FRAME).cast() }
+    }
+
+    /// Physical address of a raw frame.
+    pub fn physical(&self, frame: Frame) -> u64 {
+        self.physical + ((frame.0 as u64) << PAGE_SHIFT)
+    }
+
+    /// The raw frame `offset` frames after `first`, of an allocation of several.
+    pub fn following(&self, first: Frame, offset: u32) -> Frame {
+        let frame = Frame(first.0 + offset);
+        assert!(self.info(frame.0).class.get() == CLASS_RAW);
+        frame
+    }
+
+    /// The raw frame at a physical address; panics if there is none (page tables only point to
+    /// frames that the kernel allocated).
+    pub fn frame_at(&self, physical: u64) -> Frame {
+        let frame = (physical.wrapping_sub(self.physical) >> PAGE_SHIFT) as u32;
+        assert!(self.info(frame).class.get() == CLASS_RAW);
+        Frame(frame)
+    }
+
+    /// Address at which the kernel itself reaches a raw frame.
+    pub fn address(&self, frame: Frame) -> *mut u8 {
+        self.words(frame).as_ptr().cast::<u8>().cast_mut()
+    }
+
+    fn slot<T: Object>(&self, index: u32) -> &Slot<T> {
+        // SAFETY: callers pass indices of slots in frames of class `T::CLASS` only; such slots were
+        // initialised when the frame became a slab, and keep their type until the frame is
+        // released in `reclaim`, which needs `&mut self`.
+        unsafe { &*self.base.add((index as usize) << 4).cast() }
+    }
+
+    /// The object, unless it has been freed.
+    #[inline(always)]
+    pub fn get<T: Object>(&self, handle: Handle<T>) -> Option<&T> {
+        let raw = handle.0.get();
+        let index = raw as u32 & ((1 << INDEX_BITS) - 1);
+        let frame = index >> (PAGE_SHIFT - 4);
+        // SAFETY: a handle is only made by `alloc`, so its frame is inside the table.
+        let info = unsafe { &*self.base.cast::<FrameInfo>().add(frame as usize) };
+        if info.class.get() != T::CLASS {
+            return None;
+        }
+        let slot = self.slot::<T>(index);
+        if slot.generation.get() != raw >> INDEX_BITS {
+            return None;
+        }
+        // SAFETY: the slot is in use, so its value is initialised; it is not written or reused
+        // before `reclaim`.
+        Some(unsafe { &*slot.value.get() })
+    }
+
+    /// The object; panics if it has been freed, which is a kernel bug where this is used.
+    #[inline(always)]
+    pub fn at<T: Object>(&self, handle: Handle<T>) -> &T {
+        self.get(handle).expect("handle outlived its object")
+    }
+
+    /// Allocates an object from the quota of `factory` (`None`: the root factory).
+    pub fn alloc<T: Object>(
+        &self,
+        factory: Option<Handle<Factory>>,
+        value: T,
+    ) -> Result<Handle<T>, Status> {
+        const {
+            assert!(size_of::<Slot<T>>() <= FRAME);
+            assert!((T::CLASS as usize) < CLASSES);
+        }
+        let account = self.factory(factory)?;
+        let generation = self.generation.get();
+        if generation >> (64 - INDEX_BITS) != 0 {
+            return Err(Status::NoQuota);
+        }
+        let head = &account.partial[T::CLASS as usize];
+        if head.get() == NONE {
+            let frame = self.take_frames(factory, 1, T::CLASS)?;
+            self.init_slab::<T>(frame);
+            let info = self.info(frame);
+            info.next.set(NONE);
+            info.prev.set(NONE);
+            head.set(frame);
+        }
+        let frame = head.get();
+        let info = self.info(frame);
+        let offset = info.free.get();
+        let index = (frame << (PAGE_SHIFT - 4)) + (offset as u32 >> 4);
+        let slot = self.slot::<T>(index);
+        info.free.set(slot.link.get() as u16);
+        info.used.set(info.used.get() + 1);
+        if info.free.get() == u16::MAX {
+            self.unlink(account, T::CLASS, frame);
+        }
+        self.generation.set(generation + 1);
+        // SAFETY: the slot is free: no reference to its value exists.
+        unsafe { slot.value.get().write(value) };
+        slot.generation.set(generation);
+        let raw = generation << INDEX_BITS | index as u64;
+        Ok(Handle(NonZeroU64::new(raw).expect("generations start at 1"), PhantomData))
+    }
+
+    fn init_slab<T: Object>(&self, frame: u32) {
+        let size = size_of::<Slot<T>>();
+        let mut next = u16::MAX;
+        for number in (0..FRAME / size).rev() {
+            let offset = number * size;
+            // SAFETY: the frame was just taken for this class and holds nothing; the slot lies in it.
+            unsafe {
+                let slot: *mut Slot<T> =
+                    self.base.add(frame as usize * FRAME + offset).cast();
+                (&raw mut (*slot).generation).write(Cell::new(0));
+                (&raw mut (*slot).link).write(Cell::new(next as u32));
+            }
+            next = offset as u16;
+        }
+        self.info(frame).free.set(next);
+    }
+
+    fn unlink(&self, account: &Factory, class: u8, frame: u32) {
+        let info = self.info(frame);
+        match info.prev.get() {
+            NONE => account.partial[class as usize].set(info.next.get()),
+            prev => self.info(prev).next.set(info.next.get()),
+        }
+        if info.next.get() != NONE {
+            self.info(info.next.get()).prev.set(info.prev.get());
+        }
+        info.next.set(NONE);
+        info.prev.set(NONE);
+    }
+
+    /// Retires an object: its handle is dead from now on, its memory is reused after
+    /// [`Memory::reclaim`]. Freeing twice does nothing.
+    pub fn free<T: Object>(&self, handle: Handle<T>) {
+        if self.get(handle).is_none() {
+            return;
+        }
+        let index = handle.0.get() as u32 & ((1 << INDEX_BITS) - 1);
+        let slot = self.slot::<T>(index);
+        slot.generation.set(0);
+        slot.link.set(self.retired.replace(index));
+    }
+
+    /// Makes a factory with `quota` frames taken from `parent`.
+    pub fn new_factory(
+        &self,
+        parent: Option<Handle<Factory>>,
+        quota: u32,
+    ) -> Result<Handle<Factory>, Status> {
+        let account = self.factory(parent)?;
+        account.buy(quota)?;
+        self.alloc(parent, Factory::new(quota, parent)).inspect_err(|_| account.sell(quota))
+    }
+
+    /// Ends a factory that nobody names any more, once everything bought from it is gone:
+    /// its quota goes back to its parent, and so on upwards.
+    pub fn end_factory(&self, handle: Handle<Factory>) {
+        let mut next = Some(handle);
+        while let Some(handle) = next {
+            let Some(factory) = self.get(handle) else { return };
+            if factory.caps.get() != 0 || factory.used.get() != 0 {
+                return;
+            }
+            let quota = factory.quota.get();
+            next = factory.parent;
+            self.free(handle);
+            if let Ok(parent) = self.factory(next) {
+                parent.sell(quota);
+            }
+        }
+    }
+
+    /// Makes retired memory usable again.
+    pub fn reclaim(&mut self) {
+        while self.retired_raw.get() != NONE {
+            let frame = self.retired_raw.get();
+            self.retired_raw.set(self.info(frame).next.get());
+            self.release(frame);
+        }
+        while self.retired.get() != NONE {
+            let index = self.retired.get();
+            // Every slot begins with generation and link, whatever its type.
+            let frame = index >> (PAGE_SHIFT - 4);
+            // SAFETY: a retired slot is in a slab; its head has this layout for every type.
+            let slot: &Slot<[u8; 0]> = unsafe { &*self.base.add((index as usize) << 4).cast() };
+            self.retired.set(slot.link.get());
+            let info = self.info(frame);
+            let class = info.class.get();
+            slot.link.set(info.free.get() as u32);
+            let was_full = info.free.get() == u16::MAX;
+            info.free.set(((index << 4) & (FRAME as u32 - 1)) as u16);
+            info.used.set(info.used.get() - 1);
+            let account = self.owner(frame);
+            if was_full {
+                let head = &account.partial[class as usize];
+                info.next.set(head.get());
+                info.prev.set(NONE);
+                if head.get() != NONE {
+                    self.info(head.get()).prev.set(frame);
+                }
+                head.set(frame);
+            }
+            if info.used.get() == 0 {
+                self.unlink(account, class, frame);
+                self.release(frame);
+            }
+        }
+    }
+
+    /// Releases a frame and, if that was the last thing its factory held, the factory.
+    fn release(&self, frame: u32) {
+        let owner = self.info(frame).owner.get();
+        self.release_frame(frame);
+        if let Some(owner) = owner {
+            self.end_factory(owner);
+        }
+    }
+
+    /// Whether anything waits for [`Memory::reclaim`].
+    pub fn has_retired(&self) -> bool {
+        self.retired.get() != NONE || self.retired_raw.get() != NONE
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// Kernel memory of `frames` frames for tests, leaked.
+    pub fn memory(frames: usize) -> Memory {
+        let layout = std::alloc::Layout::from_size_align(frames * FRAME, FRAME).unwrap();
+        // SAFETY: the layout is not empty; the range is ours for ever.
+        unsafe { Memory::new(std::alloc::alloc_zeroed(layout), 0x4000_0000, frames * FRAME).unwrap() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::vec::Vec;
+
+    struct Small(Cell<u64>);
+    impl Object for Small {
+        const CLASS: u8 = 14;
+    }
+    struct Large(#[allow(dead_code)] [Cell<u64>; 300]);
+    impl Object for Large {
+        const CLASS: u8 = 15;
+    }
+
+    #[test]
+    fn stale_handles_are_refused() {
+        let mut memory = testing::memory(64);
+        let handle = memory.alloc(None, Small(Cell::new(7))).unwrap();
+        assert_eq!(memory.at(handle).0.get(), 7);
+        memory.free(handle);
+        assert!(memory.get(handle).is_none());
+        memory.reclaim();
+        let other = memory.alloc(None, Small(Cell::new(8))).unwrap();
+        assert!(memory.get(handle).is_none(), "the slot was reused, the handle was not");
+        assert_eq!(memory.at(other).0.get(), 8);
+    }
+
+    #[test]
+    fn quota_is_exact_and_comes_back() {
+        let mut memory = testing::memory(64);
+        let before = memory.free_frames();
+        let factory = memory.new_factory(None, 5).unwrap();
+        memory.at(factory).caps.set(1);
+        let handles: Vec<_> = (0..)
+            .map_while(|_| {
+                memory.alloc(Some(factory), Large([const { Cell::new(0) }; 300])).ok()
+            })
+            .collect();
+        assert_eq!(handles.len(), 5, "one object a frame");
+        assert_eq!(memory.alloc_raw(Some(factory), 1).err(), Some(Status::NoQuota));
+        for handle in handles {
+            memory.free(handle);
+        }
+        memory.reclaim();
+        assert_eq!(memory.at(factory).available(), 5);
+        memory.at(factory).caps.set(0);
+        memory.end_factory(factory);
+        memory.reclaim();
+        assert_eq!(memory.free_frames(), before);
+        assert_eq!(memory.root().used.get(), 0);
+    }
+
+    #[test]
+    fn factory_lives_until_its_objects_are_gone() {
+        let mut memory = testing::memory(64);
+        let parent = memory.new_factory(None, 20).unwrap();
+        memory.at(parent).caps.set(1);
+        let child = memory.new_factory(Some(parent), 10).unwrap();
+        let raw = memory.alloc_raw(Some(child), 3).unwrap();
+        memory.end_factory(child);
+        assert!(memory.get(child).is_some(), "frames are still out");
+        memory.free_raw(raw, 3);
+        memory.reclaim();
+        assert!(memory.get(child).is_none());
+        assert_eq!(memory.at(parent).available(), 20);
+    }
+
+    #[test]
+    fn random_objects_against_a_map() {
+        let mut memory = testing::memory(256);
+        let factory = memory.new_factory(None, 100).unwrap();
+        memory.at(factory).caps.set(1);
+        let mut model: Vec<(Handle<Small>, u64)> = Vec::new();
+        let mut seed = 1u64;
+        for step in 0..20_000 {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            if seed >> 60 < 8 {
+                if let Ok(handle) = memory.alloc(Some(factory), Small(Cell::new(step))) {
+                    model.push((handle, step));
+                }
+            } else if !model.is_empty() {
+                let (handle, _) = model.swap_remove((seed >> 32) as usize % model.len());
+                memory.free(handle);
+            }
+            if seed >> 40 & 7 == 0 {
+                memory.reclaim();
+            }
+            if step % 64 == 0 {
+                for (handle, value) in &model {
+                    assert_eq!(memory.at(*handle).0.get(), *value);
+                }
+            }
+        }
+        for (handle, _) in model {
+            memory.free(handle);
+        }
+        memory.reclaim();
+        assert_eq!(memory.at(factory).available(), 100);
+    }
+}

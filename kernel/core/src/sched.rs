@@ -1,0 +1,480 @@
+//! Scheduling: fixed priorities, budgets, and timeouts, per CPU.
+//!
+//! # Invariants
+//!
+//! * A scheduling context is in exactly one state: idle, queued, running on its CPU, or depleted.
+//! * It runs its `holder`: the thread bound to it, or the server that works for that thread.
+//! * On every CPU the queued context of the highest priority that has budget runs, first come
+//!   first served; a context that has used up its budget goes to the tail of its priority (round robin) or
+//!   waits for the start of its next period.
+
+use core::cell::Cell;
+
+use abi::Status;
+
+use crate::Kernel;
+use crate::arch::{Arch, Context};
+use crate::object::{Task, Thread, ThreadState};
+use crate::pool::Handle;
+use crate::tree::{Keyed, Links, Tree};
+
+/// Number of priorities.
+pub const PRIORITIES: usize = 64;
+/// Shortest budget and period: below this the timer would take all the time. In nanoseconds.
+pub const MIN_BUDGET_NS: u64 = 20_000;
+/// Longest period. In nanoseconds.
+pub const MAX_PERIOD_NS: u64 = 10_000_000_000;
+
+type Link<T> = Cell<Option<Handle<T>>>;
+
+/// Where a scheduling context is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum SchedState {
+    /// Its holder does not want to run, or it has none.
+    Idle,
+    /// In a ready queue.
+    Queued,
+    /// Chosen by its CPU.
+    Running,
+    /// Waits for its next period.
+    Depleted,
+}
+
+/// Right to CPU time.
+pub struct SchedContext<A: Arch> {
+    /// Capabilities to it.
+    pub caps: Cell<u32>,
+    /// Priority, 63 first.
+    pub priority: Cell<usize>,
+    /// Budget per period, in ticks.
+    pub budget: Cell<u64>,
+    /// Period, in ticks; 0: round robin with `budget` as time slice.
+    pub period: Cell<u64>,
+    /// What is left of the budget.
+    pub left: Cell<u64>,
+    /// Start of the current period.
+    pub started: Cell<u64>,
+    /// Depleted: when it is refilled.
+    pub refill: Cell<u64>,
+    /// CPU of the thread that it is bound to.
+    pub cpu: Cell<usize>,
+    /// Thread that it is bound to.
+    pub owner: Link<Thread<A>>,
+    /// Thread that runs on it.
+    pub holder: Link<Thread<A>>,
+    /// Where it is.
+    pub state: Cell<SchedState>,
+    /// Next in the queue.
+    pub next: Link<SchedContext<A>>,
+    /// Previous in the queue.
+    pub prev: Link<SchedContext<A>>,
+    /// Links in the CPU's tree of refills.
+    pub links: Links<SchedContext<A>>,
+}
+
+impl<A: Arch> Keyed for SchedContext<A> {
+    type Key = (u64, u64);
+    fn key(&self, handle: Handle<Self>) -> (u64, u64) {
+        (self.refill.get(), handle.id())
+    }
+    fn links(&self) -> &Links<Self> {
+        &self.links
+    }
+}
+
+struct Queue<A: Arch> {
+    head: Link<SchedContext<A>>,
+    tail: Link<SchedContext<A>>,
+}
+
+/// What the scheduler knows of a CPU.
+pub struct Cpu<A: Arch> {
+    /// The thread that runs, or will when the kernel is left.
+    pub current: Link<Thread<A>>,
+    /// The scheduling context that it runs on.
+    pub sched: Link<SchedContext<A>>,
+    /// Task whose space is loaded.
+    pub space: Link<Task<A>>,
+    /// The choice must be made anew before the kernel is left.
+    pub resched: Cell<bool>,
+    /// Up to when the running context has been charged.
+    charged: Cell<u64>,
+    queues: [Queue<A>; PRIORITIES],
+    ready: Cell<u64>,
+    timeouts: Tree<Thread<A>>,
+    refills: Tree<SchedContext<A>>,
+    /// Earliest of timeouts and refills.
+    next_event: Cell<u64>,
+    /// End of the running context's budget, if it must be enforced.
+    slice_end: Cell<u64>,
+}
+
+impl<A: Arch> Cpu<A> {
+    /// A CPU with nothing to do.
+    pub const fn new() -> Self {
+        Self {
+            current: Cell::new(None),
+            sched: Cell::new(None),
+            space: Cell::new(None),
+            resched: Cell::new(false),
+            charged: Cell::new(0),
+            queues: [const { Queue { head: Cell::new(None), tail: Cell::new(None) } }; PRIORITIES],
+            ready: Cell::new(0),
+            timeouts: Tree::new(),
+            refills: Tree::new(),
+            next_event: Cell::new(u64::MAX),
+            slice_end: Cell::new(u64::MAX),
+        }
+    }
+
+    /// When the timer must interrupt this CPU at the latest.
+    #[inline(always)]
+    pub fn deadline(&self) -> u64 {
+        self.next_event.get().min(self.slice_end.get())
+    }
+}
+
+impl<A: Arch> Default for Cpu<A> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<A: Arch> Kernel<A> {
+    /// Checks and converts parameters: priority, budget and period in nanoseconds.
+    fn sched_parameters(priority: u64, budget: u64, period: u64) -> Result<(usize, u64, u64), Status> {
+        let period = if period == budget { 0 } else { period };
+        let valid = priority < PRIORITIES as u64
+            && (MIN_BUDGET_NS..=MAX_PERIOD_NS).contains(&budget)
+            && (period == 0 || (budget..=MAX_PERIOD_NS).contains(&period));
+        if !valid {
+            return Err(Status::BadArgument);
+        }
+        Ok((priority as usize, A::ticks(budget), A::ticks(period)))
+    }
+
+    /// A scheduling context that belongs to nobody yet.
+    pub fn new_sched(priority: u64, budget: u64, period: u64) -> Result<SchedContext<A>, Status> {
+        let (priority, budget, period) = Self::sched_parameters(priority, budget, period)?;
+        Ok(SchedContext {
+            caps: Cell::new(0),
+            priority: Cell::new(priority),
+            budget: Cell::new(budget),
+            period: Cell::new(period),
+            left: Cell::new(budget),
+            started: Cell::new(0),
+            refill: Cell::new(0),
+            cpu: Cell::new(0),
+            owner: Cell::new(None),
+            holder: Cell::new(None),
+            state: Cell::new(SchedState::Idle),
+            next: Cell::new(None),
+            prev: Cell::new(None),
+            links: Links::new(),
+        })
+    }
+
+    /// Changes the parameters; a new period begins.
+    pub fn change_sched(
+        &self,
+        handle: Handle<SchedContext<A>>,
+        priority: u64,
+        budget: u64,
+        period: u64,
+    ) -> Result<(), Status> {
+        let (priority, budget, period) = Self::sched_parameters(priority, budget, period)?;
+        let sched = self.memory.at(handle);
+        let state = sched.state.get();
+        if matches!(state, SchedState::Queued | SchedState::Depleted) {
+            self.unready(handle);
+        }
+        sched.priority.set(priority);
+        sched.budget.set(budget);
+        sched.period.set(period);
+        sched.left.set(budget);
+        sched.started.set(A::now());
+        match state {
+            SchedState::Idle => {}
+            SchedState::Running => self.request_schedule(sched.cpu.get()),
+            SchedState::Queued | SchedState::Depleted => self.ready(handle),
+        }
+        Ok(())
+    }
+
+    /// Makes a CPU choose anew.
+    pub fn request_schedule(&self, cpu: usize) {
+        self.cpus[cpu].resched.set(true);
+        if cpu != A::this_cpu() {
+            A::kick(cpu);
+        }
+    }
+
+    fn push(&self, handle: Handle<SchedContext<A>>, front: bool) {
+        let sched = self.memory.at(handle);
+        let cpu = &self.cpus[sched.cpu.get()];
+        let queue = &cpu.queues[sched.priority.get()];
+        let (near, far) = if front { (&queue.head, &queue.tail) } else { (&queue.tail, &queue.head) };
+        let neighbour = near.replace(Some(handle));
+        let (before, after) = if front { (None, neighbour) } else { (neighbour, None) };
+        sched.prev.set(before);
+        sched.next.set(after);
+        match neighbour.map(|neighbour| self.memory.at(neighbour)) {
+            Some(neighbour) if front => neighbour.prev.set(Some(handle)),
+            Some(neighbour) => neighbour.next.set(Some(handle)),
+            None => far.set(Some(handle)),
+        }
+        sched.state.set(SchedState::Queued);
+        cpu.ready.set(cpu.ready.get() | 1 << sched.priority.get());
+    }
+
+    /// Takes a context out of the ready queue or the refills.
+    fn unready(&self, handle: Handle<SchedContext<A>>) {
+        let sched = self.memory.at(handle);
+        let cpu = &self.cpus[sched.cpu.get()];
+        match sched.state.get() {
+            SchedState::Queued => {
+                let queue = &cpu.queues[sched.priority.get()];
+                match sched.prev.get() {
+                    Some(prev) => self.memory.at(prev).next.set(sched.next.get()),
+                    None => queue.head.set(sched.next.get()),
+                }
+                match sched.next.get() {
+                    Some(next) => self.memory.at(next).prev.set(sched.prev.get()),
+                    None => queue.tail.set(sched.prev.get()),
+                }
+                if queue.head.get().is_none() {
+                    cpu.ready.set(cpu.ready.get() & !(1 << sched.priority.get()));
+                }
+            }
+            SchedState::Depleted => {
+                cpu.refills.remove(&self.memory, handle);
+                self.update_next_event(sched.cpu.get());
+            }
+            SchedState::Running => self.request_schedule(sched.cpu.get()),
+            SchedState::Idle => {}
+        }
+        sched.state.set(SchedState::Idle);
+    }
+
+    /// A context's holder wants to run.
+    pub fn ready(&self, handle: Handle<SchedContext<A>>) {
+        let sched = self.memory.at(handle);
+        if sched.state.get() != SchedState::Idle {
+            return;
+        }
+        let now = A::now();
+        if sched.period.get() != 0 && now.wrapping_sub(sched.started.get()) >= sched.period.get() {
+            sched.started.set(now);
+            sched.left.set(sched.budget.get());
+        }
+        if sched.left.get() == 0 {
+            self.deplete(handle);
+            return;
+        }
+        self.push(handle, false);
+        let cpu = &self.cpus[sched.cpu.get()];
+        let running = cpu.sched.get().and_then(|running| self.memory.get(running));
+        // An equal needs a new choice too: the running context's slice must end some time.
+        if running.is_none_or(|running| running.priority.get() <= sched.priority.get()) {
+            self.request_schedule(sched.cpu.get());
+        }
+    }
+
+    /// Waits for the next period.
+    fn deplete(&self, handle: Handle<SchedContext<A>>) {
+        let sched = self.memory.at(handle);
+        if sched.period.get() == 0 {
+            sched.left.set(sched.budget.get());
+            self.push(handle, false);
+            return;
+        }
+        sched.refill.set(sched.started.get() + sched.period.get());
+        sched.state.set(SchedState::Depleted);
+        self.cpus[sched.cpu.get()].refills.insert(&self.memory, handle);
+        self.update_next_event(sched.cpu.get());
+    }
+
+    /// A context's holder does not want to run any more.
+    pub fn unwanted(&self, handle: Handle<SchedContext<A>>) {
+        if let Some(sched) = self.memory.get(handle) {
+            if sched.state.get() == SchedState::Running {
+                self.charge(sched.cpu.get());
+                self.cpus[sched.cpu.get()].sched.set(None);
+            }
+            self.unready(handle);
+        }
+    }
+
+    /// Charges the running context for the time since the last charge.
+    fn charge(&self, cpu: usize) {
+        let cpu = &self.cpus[cpu];
+        let now = A::now();
+        let elapsed = now.saturating_sub(cpu.charged.replace(now));
+        if let Some(sched) = cpu.sched.get().and_then(|sched| self.memory.get(sched)) {
+            sched.left.set(sched.left.get().saturating_sub(elapsed));
+        }
+    }
+
+    /// The running context gives up the rest of its slice.
+    pub fn yield_now(&self, cpu: usize) {
+        self.charge(cpu);
+        if let Some(sched) = self.cpus[cpu].sched.get().and_then(|sched| self.memory.get(sched)) {
+            sched.left.set(0);
+        }
+        self.cpus[cpu].resched.set(true);
+    }
+
+    /// Chooses what runs on this CPU next. Called before the kernel is left when `resched` is set.
+    pub fn schedule(&self, number: usize) {
+        let cpu = &self.cpus[number];
+        cpu.resched.set(false);
+        self.charge(number);
+        self.counters.switches.set(self.counters.switches.get() + 1);
+        if let Some(handle) = cpu.sched.take()
+            && let Some(sched) = self.memory.get(handle)
+        {
+            sched.state.set(SchedState::Idle);
+            let wanted = sched
+                .holder
+                .get()
+                .and_then(|holder| self.memory.get(holder))
+                .is_some_and(|holder| holder.state.get() == ThreadState::Ready);
+            if wanted && sched.left.get() == 0 {
+                self.deplete(handle);
+            } else if wanted {
+                self.push(handle, true);
+            }
+        }
+        cpu.current.set(None);
+        cpu.slice_end.set(u64::MAX);
+        while cpu.ready.get() != 0 {
+            let priority = 63 - cpu.ready.get().leading_zeros() as usize;
+            let Some(handle) = cpu.queues[priority].head.get() else { break };
+            let sched = self.memory.at(handle);
+            self.unready(handle);
+            let Some(holder) = sched.holder.get() else { continue };
+            if self.memory.get(holder).is_none_or(|holder| holder.state.get() != ThreadState::Ready) {
+                continue;
+            }
+            sched.state.set(SchedState::Running);
+            cpu.sched.set(Some(handle));
+            cpu.current.set(Some(holder));
+            // Round robin needs the timer only if somebody waits for the turn.
+            let contested = cpu.queues[priority].head.get().is_some();
+            if sched.period.get() != 0 || contested {
+                cpu.slice_end.set(cpu.charged.get().saturating_add(sched.left.get()));
+            }
+            break;
+        }
+    }
+
+    // ---- timeouts ----------------------------------------------------------------------------
+
+    fn update_next_event(&self, cpu: usize) {
+        let cpu = &self.cpus[cpu];
+        let timeout = cpu.timeouts.first(&self.memory).map(|t| self.memory.at(t).deadline.get());
+        let refill = cpu.refills.first(&self.memory).map(|s| self.memory.at(s).refill.get());
+        cpu.next_event.set(timeout.unwrap_or(u64::MAX).min(refill.unwrap_or(u64::MAX)));
+    }
+
+    /// Arms a thread's timeout.
+    pub fn set_timeout(&self, handle: Handle<Thread<A>>, deadline: u64) {
+        let thread = self.memory.at(handle);
+        thread.deadline.set(deadline);
+        if deadline != u64::MAX {
+            self.cpus[thread.cpu].timeouts.insert(&self.memory, handle);
+            self.update_next_event(thread.cpu);
+        }
+    }
+
+    /// Disarms a thread's timeout.
+    pub fn clear_timeout(&self, handle: Handle<Thread<A>>) {
+        let thread = self.memory.at(handle);
+        if thread.deadline.get() != u64::MAX {
+            self.cpus[thread.cpu].timeouts.remove(&self.memory, handle);
+            thread.deadline.set(u64::MAX);
+            self.update_next_event(thread.cpu);
+        }
+    }
+
+    /// Does what is due on this CPU: timeouts, refills, end of slice.
+    pub fn timer(&self, number: usize) {
+        let cpu = &self.cpus[number];
+        let now = A::now();
+        while let Some(handle) = cpu.timeouts.first(&self.memory) {
+            if self.memory.at(handle).deadline.get() > now {
+                break;
+            }
+            self.time_out(handle);
+        }
+        while let Some(handle) = cpu.refills.first(&self.memory) {
+            if self.memory.at(handle).refill.get() > now {
+                break;
+            }
+            self.unready(handle);
+            self.memory.at(handle).left.set(0);
+            self.memory.at(handle).started.set(now.wrapping_sub(self.memory.at(handle).period.get()));
+            self.ready(handle);
+        }
+        if cpu.slice_end.get() <= now {
+            cpu.resched.set(true);
+        }
+        self.update_next_event(number);
+    }
+
+    fn time_out(&self, handle: Handle<Thread<A>>) {
+        let thread = self.memory.at(handle);
+        if let Some(notification) = thread.sleeping_on.take()
+            && let Some(notification) = self.memory.get(notification)
+        {
+            notification.sleeper.set(None);
+        }
+        self.clear_timeout(handle);
+        thread.context.set_status(Status::Timeout);
+        thread.context.set_result(0, 0);
+        self.wake(handle);
+    }
+
+    // ---- binding -----------------------------------------------------------------------------
+
+    /// Binds a scheduling context to a thread.
+    pub fn bind_sched(
+        &self,
+        thread_handle: Handle<Thread<A>>,
+        handle: Handle<SchedContext<A>>,
+    ) -> Result<(), Status> {
+        let thread = self.memory.at(thread_handle);
+        let sched = self.memory.at(handle);
+        if thread.own_sched.get().is_some_and(|own| self.memory.get(own).is_some())
+            || sched.owner.get().is_some_and(|owner| self.memory.get(owner).is_some())
+        {
+            return Err(Status::Busy);
+        }
+        sched.cpu.set(thread.cpu);
+        sched.owner.set(Some(thread_handle));
+        thread.own_sched.set(Some(handle));
+        if thread.sched.get().is_none_or(|old| self.memory.get(old).is_none()) {
+            thread.borrowed.set(false);
+            thread.sched.set(Some(handle));
+            sched.holder.set(Some(thread_handle));
+            if thread.state.get() == ThreadState::Ready {
+                self.ready(handle);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a scheduling context: whoever runs on it stops getting time from it.
+    pub(crate) fn end_sched(&self, handle: Handle<SchedContext<A>>) {
+        self.unwanted(handle);
+        let sched = self.memory.at(handle);
+        if let Some(holder) = sched.holder.get().and_then(|holder| self.memory.get(holder)) {
+            holder.sched.set(None);
+            holder.borrowed.set(false);
+        }
+        if let Some(owner) = sched.owner.get().and_then(|owner| self.memory.get(owner)) {
+            owner.own_sched.set(None);
+        }
+        self.memory.free(handle);
+    }
+}

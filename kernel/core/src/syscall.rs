@@ -1,0 +1,387 @@
+//! System calls: arguments are checked here, effects are elsewhere.
+
+use core::cell::Cell;
+use core::sync::atomic::Ordering;
+
+use abi::boot::KernelStats;
+use abi::{Binding, Item, Kind, Op, PlatformAction, Status, rights};
+
+use crate::arch::{Arch, Context, IrqSource};
+use crate::object::*;
+use crate::pool::Handle;
+use crate::space::STEPS;
+use crate::{FIRST_IRQ_VECTOR, Kernel, count};
+
+/// How a system call ended that did not fail.
+enum Done {
+    /// Done: status `Ok`.
+    Now,
+    /// The status is set, or will be when the thread goes on.
+    Later,
+    /// Out of budget: the call is repeated.
+    Again,
+}
+
+/// Most bytes of a line for the kernel log.
+const LOG_BYTES: usize = 512;
+
+macro_rules! typed {
+    ($($name:ident -> $variant:ident($object:ty);)+) => {
+        $(#[inline(always)]
+        fn $name(&self, task: &Task<A>, selector: u64, right: u8) -> Result<Handle<$object>, Status> {
+            let capability = self.capability(task, selector)?;
+            match capability.object {
+                ObjectRef::$variant(handle) if capability.rights & right == right => Ok(handle),
+                ObjectRef::$variant(_) => Err(Status::BadRights),
+                _ => Err(Status::BadCapability),
+            }
+        })+
+    };
+}
+
+impl<A: Arch> Kernel<A> {
+    typed! {
+        task_cap -> Task(Task<A>);
+        thread_cap -> Thread(Thread<A>);
+        gate_cap -> Gate(Gate<A>);
+        notification_cap -> Notification(Notification<A>);
+        irq_cap -> Irq(Irq<A>);
+        factory_cap -> Factory(crate::pool::Factory);
+        sched_cap -> SchedContext(crate::sched::SchedContext<A>);
+        vm_cap -> Vm(Vm<A>);
+        vcpu_cap -> Vcpu(Vcpu<A>);
+    }
+
+    fn platform(&self, task: &Task<A>, selector: u64, right: u8) -> Result<(), Status> {
+        let capability = self.capability(task, selector)?;
+        match capability.object {
+            ObjectRef::Platform if capability.rights & right == right => Ok(()),
+            ObjectRef::Platform => Err(Status::BadRights),
+            _ => Err(Status::BadCapability),
+        }
+    }
+
+    /// The current thread of `cpu` made a system call.
+    #[inline(always)]
+    pub fn system_call(&self, cpu: usize) {
+        count(&self.counters.system_calls);
+        let Some(handle) = self.cpus[cpu].current.get() else { return };
+        let Some(thread) = self.memory.get(handle) else { return };
+        let Some(task) = self.memory.get(thread.task) else { return };
+        let context = &thread.context;
+        let done = match Op::from_code(context.operation()) {
+            Some(Op::GateCall) => self
+                .gate_cap(task, context.argument(0), rights::CALL)
+                .and_then(|gate| self.gate_call(cpu, handle, gate))
+                .map(|()| Done::Later),
+            Some(Op::GateReplyWait) => {
+                self.gate_reply_wait(cpu, handle, context.argument(0)).map(|()| Done::Later)
+            }
+            Some(Op::VcpuRun) => self
+                .vcpu_cap(task, context.argument(0), rights::RUN)
+                .and_then(|vcpu| self.vcpu_run(handle, vcpu))
+                .map(|()| Done::Later),
+            Some(operation) => self.other_call(cpu, operation, handle, thread, task),
+            None => Err(Status::BadOperation),
+        };
+        match done {
+            Ok(Done::Now) => context.set_status(Status::Ok),
+            Ok(Done::Later) => {}
+            Ok(Done::Again) => context.restart(),
+            Err(status) => context.set_status(status),
+        }
+    }
+
+    #[inline(never)]
+    fn other_call(
+        &self,
+        cpu: usize,
+        operation: Op,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        task: &Task<A>,
+    ) -> Result<Done, Status> {
+        let arg = |index| thread.context.argument(index);
+        match operation {
+            Op::GateCall | Op::GateReplyWait | Op::VcpuRun => return Err(Status::BadOperation),
+            Op::NotificationSignal => {
+                self.signal(self.notification_cap(task, arg(0), rights::SIGNAL)?, arg(1));
+            }
+            Op::NotificationWait => {
+                let notification = self.notification_cap(task, arg(0), rights::WAIT)?;
+                self.notification_wait(handle, notification, arg(1))?;
+                return Ok(Done::Later);
+            }
+            Op::Create => self.create(thread.task, task, arg)?,
+            Op::Delegate => {
+                let item = Item::unpack(arg(1)).ok_or(Status::BadArgument)?;
+                let to = self.target(thread.task, task, arg(0))?;
+                self.delegate(thread.task, item, arg(2), to, arg(3))?;
+            }
+            Op::Unmap => {
+                let item = Item::unpack(arg(0)).ok_or(Status::BadArgument)?;
+                if arg(2) & !abi::ops::UNMAP_SELF != 0 {
+                    return Err(Status::BadArgument);
+                }
+                let mut budget = STEPS;
+                let own = arg(2) & abi::ops::UNMAP_SELF != 0;
+                let done = self.unmap(thread.task, item, arg(1), own, &mut budget)?;
+                if !done || !self.reap(&mut budget) {
+                    return Ok(Done::Again);
+                }
+            }
+            Op::ThreadStart => {
+                let target = self.thread_cap(task, arg(0), rights::CONTROL)?;
+                self.start_thread(target, arg(1), arg(2), arg(3))?;
+            }
+            Op::ThreadStop => {
+                let target = self.thread_cap(task, arg(0), rights::CONTROL)?;
+                self.stop_thread(target);
+            }
+            Op::ThreadBind => self.bind(task, arg)?,
+            Op::VcpuState => {
+                let vcpu = self.memory.at(self.vcpu_cap(task, arg(0), rights::RUN)?);
+                if vcpu.runner.get().is_some() {
+                    return Err(Status::Busy);
+                }
+                A::vcpu_state(&self.memory, vcpu, arg(1));
+            }
+            Op::IrqControl => self.irq_control(task, thread, arg)?,
+            Op::SchedControl => {
+                let sched = self.sched_cap(task, arg(0), rights::SCHEDULE)?;
+                self.change_sched(sched, arg(1), arg(2), arg(3))?;
+            }
+            Op::PlatformControl => self.platform_control(task, thread, arg)?,
+            Op::Yield => self.yield_now(cpu),
+        }
+        Ok(Done::Now)
+    }
+
+    fn target(
+        &self,
+        own: Handle<Task<A>>,
+        task: &Task<A>,
+        selector: u64,
+    ) -> Result<SpaceRef<A>, Status> {
+        if selector == abi::ops::SELF {
+            return Ok(SpaceRef::Task(own));
+        }
+        let capability = self.capability(task, selector)?;
+        let space = match capability.object {
+            ObjectRef::Task(handle) => SpaceRef::Task(handle),
+            ObjectRef::Vm(handle) => SpaceRef::Vm(handle),
+            _ => return Err(Status::BadCapability),
+        };
+        if capability.rights & rights::MAP == 0 { Err(Status::BadRights) } else { Ok(space) }
+    }
+
+    fn create(
+        &self,
+        own: Handle<Task<A>>,
+        task: &Task<A>,
+        arg: impl Fn(usize) -> u64,
+    ) -> Result<(), Status> {
+        let factory = Some(self.factory_cap(task, arg(0), rights::CREATE)?);
+        let kind = Kind::from_code(arg(1)).ok_or(Status::BadArgument)?;
+        let slot = arg(2);
+        if slot >= task.slots {
+            return Err(Status::BadArgument);
+        }
+        if self.capability(task, slot).is_ok() {
+            return Err(Status::Busy);
+        }
+        let memory = &self.memory;
+        let object = match kind {
+            Kind::Task => ObjectRef::Task(self.new_task(factory, arg(3))?),
+            Kind::Thread => {
+                let target = self.task_cap(task, arg(3), rights::THREAD)?;
+                ObjectRef::Thread(self.new_thread(factory, target, arg(4) as usize, arg(5))?)
+            }
+            Kind::Gate => {
+                let thread = self.thread_cap(task, arg(3), rights::SERVE)?;
+                let gate = Gate { caps: Cell::new(0), thread, badge: arg(4) };
+                ObjectRef::Gate(memory.alloc(factory, gate)?)
+            }
+            Kind::Notification => ObjectRef::Notification(memory.alloc(
+                factory,
+                Notification {
+                    caps: Cell::new(0),
+                    bits: Cell::new(0),
+                    sleeper: Cell::new(None),
+                    thread: Cell::new(None),
+                    vcpu: Cell::new(None),
+                },
+            )?),
+            Kind::Irq => {
+                self.platform(task, arg(3), rights::MAKE_IRQ)?;
+                ObjectRef::Irq(self.new_irq(factory, arg(4), arg(5))?)
+            }
+            Kind::Factory => {
+                let quota = u32::try_from(arg(3)).map_err(|_| Status::NoQuota)?;
+                ObjectRef::Factory(memory.new_factory(factory, quota)?)
+            }
+            Kind::SchedContext => {
+                let sched = Self::new_sched(arg(3), arg(4), arg(5))?;
+                ObjectRef::SchedContext(memory.alloc(factory, sched)?)
+            }
+            Kind::Vm => {
+                if arg(3) != 0 {
+                    return Err(Status::BadArgument);
+                }
+                ObjectRef::Vm(self.new_vm(factory)?)
+            }
+            Kind::Vcpu => {
+                let vm = self.vm_cap(task, arg(3), rights::VCPU)?;
+                let notification = self.notification_cap(task, arg(5), rights::WAIT)?;
+                ObjectRef::Vcpu(self.new_vcpu(factory, own, vm, arg(4), notification)?)
+            }
+            Kind::Platform => return Err(Status::BadArgument),
+        };
+        self.insert_capability(own, slot, object, rights::ALL, None)
+            .inspect_err(|_| self.end(object))
+    }
+
+    fn new_irq(
+        &self,
+        factory: Option<Handle<crate::pool::Factory>>,
+        gsi: u64,
+        flags: u64,
+    ) -> Result<Handle<Irq<A>>, Status> {
+        let source = if flags & 4 != 0 {
+            IrqSource::Message
+        } else {
+            let gsi = u32::try_from(gsi).map_err(|_| Status::BadArgument)?;
+            IrqSource::Line { gsi, level: flags & 1 != 0, active_low: flags & 2 != 0 }
+        };
+        if flags & !7 != 0 || !A::irq_valid(source) {
+            return Err(Status::BadArgument);
+        }
+        let same_line = |irq: &Irq<A>| match (irq.source, source) {
+            (IrqSource::Line { gsi: a, .. }, IrqSource::Line { gsi: b, .. }) => a == b,
+            _ => false,
+        };
+        let mut taken = self.irqs.iter().filter_map(|slot| self.memory.get(slot.get()?));
+        if taken.any(same_line) {
+            return Err(Status::Busy);
+        }
+        let index = self.irqs.iter().position(|slot| slot.get().is_none()).ok_or(Status::NoQuota)?;
+        let handle = self.memory.alloc(
+            factory,
+            Irq {
+                caps: Cell::new(0),
+                source,
+                cpu: 0,
+                vector: FIRST_IRQ_VECTOR + index as u8,
+                notification: Cell::new(None),
+                bit: Cell::new(0),
+            },
+        )?;
+        self.irqs[index].set(Some(handle));
+        Ok(handle)
+    }
+
+    fn bind(&self, task: &Task<A>, arg: impl Fn(usize) -> u64) -> Result<(), Status> {
+        let handle = self.thread_cap(task, arg(0), rights::CONTROL)?;
+        let thread = self.memory.at(handle);
+        if arg(1) == Binding::SchedContext as u64 {
+            let sched = self.sched_cap(task, arg(2), rights::SCHEDULE)?;
+            self.bind_sched(handle, sched)
+        } else if arg(1) == Binding::FaultGate as u64 {
+            thread.fault_gate.set(Some(self.gate_cap(task, arg(2), rights::CALL)?));
+            Ok(())
+        } else if arg(1) == Binding::Notification as u64 {
+            let name = self.notification_cap(task, arg(2), rights::WAIT)?;
+            let notification = self.memory.at(name);
+            let taken = notification.thread.get().is_some_and(|t| self.memory.get(t).is_some())
+                || thread.bound.get().is_some_and(|n| self.memory.get(n).is_some());
+            if taken {
+                return Err(Status::Busy);
+            }
+            notification.thread.set(Some(handle));
+            thread.bound.set(Some(name));
+            if notification.bits.get() != 0 {
+                self.signal(name, 0);
+            }
+            Ok(())
+        } else {
+            Err(Status::BadArgument)
+        }
+    }
+
+    fn irq_control(
+        &self,
+        task: &Task<A>,
+        thread: &Thread<A>,
+        arg: impl Fn(usize) -> u64,
+    ) -> Result<(), Status> {
+        let irq = self.memory.at(self.irq_cap(task, arg(0), rights::IRQ)?);
+        match arg(1) {
+            0 => {
+                let notification = self.notification_cap(task, arg(2), rights::SIGNAL)?;
+                if arg(3) >= 64 {
+                    return Err(Status::BadArgument);
+                }
+                irq.notification.set(Some(notification));
+                irq.bit.set(arg(3) as u8);
+                A::irq_set(irq, false);
+            }
+            1 => A::irq_set(irq, false),
+            2 => A::irq_set(irq, true),
+            3 => {
+                if irq.source != IrqSource::Message {
+                    return Err(Status::BadOperation);
+                }
+                let (address, data) = A::irq_message(irq);
+                thread.context.set_result(0, address);
+                thread.context.set_result(1, data);
+            }
+            _ => return Err(Status::BadArgument),
+        }
+        Ok(())
+    }
+
+    fn platform_control(
+        &self,
+        task: &Task<A>,
+        thread: &Thread<A>,
+        arg: impl Fn(usize) -> u64,
+    ) -> Result<(), Status> {
+        let page = self.memory.words(thread.message);
+        if arg(1) == PlatformAction::Log as u64 {
+            self.platform(task, arg(0), rights::LOG)?;
+            let length = arg(2) as usize;
+            if length > LOG_BYTES {
+                return Err(Status::Overflow);
+            }
+            let mut text = [0; LOG_BYTES];
+            for (bytes, word) in text.chunks_mut(8).zip(page) {
+                bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
+            }
+            A::log_text(&text[..length]);
+            Ok(())
+        } else if arg(1) == PlatformAction::Reset as u64 {
+            self.platform(task, arg(0), rights::MACHINE)?;
+            A::reset()
+        } else if arg(1) == PlatformAction::Stats as u64 {
+            self.platform(task, arg(0), rights::MACHINE)?;
+            let counters = &self.counters;
+            let total = self.memory.total_frames() as u64;
+            let stats = KernelStats {
+                system_calls: counters.system_calls.get(),
+                interrupts: counters.interrupts.get(),
+                vm_entries: counters.vm_entries.get(),
+                settled_exits: counters.settled.get(),
+                pages_used: total - self.memory.free_frames() as u64,
+                pages_total: total,
+                switches: counters.switches.get(),
+                shootdowns: counters.shootdowns.get(),
+            };
+            for (word, value) in page.iter().zip(stats.words()) {
+                word.store(value, Ordering::Relaxed);
+            }
+            Ok(())
+        } else {
+            Err(Status::BadArgument)
+        }
+    }
+}

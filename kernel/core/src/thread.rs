@@ -1,0 +1,735 @@
+//! Threads, gates and notifications: start and stop, synchronous calls, events.
+//!
+//! # Invariants
+//!
+//! * A thread that calls is either in its server's queue (`queued`) or the server's `caller`.
+//! * While a server works for a caller on the same CPU it runs on the caller's scheduling context
+//!   (`borrowed`); the context returns with the reply.
+//! * A message is taken from the sender when it is delivered, never copied twice.
+
+use core::cell::Cell;
+use core::sync::atomic::Ordering;
+
+use abi::{Item, MessagePage, Status, Tag};
+
+use crate::Kernel;
+use crate::arch::{Arch, Context};
+use crate::object::*;
+use crate::pool::{Factory, Frame, Handle};
+use crate::tree::Links;
+
+/// Word offsets in a [`MessagePage`].
+const ITEMS_AT: usize = core::mem::offset_of!(MessagePage, items) / 8;
+const WINDOWS_AT: usize = core::mem::offset_of!(MessagePage, windows) / 8;
+
+impl<A: Arch> Kernel<A> {
+    // ---- life ----------------------------------------------------------------------------------
+
+    /// Makes a stopped thread of `task` on `cpu`, its message page mapped at `message_address`.
+    pub fn new_thread(
+        &self,
+        factory: Option<Handle<Factory>>,
+        task: Handle<Task<A>>,
+        cpu: usize,
+        message_address: u64,
+    ) -> Result<Handle<Thread<A>>, Status> {
+        if cpu >= A::cpus() {
+            return Err(Status::BadCpu);
+        }
+        let message = self.memory.alloc_raw(factory, 1)?;
+        let message_node = self
+            .map_fixed(task, message_address, message, true)
+            .inspect_err(|_| self.memory.free_raw(message, 1))?;
+        let owner = self.memory.at(task);
+        let handle = self
+            .memory
+            .alloc(
+                factory,
+                Thread {
+                    context: A::Context::default(),
+                    caps: Cell::new(0),
+                    task,
+                    cpu,
+                    message,
+                    message_node,
+                    state: Cell::new(ThreadState::Stopped),
+                    own_sched: Cell::new(None),
+                    sched: Cell::new(None),
+                    borrowed: Cell::new(false),
+                    caller: Cell::new(None),
+                    queue_head: Cell::new(None),
+                    queue_tail: Cell::new(None),
+                    server: Cell::new(None),
+                    queued: Cell::new(false),
+                    badge: Cell::new(0),
+                    queue_next: Cell::new(None),
+                    queue_prev: Cell::new(None),
+                    fault: Cell::new(None),
+                    sleeping_on: Cell::new(None),
+                    fault_gate: Cell::new(None),
+                    bound: Cell::new(None),
+                    vcpu: Cell::new(None),
+                    deadline: Cell::new(u64::MAX),
+                    timeout: Links::new(),
+                    task_next: Cell::new(owner.threads.get()),
+                    task_prev: Cell::new(None),
+                },
+            )
+            .inspect_err(|_| {
+                self.remove_fixed(message_node);
+                self.memory.free_raw(message, 1);
+            })?;
+        if let Some(next) = owner.threads.replace(Some(handle)) {
+            self.memory.at(next).task_prev.set(Some(handle));
+        }
+        Ok(handle)
+    }
+
+    /// Starts a stopped thread.
+    pub fn start_thread(&self, handle: Handle<Thread<A>>, ip: u64, sp: u64, argument: u64) -> Result<(), Status> {
+        let thread = self.memory.at(handle);
+        if thread.state.get() != ThreadState::Stopped {
+            return Err(Status::Busy);
+        }
+        if self.memory.get(thread.task).is_none_or(|task| task.space.dying.get()) {
+            return Err(Status::Aborted);
+        }
+        if ip >= abi::USER_END || sp > abi::USER_END {
+            return Err(Status::BadArgument);
+        }
+        thread.fault.set(None);
+        thread.context.start(ip, sp, argument);
+        self.wake(handle);
+        Ok(())
+    }
+
+    /// The thread can go on: it becomes ready and its scheduling context competes again.
+    pub fn wake(&self, handle: Handle<Thread<A>>) {
+        let thread = self.memory.at(handle);
+        thread.state.set(ThreadState::Ready);
+        if let Some(sched) = thread.sched.get()
+            && self.memory.get(sched).is_some()
+        {
+            self.ready(sched);
+        }
+    }
+
+    /// The thread cannot go on: it takes `state` and its scheduling context rests.
+    fn block(&self, handle: Handle<Thread<A>>, state: ThreadState) {
+        let thread = self.memory.at(handle);
+        thread.state.set(state);
+        if let Some(sched) = thread.sched.get() {
+            self.unwanted(sched);
+        }
+        let cpu = &self.cpus[thread.cpu];
+        if cpu.current.get() == Some(handle) {
+            cpu.resched.set(true);
+        }
+    }
+
+    /// Stops a thread, whatever it does. Its callers and its own call are aborted.
+    pub fn stop_thread(&self, handle: Handle<Thread<A>>) {
+        let thread = self.memory.at(handle);
+        match thread.state.get() {
+            ThreadState::Stopped | ThreadState::Ready | ThreadState::Waiting => {}
+            ThreadState::Sleeping => {
+                if let Some(on) = thread.sleeping_on.take().and_then(|on| self.memory.get(on)) {
+                    on.sleeper.set(None);
+                }
+                self.clear_timeout(handle);
+            }
+            ThreadState::Calling => {
+                if let Some(server) = thread.server.take()
+                    && let Some(partner) = self.memory.get(server)
+                {
+                    if thread.queued.get() {
+                        self.unqueue(partner, handle);
+                    } else if partner.caller.get() == Some(handle) {
+                        // The server may go on with the borrowed time until its reply.
+                        partner.caller.set(None);
+                    }
+                }
+            }
+        }
+        if let Some(vcpu) = thread.vcpu.take().and_then(|vcpu| self.memory.get(vcpu)) {
+            vcpu.runner.set(None);
+        }
+        // Whoever waits for this thread waits in vain.
+        if let Some(caller) = thread.caller.take() {
+            self.abort_call(handle, caller);
+        }
+        while let Some(caller) = thread.queue_head.get() {
+            self.unqueue(thread, caller);
+            self.abort_call(handle, caller);
+        }
+        thread.fault.set(None);
+        self.block(handle, ThreadState::Stopped);
+        // A thread that runs on another CPU is there until that CPU has come to the kernel.
+        if thread.cpu != A::this_cpu() && self.cpus[thread.cpu].current.get() == Some(handle) {
+            self.cpus[thread.cpu].current.set(None);
+            self.cpus[thread.cpu].resched.set(true);
+            A::shootdown(1 << thread.cpu);
+            self.left_space(thread.cpu);
+        }
+    }
+
+    fn abort_call(&self, server: Handle<Thread<A>>, caller: Handle<Thread<A>>) {
+        let Some(thread) = self.memory.get(caller) else { return };
+        self.return_sched(self.memory.at(server), caller);
+        thread.server.set(None);
+        if thread.fault.take().is_some() {
+            self.block(caller, ThreadState::Stopped);
+            return;
+        }
+        thread.context.set_status(Status::Aborted);
+        self.wake(caller);
+    }
+
+    /// Gives a borrowed scheduling context back to the caller.
+    fn return_sched(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
+        if !server.borrowed.get() {
+            return;
+        }
+        let Some(sched) = server.sched.get() else { return };
+        let thread = self.memory.at(caller);
+        if thread.own_sched.get() != Some(sched) && thread.sched.get() != Some(sched) {
+            // It belongs to a caller further up, who lent it to this one.
+            if thread.sched.get().is_some() {
+                return;
+            }
+        }
+        self.unwanted(sched);
+        server.borrowed.set(false);
+        server.sched.set(server.own_sched.get());
+        thread.sched.set(Some(sched));
+        if let Some(sched) = self.memory.get(sched) {
+            sched.holder.set(Some(caller));
+        }
+    }
+
+    /// The thread's task ends: it never runs again.
+    pub(crate) fn leave_task(&self, handle: Handle<Thread<A>>) {
+        self.stop_thread(handle);
+        let thread = self.memory.at(handle);
+        if let Some(task) = self.memory.get(thread.task) {
+            match thread.task_prev.get() {
+                Some(prev) => self.memory.at(prev).task_next.set(thread.task_next.get()),
+                None if task.threads.get() == Some(handle) => task.threads.set(thread.task_next.get()),
+                None => return,
+            }
+            if let Some(next) = thread.task_next.get() {
+                self.memory.at(next).task_prev.set(thread.task_prev.get());
+            }
+        }
+        thread.task_prev.set(None);
+        thread.task_next.set(None);
+        self.remove_fixed(thread.message_node);
+    }
+
+    pub(crate) fn end_thread(&self, handle: Handle<Thread<A>>) {
+        self.leave_task(handle);
+        let thread = self.memory.at(handle);
+        for sched in [thread.sched.take(), thread.own_sched.take()].into_iter().flatten() {
+            self.unwanted(sched);
+            if let Some(sched) = self.memory.get(sched) {
+                if sched.owner.get() == Some(handle) {
+                    sched.owner.set(None);
+                }
+                if sched.holder.get() == Some(handle) {
+                    sched.holder.set(None);
+                }
+            }
+        }
+        if let Some(bound) = thread.bound.get().and_then(|bound| self.memory.get(bound)) {
+            bound.thread.set(None);
+        }
+        self.memory.free_raw(thread.message, 1);
+        self.memory.free(handle);
+    }
+
+    // ---- calls ---------------------------------------------------------------------------------
+
+    fn enqueue(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
+        let thread = self.memory.at(caller);
+        let last = server.queue_tail.replace(Some(caller));
+        thread.queue_prev.set(last);
+        thread.queue_next.set(None);
+        thread.queued.set(true);
+        match last {
+            Some(last) => self.memory.at(last).queue_next.set(Some(caller)),
+            None => server.queue_head.set(Some(caller)),
+        }
+    }
+
+    fn unqueue(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
+        let thread = self.memory.at(caller);
+        let (prev, next) = (thread.queue_prev.take(), thread.queue_next.take());
+        match prev {
+            Some(prev) => self.memory.at(prev).queue_next.set(next),
+            None => server.queue_head.set(next),
+        }
+        match next {
+            Some(next) => self.memory.at(next).queue_prev.set(prev),
+            None => server.queue_tail.set(prev),
+        }
+        thread.queued.set(false);
+    }
+
+    /// `GateCall`.
+    pub fn gate_call(
+        &self,
+        cpu: usize,
+        handle: Handle<Thread<A>>,
+        gate: Handle<Gate<A>>,
+    ) -> Result<(), Status> {
+        let gate = self.memory.get(gate).ok_or(Status::BadCapability)?;
+        let server = gate.thread;
+        let Some(partner) = self.memory.get(server) else { return Err(Status::Aborted) };
+        let thread = self.memory.at(handle);
+        if server == handle || partner.state.get() == ThreadState::Stopped {
+            return Err(Status::Aborted);
+        }
+        if partner.cpu != cpu && partner.own_sched.get().is_none() {
+            return Err(Status::BadCpu);
+        }
+        if partner.state.get() == ThreadState::Waiting {
+            self.deliver(thread, partner, gate.badge)?;
+            thread.state.set(ThreadState::Calling);
+            thread.server.set(Some(server));
+            partner.caller.set(Some(handle));
+            if partner.cpu == cpu {
+                self.lend(thread, partner, server);
+                partner.state.set(ThreadState::Ready);
+                let here = &self.cpus[cpu];
+                if here.current.get() == Some(handle) {
+                    here.current.set(Some(server));
+                }
+            } else {
+                self.block(handle, ThreadState::Calling);
+                self.wake(server);
+            }
+            return Ok(());
+        }
+        thread.badge.set(gate.badge);
+        thread.server.set(Some(server));
+        self.enqueue(partner, handle);
+        // A server that nobody gives time works on with the time of who waits for it.
+        let starved = partner.sched.get().is_none_or(|sched| self.memory.get(sched).is_none());
+        if starved && partner.cpu == cpu && partner.state.get() == ThreadState::Ready {
+            thread.state.set(ThreadState::Calling);
+            self.lend(thread, partner, server);
+            self.cpus[cpu].resched.set(true);
+        } else {
+            self.block(handle, ThreadState::Calling);
+        }
+        Ok(())
+    }
+
+    fn lend(&self, caller: &Thread<A>, server: &Thread<A>, name: Handle<Thread<A>>) {
+        if let Some(sched) = caller.sched.take() {
+            server.sched.set(Some(sched));
+            server.borrowed.set(true);
+            if let Some(sched) = self.memory.get(sched) {
+                sched.holder.set(Some(name));
+            }
+        }
+    }
+
+    /// `GateReplyWait`. The status of a reply that cannot be delivered goes to the server, which may
+    /// reply again.
+    pub fn gate_reply_wait(
+        &self,
+        cpu: usize,
+        handle: Handle<Thread<A>>,
+        flags: u64,
+    ) -> Result<(), Status> {
+        let thread = self.memory.at(handle);
+        if flags & abi::reply_wait::REPLY != 0
+            && let Some(caller) = thread.caller.get()
+        {
+            self.reply(cpu, handle, thread, caller)?;
+        }
+        if flags & abi::reply_wait::WAIT == 0 {
+            thread.context.set_status(Status::Ok);
+            return Ok(());
+        }
+        self.wait_for_call(cpu, handle, thread);
+        Ok(())
+    }
+
+    fn reply(
+        &self,
+        cpu: usize,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        caller: Handle<Thread<A>>,
+    ) -> Result<(), Status> {
+        let Some(partner) = self.memory.get(caller) else {
+            thread.caller.set(None);
+            return Ok(());
+        };
+        let resumed = if partner.fault.get().is_some() {
+            partner.fault.set(None);
+            thread.context.argument(2) == abi::FaultAction::Resume as u64
+        } else {
+            self.deliver(thread, partner, 0)?;
+            true
+        };
+        thread.caller.set(None);
+        partner.server.set(None);
+        let here = &self.cpus[cpu];
+        // The common case: back to the caller on its own time, nothing to choose.
+        if thread.borrowed.get()
+            && partner.cpu == cpu
+            && resumed
+            && here.current.get() == Some(handle)
+            && partner.sched.get().is_none()
+            && let Some(sched) = thread.sched.get()
+            && let Some(context) = self.memory.get(sched)
+        {
+            thread.borrowed.set(false);
+            thread.sched.set(thread.own_sched.get());
+            partner.sched.set(Some(sched));
+            context.holder.set(Some(caller));
+            partner.state.set(ThreadState::Ready);
+            here.current.set(Some(caller));
+            if thread.sched.get().is_some() {
+                // The server may go on with its own time beside the caller.
+                here.resched.set(true);
+                if let Some(own) = thread.sched.get() {
+                    self.ready(own);
+                }
+            }
+            return Ok(());
+        }
+        self.return_sched(thread, caller);
+        if resumed {
+            self.wake(caller);
+        } else {
+            self.block(caller, ThreadState::Stopped);
+        }
+        if here.current.get() == Some(handle) {
+            here.resched.set(true);
+            if let Some(own) = thread.sched.get() {
+                self.ready(own);
+            }
+        }
+        Ok(())
+    }
+
+    /// The server takes an event, the next caller, or waits.
+    fn wait_for_call(&self, cpu: usize, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+        if let Some(bound) = thread.bound.get().and_then(|bound| self.memory.get(bound)) {
+            let bits = bound.bits.take();
+            if bits != 0 {
+                Self::deliver_events(thread, bits);
+                return;
+            }
+        }
+        while let Some(caller) = thread.queue_head.get() {
+            let partner = self.memory.at(caller);
+            self.unqueue(thread, caller);
+            if let Err(status) = self.deliver(partner, thread, partner.badge.get()) {
+                self.return_sched(thread, caller);
+                partner.server.set(None);
+                partner.context.set_status(status);
+                self.wake(caller);
+                continue;
+            }
+            thread.caller.set(Some(caller));
+            if thread.sched.get().is_none() && partner.cpu == cpu {
+                self.lend(partner, thread, handle);
+                if let Some(sched) = thread.sched.get() {
+                    self.ready(sched);
+                }
+                self.cpus[cpu].resched.set(true);
+            }
+            return;
+        }
+        let own = thread.sched.get();
+        thread.state.set(ThreadState::Waiting);
+        if let Some(own) = own {
+            self.unwanted(own);
+        }
+        if self.cpus[cpu].current.get() == Some(handle) {
+            self.cpus[cpu].resched.set(true);
+        }
+    }
+
+    fn deliver_events(thread: &Thread<A>, bits: u64) {
+        let context = &thread.context;
+        context.set_status(Status::Ok);
+        context.set_result(0, abi::NOTIFICATION_BADGE);
+        context.set_result(1, 0);
+        context.set_result(2, bits);
+    }
+
+    /// Moves a message from `sender` to `receiver`, which gets status `Ok` and the badge.
+    fn deliver(&self, sender: &Thread<A>, receiver: &Thread<A>, badge: u64) -> Result<(), Status> {
+        let to = &receiver.context;
+        if let Some(words) = sender.fault.get() {
+            to.set_result(1, Tag::label(abi::FAULT_LABEL).pack());
+            for (index, word) in words.into_iter().enumerate() {
+                to.set_result(2 + index, word);
+            }
+        } else {
+            let from = &sender.context;
+            let raw = from.argument(1);
+            if raw & 0xffff != 0 {
+                self.deliver_page(sender, receiver, Tag::unpack(raw))?;
+            }
+            to.set_result(1, raw);
+            for index in 2..6 {
+                to.set_result(index, from.argument(index));
+            }
+        }
+        to.set_result(0, badge);
+        to.set_status(Status::Ok);
+        Ok(())
+    }
+
+    /// The part of a message that is in the message page: words and delegations.
+    fn deliver_page(&self, sender: &Thread<A>, receiver: &Thread<A>, tag: Tag) -> Result<(), Status> {
+        let (words, items) = (tag.words as usize, tag.items as usize);
+        if words > MessagePage::WORDS || items > MessagePage::ITEMS {
+            return Err(Status::Overflow);
+        }
+        let from = self.memory.words(sender.message);
+        let to = self.memory.words(receiver.message);
+        // The window offsets are the kernel's copy: the page may change under its hands.
+        let mut windows = [(0u64, 0u64); 3];
+        for (kind, window) in windows.iter_mut().enumerate() {
+            let at = WINDOWS_AT + 2 * kind;
+            let base = to[at].load(Ordering::Relaxed);
+            *window = (base, base.saturating_add(to[at + 1].load(Ordering::Relaxed)));
+        }
+        for index in 0..items {
+            let at = ITEMS_AT + 2 * index;
+            let item = Item::unpack(from[at].load(Ordering::Relaxed)).ok_or(Status::BadArgument)?;
+            let source = from[at + 1].load(Ordering::Relaxed);
+            let window = &mut windows[item.kind as usize];
+            let size = 1u64 << item.order;
+            let base = window.0.checked_next_multiple_of(size).ok_or(Status::Overflow)?;
+            let end = base.checked_add(size).ok_or(Status::Overflow)?;
+            if end > window.1 {
+                return Err(Status::Overflow);
+            }
+            self.delegate(sender.task, item, source, SpaceRef::Task(receiver.task), base)?;
+            window.0 = end;
+            to[at].store(item.pack(), Ordering::Relaxed);
+            to[at + 1].store(base, Ordering::Relaxed);
+        }
+        for index in 0..words {
+            to[index].store(from[index].load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// A thread did what it must not: its fault gate is called, or it stops.
+    pub fn fault(&self, cpu: usize, handle: Handle<Thread<A>>, words: [u64; 4]) {
+        let thread = self.memory.at(handle);
+        if let Some(gate) = thread.fault_gate.get() {
+            thread.fault.set(Some(words));
+            if self.gate_call(cpu, handle, gate).is_ok() {
+                return;
+            }
+            thread.fault.set(None);
+        }
+        A::log(format_args!(
+            "task {:#x}: thread stopped by exception {} (error {:#x}, address {:#x}) at {:#x}",
+            thread.task.id(),
+            words[0],
+            words[1],
+            words[2],
+            words[3],
+        ));
+        self.stop_thread(handle);
+    }
+
+    // ---- notifications -------------------------------------------------------------------------
+
+    /// Sets events and wakes who waits for them.
+    pub fn signal(&self, handle: Handle<Notification<A>>, bits: u64) {
+        let Some(notification) = self.memory.get(handle) else { return };
+        notification.bits.set(notification.bits.get() | bits);
+        if notification.bits.get() == 0 {
+            return;
+        }
+        if let Some(sleeper) = notification.sleeper.take() {
+            let thread = self.memory.at(sleeper);
+            thread.sleeping_on.set(None);
+            self.clear_timeout(sleeper);
+            thread.context.set_status(Status::Ok);
+            thread.context.set_result(0, notification.bits.take());
+            self.wake(sleeper);
+        } else if let Some(bound) = notification.thread.get()
+            && let Some(thread) = self.memory.get(bound)
+            && thread.state.get() == ThreadState::Waiting
+        {
+            Self::deliver_events(thread, notification.bits.take());
+            self.wake(bound);
+        } else if let Some(vcpu) = notification.vcpu.get().and_then(|vcpu| self.memory.get(vcpu))
+            && let Some(runner) = vcpu.runner.get().and_then(|runner| self.memory.get(runner))
+            && runner.cpu != A::this_cpu()
+        {
+            A::kick(runner.cpu);
+        }
+    }
+
+    /// `NotificationWait`.
+    pub fn notification_wait(
+        &self,
+        handle: Handle<Thread<A>>,
+        name: Handle<Notification<A>>,
+        deadline: u64,
+    ) -> Result<(), Status> {
+        let thread = self.memory.at(handle);
+        let notification = self.memory.get(name).ok_or(Status::BadCapability)?;
+        let bits = notification.bits.take();
+        thread.context.set_result(0, bits);
+        if bits != 0 {
+            thread.context.set_status(Status::Ok);
+            return Ok(());
+        }
+        if deadline == 0 || deadline <= A::now() {
+            return Err(Status::Timeout);
+        }
+        if notification.sleeper.get().is_some() {
+            return Err(Status::Busy);
+        }
+        notification.sleeper.set(Some(handle));
+        thread.sleeping_on.set(Some(name));
+        self.set_timeout(handle, deadline);
+        self.block(handle, ThreadState::Sleeping);
+        Ok(())
+    }
+
+    pub(crate) fn end_notification(&self, handle: Handle<Notification<A>>) {
+        let notification = self.memory.at(handle);
+        if let Some(sleeper) = notification.sleeper.take() {
+            let thread = self.memory.at(sleeper);
+            thread.sleeping_on.set(None);
+            self.clear_timeout(sleeper);
+            thread.context.set_status(Status::Aborted);
+            self.wake(sleeper);
+        }
+        self.memory.free(handle);
+    }
+
+    // ---- vCPUs and interrupts ------------------------------------------------------------------
+
+    /// Makes a vCPU of `vm`, its state page mapped at `address` of `task`.
+    pub fn new_vcpu(
+        &self,
+        factory: Option<Handle<Factory>>,
+        task: Handle<Task<A>>,
+        vm: Handle<Vm<A>>,
+        address: u64,
+        notification: Handle<Notification<A>>,
+    ) -> Result<Handle<Vcpu<A>>, Status> {
+        let events = self.memory.get(notification).ok_or(Status::BadCapability)?;
+        if events.vcpu.get().is_some_and(|vcpu| self.memory.get(vcpu).is_some()) {
+            return Err(Status::Busy);
+        }
+        let state: Frame = self.memory.alloc_raw(factory, 1)?;
+        let undo_state = || self.memory.free_raw(state, 1);
+        let state_node =
+            self.map_fixed(task, address, state, true).inspect_err(|_| undo_state())?;
+        let undo_node = || {
+            self.remove_fixed(state_node);
+            undo_state();
+        };
+        let arch = A::vcpu_new(&self.memory, factory, state).inspect_err(|_| undo_node())?;
+        let spare = arch.clone();
+        let vcpu = Vcpu {
+            caps: Cell::new(0),
+            vm,
+            notification,
+            factory,
+            state,
+            state_node,
+            cpu: Cell::new(None),
+            runner: Cell::new(None),
+            arch,
+        };
+        match self.memory.alloc(factory, vcpu) {
+            Ok(handle) => {
+                events.vcpu.set(Some(handle));
+                Ok(handle)
+            }
+            Err(status) => {
+                A::vcpu_free(&self.memory, &spare);
+                undo_node();
+                Err(status)
+            }
+        }
+    }
+
+    /// `VcpuRun`: the thread is in the guest from the next time it is chosen.
+    pub fn vcpu_run(&self, handle: Handle<Thread<A>>, name: Handle<Vcpu<A>>) -> Result<(), Status> {
+        let thread = self.memory.at(handle);
+        let vcpu = self.memory.get(name).ok_or(Status::BadCapability)?;
+        if self.memory.get(vcpu.vm).is_none_or(|vm| vm.space.dying.get()) {
+            return Err(Status::Aborted);
+        }
+        if vcpu.cpu.get().is_some_and(|cpu| cpu != thread.cpu) {
+            return Err(Status::BadCpu);
+        }
+        if vcpu.runner.get().is_some() {
+            return Err(Status::Busy);
+        }
+        vcpu.cpu.set(Some(thread.cpu));
+        vcpu.runner.set(Some(handle));
+        thread.vcpu.set(Some(name));
+        Ok(())
+    }
+
+    /// The thread's `VcpuRun` returns.
+    pub fn vcpu_return(&self, thread: &Thread<A>, vcpu: Option<&Vcpu<A>>, status: Status) {
+        thread.vcpu.set(None);
+        if let Some(vcpu) = vcpu {
+            vcpu.runner.set(None);
+        }
+        thread.context.set_status(status);
+    }
+
+    pub(crate) fn end_vcpu(&self, handle: Handle<Vcpu<A>>) {
+        let vcpu = self.memory.at(handle);
+        if let Some(runner) = vcpu.runner.take().and_then(|runner| self.memory.get(runner)) {
+            // Out of the guest before the processor structures go.
+            if runner.cpu != A::this_cpu() {
+                A::shootdown(1 << runner.cpu);
+                self.left_space(runner.cpu);
+            }
+            self.vcpu_return(runner, None, Status::Aborted);
+        }
+        A::vcpu_free(&self.memory, &vcpu.arch);
+        self.remove_fixed(vcpu.state_node);
+        self.memory.free_raw(vcpu.state, 1);
+        self.memory.free(handle);
+    }
+
+    pub(crate) fn end_irq(&self, handle: Handle<Irq<A>>) {
+        let irq = self.memory.at(handle);
+        A::irq_set(irq, true);
+        if let Some(slot) = self.irq_slot(irq.vector) {
+            slot.set(None);
+        }
+        self.memory.free(handle);
+    }
+
+    /// A device interrupt has arrived at `vector`.
+    pub fn interrupt(&self, vector: u8) {
+        let Some(irq) = self.irq_slot(vector).and_then(Cell::get).and_then(|irq| self.memory.get(irq))
+        else {
+            return;
+        };
+        if matches!(irq.source, crate::arch::IrqSource::Line { level: true, .. }) {
+            // It stays asserted until the driver has served the device.
+            A::irq_set(irq, true);
+        }
+        if let Some(notification) = irq.notification.get() {
+            self.signal(notification, 1 << irq.bit.get());
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Ordered trees of kernel objects: the one search structure of the kernel.
+//!
+//! A treap whose priorities are derived from object identities, which no program can choose, so
+//! depth is logarithmic whatever keys a program picks. It allocates nothing: the links are in
+//! the objects. Used for the mappings of a space (by base) and for timeouts (by deadline).
+
+use core::cell::Cell;
+
+use crate::pool::{Handle, Memory, Object};
+
+/// Links of an object that can be in one tree.
+pub struct Links<T> {
+    left: Cell<Option<Handle<T>>>,
+    right: Cell<Option<Handle<T>>>,
+}
+
+impl<T> Links<T> {
+    /// Not in a tree.
+    pub const fn new() -> Self {
+        Self { left: Cell::new(None), right: Cell::new(None) }
+    }
+}
+
+/// An object that can be in a tree. The key must not change while it is, and be unique.
+pub trait Keyed: Object {
+    /// Order of the tree.
+    type Key: Ord + Copy;
+    /// The object's key.
+    fn key(&self, handle: Handle<Self>) -> Self::Key;
+    /// The object's links.
+    fn links(&self) -> &Links<Self>;
+}
+
+/// An ordered set of objects.
+pub struct Tree<T> {
+    root: Cell<Option<Handle<T>>>,
+}
+
+type Link<T> = Option<Handle<T>>;
+
+/// Spreads identities: consecutive allocations get unrelated priorities.
+fn priority<T>(handle: Handle<T>) -> u64 {
+    handle.id().wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23).wrapping_mul(0xbf58_476d_1ce4_e5b9)
+}
+
+impl<T: Keyed> Default for Tree<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<T: Keyed> Tree<T> {
+    /// The empty set.
+    pub const fn new() -> Self {
+        Self { root: Cell::new(None) }
+    }
+
+    /// Some element, if there is one.
+    pub fn any(&self) -> Link<T> {
+        self.root.get()
+    }
+
+    /// Adds an element.
+    pub fn insert(&self, memory: &Memory, handle: Handle<T>) {
+        let key = memory.at(handle).key(handle);
+        let rank = priority(handle);
+        let mut place = &self.root;
+        while let Some(next) = place.get()
+            && priority(next) > rank
+        {
+            let links = memory.at(next).links();
+            place = if key < memory.at(next).key(next) { &links.left } else { &links.right };
+        }
+        // Split what was here by the new key into the new element's two sides.
+        let mut rest = place.replace(Some(handle));
+        let links = memory.at(handle).links();
+        let (mut less, mut more) = (&links.left, &links.right);
+        while let Some(next) = rest {
+            let links = memory.at(next).links();
+            if memory.at(next).key(next) < key {
+                less.set(Some(next));
+                less = &links.right;
+                rest = less.get();
+            } else {
+                more.set(Some(next));
+                more = &links.left;
+                rest = more.get();
+            }
+        }
+        less.set(None);
+        more.set(None);
+    }
+
+    /// Removes an element, which must be in this tree.
+    pub fn remove(&self, memory: &Memory, handle: Handle<T>) {
+        let key = memory.at(handle).key(handle);
+        let mut place = &self.root;
+        while let Some(next) = place.get()
+            && next != handle
+        {
+            let links = memory.at(next).links();
+            place = if key < memory.at(next).key(next) { &links.left } else { &links.right };
+        }
+        if place.get().is_none() {
+            return;
+        }
+        // Merge the two sides into the element's place.
+        let links = memory.at(handle).links();
+        let (mut left, mut right) = (links.left.take(), links.right.take());
+        loop {
+            match (left, right) {
+                (Some(a), Some(b)) if priority(a) > priority(b) => {
+                    place.set(Some(a));
+                    place = &memory.at(a).links().right;
+                    left = place.get();
+                }
+                (Some(_), Some(b)) => {
+                    place.set(Some(b));
+                    place = &memory.at(b).links().left;
+                    right = place.get();
+                }
+                (one, other) => {
+                    place.set(one.or(other));
+                    return;
+                }
+            }
+        }
+    }
+
+    /// The last element whose key is at most `key`.
+    pub fn at_most(&self, memory: &Memory, key: T::Key) -> Link<T> {
+        let mut best = None;
+        let mut next = self.root.get();
+        while let Some(handle) = next {
+            let object = memory.at(handle);
+            next = if object.key(handle) <= key {
+                best = Some(handle);
+                object.links().right.get()
+            } else {
+                object.links().left.get()
+            };
+        }
+        best
+    }
+
+    /// The first element.
+    pub fn first(&self, memory: &Memory) -> Link<T> {
+        let mut best = None;
+        let mut next = self.root.get();
+        while let Some(handle) = next {
+            best = Some(handle);
+            next = memory.at(handle).links().left.get();
+        }
+        best
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::testing;
+    use std::collections::BTreeMap;
+
+    struct Item {
+        key: u64,
+        links: Links<Item>,
+    }
+    impl Object for Item {
+        const CLASS: u8 = 13;
+    }
+    impl Keyed for Item {
+        type Key = u64;
+        fn key(&self, _: Handle<Self>) -> u64 {
+            self.key
+        }
+        fn links(&self) -> &Links<Self> {
+            &self.links
+        }
+    }
+
+    #[test]
+    fn behaves_as_an_ordered_map() {
+        let mut memory = testing::memory(256);
+        let tree = Tree::<Item>::new();
+        let mut model = BTreeMap::new();
+        let mut seed = 9u64;
+        for _ in 0..20_000 {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let key = seed >> 54;
+            if seed >> 20 & 1 == 0 {
+                model.entry(key).or_insert_with(|| {
+                    let handle = memory.alloc(None, Item { key, links: Links::new() }).unwrap();
+                    tree.insert(&memory, handle);
+                    handle
+                });
+            } else if let Some(handle) = model.remove(&key) {
+                tree.remove(&memory, handle);
+                memory.free(handle);
+                memory.reclaim();
+            }
+            let expected = model.range(..=key).next_back().map(|(_, handle)| *handle);
+            assert_eq!(tree.at_most(&memory, key), expected);
+            assert_eq!(tree.first(&memory), model.values().next().copied());
+        }
+    }
+
+    #[test]
+    fn ascending_keys_stay_shallow() {
+        let memory = testing::memory(256);
+        let tree = Tree::<Item>::new();
+        for key in 0..4096 {
+            let handle = memory.alloc(None, Item { key, links: Links::new() }).unwrap();
+            tree.insert(&memory, handle);
+        }
+        fn depth(memory: &Memory, link: Link<Item>) -> u32 {
+            link.map_or(0, |handle| {
+                let links = memory.at(handle).links();
+                1 + depth(memory, links.left.get()).max(depth(memory, links.right.get()))
+            })
+        }
+        assert!(depth(&memory, tree.any()) < 48);
+    }
+}
