@@ -103,7 +103,12 @@ pub trait Board {
     /// The guest's time-stamp counter is `tsc` now: the guest has set it.
     fn tsc_written(&mut self, cpu: usize, tsc: u64);
     /// Emulates the instruction that accessed memory where there is none.
-    fn emulate_memory<B: Backend>(&mut self, cpu: usize, vcpu: &mut B, fault: MemoryFault) -> Emulated;
+    fn emulate_memory<B: Backend>(
+        &mut self,
+        cpu: usize,
+        vcpu: &mut B,
+        fault: MemoryFault,
+    ) -> Emulated;
     /// Emulates `INS` or `OUTS`.
     fn emulate_io<B: Backend>(&mut self, cpu: usize, vcpu: &mut B, io: IoExit) -> Emulated;
 

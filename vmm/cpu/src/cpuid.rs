@@ -132,8 +132,8 @@ impl CpuidTable {
     }
 
     fn fill_xsave(&mut self, config: &CpuidConfig, host: &impl Fn(u32, u32) -> Values) {
-        let available =
-            host(leaf::VENDOR, 0)[0] >= leaf::XSAVE && host(leaf::FEATURES, 0)[2] & features_c::XSAVE != 0;
+        let available = host(leaf::VENDOR, 0)[0] >= leaf::XSAVE
+            && host(leaf::FEATURES, 0)[2] & features_c::XSAVE != 0;
         if !available {
             return;
         }
@@ -205,8 +205,11 @@ impl CpuidTable {
                     | features_c::AVX
                     | features_c::F16C
                     | features_c::RDRAND;
-                let allowed =
-                    self.needs_state(allowed, features_c::AVX | features_c::F16C | features_c::FMA, 0);
+                let allowed = self.needs_state(
+                    allowed,
+                    features_c::AVX | features_c::F16C | features_c::FMA,
+                    0,
+                );
                 let xsave = if self.xcr0_allowed != 0 { c & features_c::XSAVE } else { 0 };
                 let added = features_c::X2APIC | features_c::TSC_DEADLINE | features_c::HYPERVISOR;
                 let hidden = features_d::DS
@@ -357,11 +360,8 @@ impl CpuidTable {
             u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
         };
         self.signature = [leaf::HYPERVISOR_TIMING, name(0), name(4), name(8)];
-        let clock = if config.kvmclock {
-            kvm_a::CLOCKSOURCE2 | kvm_a::CLOCKSOURCE_STABLE
-        } else {
-            0
-        };
+        let clock =
+            if config.kvmclock { kvm_a::CLOCKSOURCE2 | kvm_a::CLOCKSOURCE_STABLE } else { 0 };
         self.paravirtual = [kvm_a::NOP_IO_DELAY | clock, 0, 0, 0];
         self.timing = [config.tsc_khz, config.apic_khz, 0, 0];
     }
@@ -524,13 +524,7 @@ mod tests {
     }
 
     fn config(vcpus: u8) -> CpuidConfig {
-        CpuidConfig {
-            vcpus,
-            xcr0_mask: 7,
-            tsc_khz: 2_000_000,
-            apic_khz: 1_000_000,
-            kvmclock: true,
-        }
+        CpuidConfig { vcpus, xcr0_mask: 7, tsc_khz: 2_000_000, apic_khz: 1_000_000, kvmclock: true }
     }
 
     #[test]
@@ -601,7 +595,8 @@ mod tests {
         // A host that says nothing, and one that says everything.
         for word in [0, u32::MAX] {
             let table = CpuidTable::new(&config(8), |_, _| [word; 4]);
-            for number in (0..0x40).chain(0x3fff_fff0..0x4000_0020).chain(0x8000_0000..0x8000_0040) {
+            for number in (0..0x40).chain(0x3fff_fff0..0x4000_0020).chain(0x8000_0000..0x8000_0040)
+            {
                 for subleaf in [0, 1, 2, 3, 19, 20, 63, u32::MAX] {
                     table.answer(number, subleaf, CpuView { apic_id: 7, cr4: !0, xcr0: !0 });
                 }

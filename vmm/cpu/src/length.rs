@@ -14,42 +14,42 @@ use vmm_mem::GuestMemory;
 use crate::backend::{Backend, Reg};
 use crate::walk::{CodeSize, CodeView};
 
-/// The opcode of an instruction that exits.
+/// The opcode of an instruction that exits: its bytes as a little-endian number, the bits that count, and
+/// how many bytes there are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pattern {
-    bytes: [u8; 3],
+    opcode: u32,
+    mask: u32,
     length: u8,
 }
 
 impl Pattern {
-    const fn new<const N: usize>(opcode: [u8; N]) -> Self {
-        let mut bytes = [0; 3];
-        let mut at = 0;
-        while at < N {
-            bytes[at] = opcode[at];
-            at += 1;
-        }
-        Self { bytes, length: N as u8 }
+    const fn new(opcode: u32, length: u8) -> Self {
+        Self { opcode, mask: u32::MAX >> (32 - 8 * length), length }
     }
 
     /// `CPUID`.
-    pub const CPUID: Self = Self::new([0x0f, 0xa2]);
+    pub const CPUID: Self = Self::new(0xa20f, 2);
     /// `RDMSR`.
-    pub const RDMSR: Self = Self::new([0x0f, 0x32]);
+    pub const RDMSR: Self = Self::new(0x320f, 2);
     /// `WRMSR`.
-    pub const WRMSR: Self = Self::new([0x0f, 0x30]);
+    pub const WRMSR: Self = Self::new(0x300f, 2);
     /// `HLT`.
-    pub const HLT: Self = Self::new([0xf4]);
+    pub const HLT: Self = Self::new(0xf4, 1);
     /// `VMMCALL`.
-    pub const VMMCALL: Self = Self::new([0x0f, 0x01, 0xd9]);
+    pub const VMMCALL: Self = Self::new(0xd9_010f, 3);
     /// `XSETBV`.
-    pub const XSETBV: Self = Self::new([0x0f, 0x01, 0xd1]);
-    /// `INVD`.
-    pub const INVD: Self = Self::new([0x0f, 0x08]);
-    /// `WBINVD`, and `WBNOINVD` with its prefix.
-    pub const WBINVD: Self = Self::new([0x0f, 0x09]);
+    pub const XSETBV: Self = Self::new(0xd1_010f, 3);
+    /// `INVD` (`0F 08`), `WBINVD` (`0F 09`), and `WBNOINVD` with its prefix.
+    pub const CACHE_FLUSH: Self = Self { mask: 0xfeff, ..Self::new(0x080f, 2) };
     /// `PAUSE`: `NOP` with a prefix.
-    pub const PAUSE: Self = Self::new([0x90]);
+    pub const PAUSE: Self = Self::new(0x90, 1);
+
+    /// Whether the instruction begins with these bytes.
+    #[inline]
+    const fn is(&self, bytes: u64) -> bool {
+        bytes as u32 & self.mask == self.opcode
+    }
 }
 
 const ENTRIES: usize = 16;
@@ -80,13 +80,13 @@ impl FetchCache {
         Self { entries: [Entry { rip: 0, cr3: u64::MAX, address: 0 }; ENTRIES] }
     }
 
-    /// The address after the present instruction, which is one of `patterns`; `None` if it is none of them.
+    /// The address after the present instruction, which is `pattern`; `None` if it is another one.
     #[inline]
     pub fn next_rip(
         &mut self,
         vcpu: &mut impl Backend,
         memory: &GuestMemory,
-        patterns: &[Pattern],
+        pattern: Pattern,
     ) -> Option<u64> {
         let known = vcpu.next_rip();
         if known != 0 {
@@ -95,14 +95,10 @@ impl FetchCache {
         let rip = vcpu.get(Reg::Rip);
         let cr3 = vcpu.get(Reg::Cr3);
         let entry = &self.entries[slot(rip)];
-        if entry.rip == rip && entry.cr3 == cr3 {
-            for pattern in patterns {
-                if is_at(memory, entry.address, pattern) {
-                    return Some(rip.wrapping_add(pattern.length.into()));
-                }
-            }
+        if entry.rip == rip && entry.cr3 == cr3 && pattern.is(first_bytes(memory, entry.address)) {
+            return Some(rip.wrapping_add(pattern.length.into()));
         }
-        self.walk(vcpu, memory, patterns, rip, cr3)
+        self.walk(vcpu, memory, pattern, rip, cr3)
     }
 
     #[cold]
@@ -110,39 +106,45 @@ impl FetchCache {
         &mut self,
         vcpu: &mut impl Backend,
         memory: &GuestMemory,
-        patterns: &[Pattern],
+        pattern: Pattern,
         rip: u64,
         cr3: u64,
     ) -> Option<u64> {
         let code = CodeView::of(vcpu);
         let mut bytes = [0; 15];
         let (count, address) = code.fetch(memory, &mut bytes).ok()?;
-        let bytes = &bytes[..count];
-        let start = prefixes(bytes, code.size);
-        let found = patterns.iter().find(|pattern| {
-            let opcode = &pattern.bytes[..usize::from(pattern.length)];
-            bytes[start..].starts_with(opcode)
-        })?;
+        let start = prefixes(&bytes[..count], code.size);
+        let length = usize::from(pattern.length);
+        let opcode = bytes[..count].get(start..start + length)?;
+        let opcode = opcode.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
+        if !pattern.is(opcode) {
+            return None;
+        }
         // In 64-bit mode the linear address is the instruction pointer; elsewhere the segment would
         // have to be compared too. An instruction across pages has no one place.
-        let length = usize::from(found.length);
-        if start == 0 && code.size == CodeSize::Bits64 && address & 0xfff <= 0x1000 - length as u64 {
+        if start == 0 && code.size == CodeSize::Bits64 && address & 0xfff <= 0x1000 - length as u64
+        {
             self.entries[slot(rip)] = Entry { rip, cr3, address };
         }
         Some(code.advance(rip, (start + length) as u64))
     }
 }
 
+#[inline]
 fn slot(rip: u64) -> usize {
-    (rip ^ rip >> 4 ^ rip >> 12) as usize % ENTRIES
+    (rip ^ rip >> 8) as usize % ENTRIES
 }
 
+/// At least the first four bytes at an address, as far as its page goes; 0 where there is no memory.
 #[inline]
-fn is_at(memory: &GuestMemory, address: u64, pattern: &Pattern) -> bool {
-    pattern.bytes[..usize::from(pattern.length)]
-        .iter()
-        .zip(address..)
-        .all(|(&byte, at)| memory.read::<u8>(at) == Ok(byte))
+fn first_bytes(memory: &GuestMemory, address: u64) -> u64 {
+    // Aligned words are read at once and never cross a page.
+    let (base, shift) = (address & !7, 8 * (address & 7));
+    let low = memory.read::<u64>(base).unwrap_or(0) >> shift;
+    if shift <= 32 || base & 0xfff == 0xff8 {
+        return low;
+    }
+    low | memory.read::<u64>(base + 8).unwrap_or(0) << (64 - shift)
 }
 
 /// Number of prefix bytes (APM vol. 3, section 1.2).

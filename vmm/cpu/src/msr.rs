@@ -89,9 +89,7 @@ impl Msrs {
             probe::MTRR_FIX_64K => 0,
             probe::MTRR_FIX_16K_80000 => 1,
             probe::MTRR_FIX_16K_A0000 => 2,
-            probe::MTRR_FIX_4K..=probe::MTRR_FIX_4K_LAST => {
-                3 + (msr - probe::MTRR_FIX_4K) as usize
-            }
+            probe::MTRR_FIX_4K..=probe::MTRR_FIX_4K_LAST => 3 + (msr - probe::MTRR_FIX_4K) as usize,
             _ => return None,
         })
     }
@@ -165,10 +163,7 @@ impl Msrs {
             if !mask && !is_type(value as u8, TYPES) {
                 return None;
             }
-            return store(
-                &mut self.mtrr_variable[index],
-                self.physical_mask & !0xfff | low,
-            );
+            return store(&mut self.mtrr_variable[index], self.physical_mask & !0xfff | low);
         }
         match msr {
             TSC_AUX => store(&mut self.tsc_aux, u32::MAX.into()),
@@ -260,7 +255,11 @@ impl Cpu {
         }
         let done = match msr {
             EFER => write_efer(vcpu, board, value),
-            PAT if !value.to_le_bytes().iter().all(|&kind| is_type(kind, TYPES | TYPE_UC_MINUS)) => {
+            PAT if !value
+                .to_le_bytes()
+                .iter()
+                .all(|&kind| is_type(kind, TYPES | TYPE_UC_MINUS)) =>
+            {
                 None
             }
             TSC => {

@@ -188,7 +188,12 @@ impl Cpu {
     }
 
     /// Fills the slot with what comes first; whether something that a window would let through still waits.
-    fn deliver<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, mut interrupt: bool) -> bool {
+    fn deliver<B: Backend, M: Board>(
+        &mut self,
+        vcpu: &mut B,
+        board: &mut M,
+        mut interrupt: bool,
+    ) -> bool {
         if self.activity == Activity::Parked || !(self.nmi || interrupt) {
             return false;
         }
@@ -218,7 +223,7 @@ impl Cpu {
             let view = CpuView { apic_id: self.index as u32, cr4, xcr0: self.xcr0 };
             values = board.cpuid().patch(values, patch, view);
         }
-        let Some(next) = self.fetch.next_rip(vcpu, board.memory(), &[Pattern::CPUID]) else {
+        let Some(next) = self.fetch.next_rip(vcpu, board.memory(), Pattern::CPUID) else {
             return self.lost(vcpu, board);
         };
         vcpu.set_gpr(Gpr::Rax, values[0].into());
@@ -247,7 +252,7 @@ impl Cpu {
 
     fn msr<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, write: bool) {
         let pattern = if write { Pattern::WRMSR } else { Pattern::RDMSR };
-        let Some(next) = self.fetch.next_rip(vcpu, board.memory(), &[pattern]) else {
+        let Some(next) = self.fetch.next_rip(vcpu, board.memory(), pattern) else {
             return self.lost(vcpu, board);
         };
         let msr = vcpu.gpr(Gpr::Rcx) as u32;
@@ -274,7 +279,7 @@ impl Cpu {
             }
             Exit::MemoryFault(fault) => self.memory_fault(vcpu, board, fault)?,
             Exit::Hlt => {
-                if self.skip(vcpu, board, &[Pattern::HLT]) {
+                if self.skip(vcpu, board, Pattern::HLT) {
                     self.activity = Activity::Halted;
                     self.attention = true;
                 }
@@ -292,10 +297,10 @@ impl Cpu {
             Exit::Recall { events } => return Err(Pause::Recall(events)),
             Exit::Xsetbv => self.xsetbv(vcpu, board),
             Exit::CacheFlush => {
-                self.skip(vcpu, board, &[Pattern::WBINVD, Pattern::INVD]);
+                self.skip(vcpu, board, Pattern::CACHE_FLUSH);
             }
             Exit::Pause => {
-                self.skip(vcpu, board, &[Pattern::PAUSE]);
+                self.skip(vcpu, board, Pattern::PAUSE);
             }
             Exit::CrAccess { register: 8, write } => self.cr8(vcpu, board, write),
             Exit::Undefined => self.raise(vcpu, UNDEFINED),
@@ -354,7 +359,7 @@ impl Cpu {
 
     fn hypercall<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
         let number = vcpu.gpr(Gpr::Rax);
-        if !self.skip(vcpu, board, &[Pattern::VMMCALL]) {
+        if !self.skip(vcpu, board, Pattern::VMMCALL) {
             return;
         }
         let result = if vcpu.get(Reg::Cpl) == 0 {
@@ -368,7 +373,7 @@ impl Cpu {
 
     /// APM vol. 4, `XSETBV`: register 0 only, x87 always set, AVX only with SSE.
     fn xsetbv<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
-        let Some(next) = self.fetch.next_rip(vcpu, board.memory(), &[Pattern::XSETBV]) else {
+        let Some(next) = self.fetch.next_rip(vcpu, board.memory(), Pattern::XSETBV) else {
             return self.lost(vcpu, board);
         };
         let value = vcpu.gpr(Gpr::Rdx) << 32 | vcpu.gpr(Gpr::Rax) & 0xffff_ffff;
@@ -424,9 +429,14 @@ impl Cpu {
         retire(vcpu, code.advance(rip, start as u64 + 3));
     }
 
-    /// Goes on behind the present instruction; `false` (and `#UD`) if it is none of `patterns`.
-    fn skip<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, patterns: &[Pattern]) -> bool {
-        match self.fetch.next_rip(vcpu, board.memory(), patterns) {
+    /// Goes on behind the present instruction; `false` (and `#UD`) if it is not `pattern`.
+    fn skip<B: Backend, M: Board>(
+        &mut self,
+        vcpu: &mut B,
+        board: &mut M,
+        pattern: Pattern,
+    ) -> bool {
+        match self.fetch.next_rip(vcpu, board.memory(), pattern) {
             Some(next) => {
                 retire(vcpu, next);
                 true
@@ -518,11 +528,11 @@ fn start_up(vcpu: &mut impl Backend, page: u8, signature: u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::board::Signals;
     use crate::clock::TscClock;
     use crate::cpuid::{CpuidConfig, CpuidTable};
     use crate::testing::ScriptedVcpu;
     use crate::walk::{Intent, Paging};
-    use crate::board::Signals;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
     use std::vec::Vec;
@@ -720,8 +730,7 @@ mod tests {
             Exit::Window
         });
         let entries = play(&mut cpu, &mut vcpu, &mut board);
-        let expected =
-            [(Event::NONE, true), (Event::NONE, true), (Event::interrupt(0x31), false)];
+        let expected = [(Event::NONE, true), (Event::NONE, true), (Event::interrupt(0x31), false)];
         assert_eq!(entries, expected);
     }
 
@@ -862,7 +871,7 @@ mod tests {
         let mut cache = FetchCache::new();
         vcpu.set(Reg::Rip, 0x1000);
         let next = |cache: &mut FetchCache, vcpu: &mut ScriptedVcpu, memory: &GuestMemory| {
-            cache.next_rip(vcpu, memory, &[Pattern::CPUID])
+            cache.next_rip(vcpu, memory, Pattern::CPUID)
         };
         for _ in 0..2 {
             assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1002));
@@ -880,12 +889,11 @@ mod tests {
     #[test]
     fn msrs() {
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
-        let mut access = |vcpu: &mut ScriptedVcpu, board: &mut TestBoard, msr, value: Option<u64>| {
-            match value {
+        let mut access =
+            |vcpu: &mut ScriptedVcpu, board: &mut TestBoard, msr, value: Option<u64>| match value {
                 Some(value) => cpu.write_msr(vcpu, board, msr, value).map(|()| value),
                 None => cpu.read_msr(vcpu, board, msr),
-            }
-        };
+            };
         // Held by the back end, storage, constants, refused values.
         let cases: &[(u32, u64, bool)] = &[
             (0xc000_0082, 0xffff_8000_0000_1000, true),
@@ -914,7 +922,10 @@ mod tests {
         // The counter of time stamps.
         board.tsc = 9000;
         access(&mut vcpu, &mut board, 0x10, Some(0));
-        assert_eq!((vcpu.get(Reg::TscOffset), &board.tsc_written[..]), (9000_u64.wrapping_neg(), &[0][..]));
+        assert_eq!(
+            (vcpu.get(Reg::TscOffset), &board.tsc_written[..]),
+            (9000_u64.wrapping_neg(), &[0][..])
+        );
         board.tsc = 9500;
         assert_eq!(access(&mut vcpu, &mut board, 0x10, None), Some(500));
         // The paravirtual clock: version even, TSC, time, 1 ns per tick.

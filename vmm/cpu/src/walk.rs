@@ -217,8 +217,7 @@ impl Paging {
                     && self.cr4 & cr4::SMAP != 0
                     && self.rflags & RFLAGS_AC == 0;
                 let protects = self.user || self.cr0 & cr0::WP != 0;
-                let read_only =
-                    intent == Intent::Write && rights & entry::WRITE == 0 && protects;
+                let read_only = intent == Intent::Write && rights & entry::WRITE == 0 && protects;
                 !smap && !read_only
             }
         }
@@ -329,7 +328,11 @@ impl CodeView {
     ///
     /// # Errors
     /// Not even the first byte can be fetched.
-    pub fn fetch(&self, memory: &GuestMemory, bytes: &mut [u8; 15]) -> Result<(usize, u64), PageFault> {
+    pub fn fetch(
+        &self,
+        memory: &GuestMemory,
+        bytes: &mut [u8; 15],
+    ) -> Result<(usize, u64), PageFault> {
         let translate = |linear| self.paging.translate(memory, linear, Intent::Fetch, false);
         let (address, left) = translate(self.linear)?;
         let first = left.min(15) as usize;

@@ -340,8 +340,7 @@ impl<'a> Decoder<'a> {
             }
             0x80 | 0x81 | 0x83 => {
                 let (memory, selector) = self.group(size)?;
-                let immediate =
-                    self.bytes.number(if opcode == 0x81 { size.min(4) } else { 1 })?;
+                let immediate = self.bytes.number(if opcode == 0x81 { size.min(4) } else { 1 })?;
                 self.make(Op::Alu(alu(selector)), size, memory, Operand::Immediate(immediate))
             }
             0x84 | 0x85 => {
@@ -453,7 +452,8 @@ impl<'a> Decoder<'a> {
                 if !matches!(third, 0xf0 | 0xf1) || self.prefixes.repeat.is_some() {
                     return Err(DecodeError::Unknown);
                 }
-                let (memory @ Operand::Memory(_), register) = self.operands(self.wide, self.wide)?
+                let (memory @ Operand::Memory(_), register) =
+                    self.operands(self.wide, self.wide)?
                 else {
                     return Err(DecodeError::Unknown);
                 };

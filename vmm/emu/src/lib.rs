@@ -23,7 +23,9 @@ use vmm_cpu::walk::{CodeSize, CodeView, Intent, Paging};
 use vmm_cpu::{Backend, Event, Gpr, IoExit, Reg, Seg};
 use vmm_mem::GuestMemory;
 
-use crate::decode::{Address, Base, BitOp, DecodeError, Instruction, Op, Operand, ones, sign_extend};
+use crate::decode::{
+    Address, Base, BitOp, DecodeError, Instruction, Op, Operand, ones, sign_extend,
+};
 
 /// Most rounds of a repeated string instruction at a time.
 pub const MOST_REPEATS: u32 = 256;
@@ -158,10 +160,7 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
         let rflags = self.vcpu.get(Reg::Rflags);
         // Both operands are resolved before anything is read or written, since a device must not see an
         // instruction that faults.
-        let writes = !matches!(
-            op,
-            Op::Test | Op::Alu(decode::Alu::Cmp) | Op::Bit(BitOp::Test)
-        );
+        let writes = !matches!(op, Op::Test | Op::Alu(decode::Alu::Cmp) | Op::Bit(BitOp::Test));
         let to = self.resolve(first, size, writes, second)?;
         let from = self.resolve(second, source_size, op == Op::Xchg || op == Op::Xadd, first)?;
         match op {
@@ -329,7 +328,9 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
             Operand::Register { register, high } => Place::Register { register, high },
             Operand::Memory(address) => {
                 let mut offset = self.effective(address);
-                if let (Op::Bit(_), Operand::Register { register, .. }) = (self.instruction.op, other) {
+                if let (Op::Bit(_), Operand::Register { register, .. }) =
+                    (self.instruction.op, other)
+                {
                     let bit = sign_extend(self.vcpu.gpr(register), size) as i64;
                     let word = bit >> (8 * u32::from(size)).trailing_zeros();
                     offset = offset.wrapping_add((word as u64).wrapping_mul(size.into()))
@@ -438,9 +439,7 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
             2 => self.memory.write(address, value as u16),
             4 => self.memory.write(address, value as u32),
             8 => self.memory.write(address, value),
-            _ => self
-                .memory
-                .write_slice(address, &value.to_le_bytes()[..usize::from(size.min(8))]),
+            _ => self.memory.write_slice(address, &value.to_le_bytes()[..usize::from(size.min(8))]),
         };
         if written.is_err() {
             self.devices.write(address, size, value & ones(size));
@@ -509,7 +508,8 @@ mod tests {
     impl Devices for Recorder {
         fn read(&mut self, address: u64, size: u8) -> u64 {
             let at = (address - DEVICE) as usize;
-            let value = (0..usize::from(size)).fold(0, |v, i| v | u64::from(self.bytes[at + i]) << (8 * i));
+            let value =
+                (0..usize::from(size)).fold(0, |v, i| v | u64::from(self.bytes[at + i]) << (8 * i));
             self.log.push(('r', address - DEVICE, size, value));
             value
         }
@@ -642,8 +642,7 @@ mod tests {
         vcpu.set_gpr(Gpr::Rsi, 0x2000);
         vcpu.set_gpr(Gpr::Rcx, 2);
         vcpu.set_gpr(Gpr::Rdx, 0x3f8);
-        let io =
-            IoExit { port: 0x3f8, size: 1, write: true, string: true, rep: true, next_rip: 0 };
+        let io = IoExit { port: 0x3f8, size: 1, write: true, string: true, rep: true, next_rip: 0 };
         assert_eq!(string_io(&mut vcpu, &memory, &mut device, io), Ok(CODE + 2));
         assert_eq!(device.log, [('o', 0x3f8, 1, b'o'.into()), ('o', 0x3f8, 1, b'k'.into())]);
         // An exit that does not fit the instruction is not carried out.
@@ -653,7 +652,8 @@ mod tests {
         let (mut vcpu, memory, mut device) = long(&[0x66, 0x6d]);
         vcpu.set_gpr(Gpr::Rdi, 0x2002);
         vcpu.set(Reg::Rflags, alu::DF);
-        let io = IoExit { port: 0x10, size: 2, write: false, string: true, rep: false, next_rip: 0 };
+        let io =
+            IoExit { port: 0x10, size: 2, write: false, string: true, rep: false, next_rip: 0 };
         assert_eq!(string_io(&mut vcpu, &memory, &mut device, io), Ok(CODE + 2));
         assert_eq!((memory.read::<u16>(0x2002), vcpu.gpr(Gpr::Rdi)), (Ok(1), 0x2000));
     }

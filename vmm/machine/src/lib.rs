@@ -29,9 +29,9 @@ mod wires;
 
 use core::fmt;
 
-use vmm_cpu::TscClock;
 pub use layout::layout;
 pub use pc::{Counters, Pc};
+use vmm_cpu::TscClock;
 pub use vmm_cpu::{Outcome, Pause};
 
 /// What a machine is made of.

@@ -48,6 +48,9 @@ mod tests {
         for key in 1..ENTRIES as u64 - 1 {
             assert_eq!(once.enter(key), Say::It);
         }
-        assert_eq!((once.enter(99), once.enter(99), once.enter(100)), (Say::Last, Say::Nothing, Say::Nothing));
+        assert_eq!(
+            (once.enter(99), once.enter(99), once.enter(100)),
+            (Say::Last, Say::Nothing, Say::Nothing)
+        );
     }
 }

@@ -338,9 +338,7 @@ impl<H: Host> PcBoard<'_, '_, H> {
     /// Gives a message to the local APICs that it is for, except the sender.
     fn deliver(&mut self, message: InterruptMessage, sender: Option<usize>) {
         let machine = &mut *self.machine;
-        let matching = |cpu: &usize| {
-            Some(*cpu) != sender && machine.apics[*cpu].matches(&message)
-        };
+        let matching = |cpu: &usize| Some(*cpu) != sender && machine.apics[*cpu].matches(&message);
         let mut all = 0_u32;
         for cpu in (0..machine.vcpus).filter(matching) {
             all |= 1 << cpu;
@@ -653,7 +651,10 @@ impl<H: Host> Board for PcBoard<'_, '_, H> {
                 wires.say(host, key(4, msr.into()), text);
             }
             Unknown::Instruction { rip, bytes } => {
-                let text = format_args!("instruction at {rip:#x} not emulated: {:02x?}", bytes.to_le_bytes());
+                let text = format_args!(
+                    "instruction at {rip:#x} not emulated: {:02x?}",
+                    bytes.to_le_bytes()
+                );
                 wires.say(host, key(5, bytes), text);
             }
             Unknown::Exit(code) => {
@@ -823,7 +824,12 @@ mod tests {
                 self.vcpu.set_gpr(Gpr::Rax, value.into());
             }
             let write = write.is_some();
-            self.exit(Exit::MemoryFault(MemoryFault { gpa: address, write, fetch: false, walk: false }));
+            self.exit(Exit::MemoryFault(MemoryFault {
+                gpa: address,
+                write,
+                fetch: false,
+                walk: false,
+            }));
             self.vcpu.gpr(Gpr::Rax) as u32
         }
 
@@ -839,9 +845,16 @@ mod tests {
 
         /// Programs the 8259s as an operating system does: vectors from 0x30, everything unmasked.
         fn init_pic(&mut self) {
-            for (port, value) in
-                [(0x20, 0x11), (0x21, 0x30), (0x21, 4), (0x21, 1), (0xa0, 0x11), (0xa1, 0x38), (0xa1, 2), (0xa1, 1)]
-            {
+            for (port, value) in [
+                (0x20, 0x11),
+                (0x21, 0x30),
+                (0x21, 4),
+                (0x21, 1),
+                (0xa0, 0x11),
+                (0xa1, 0x38),
+                (0xa1, 2),
+                (0xa1, 1),
+            ] {
                 self.out(port, value);
             }
             self.out(0x21, 0);
@@ -975,7 +988,10 @@ mod tests {
         rig.exit(io(0xcf8, 4, false));
         assert_eq!(rig.vcpu.gpr(Gpr::Rax), 0xffff_ffff);
         let counters = rig.pc.counters();
-        assert_eq!((counters.unknown_ports, counters.unknown_msrs, counters.unknown_memory), (5, 3, 1));
+        assert_eq!(
+            (counters.unknown_ports, counters.unknown_msrs, counters.unknown_memory),
+            (5, 3, 1)
+        );
         assert_eq!(rig.host.log.len(), 4, "{:?}", rig.host.log);
     }
 

@@ -174,7 +174,11 @@ impl Wires {
     pub fn deadline(&mut self, cpu: usize) -> Nanos {
         self.earliest = self.timers.iter().copied().fold(NEVER, Nanos::min);
         let own = self.timers[CHIPS.len() + cpu];
-        if cpu == 0 { self.timers[..CHIPS.len()].iter().copied().fold(own, Nanos::min) } else { own }
+        if cpu == 0 {
+            self.timers[..CHIPS.len()].iter().copied().fold(own, Nanos::min)
+        } else {
+            own
+        }
     }
 
     /// Logs a message once for its key.
