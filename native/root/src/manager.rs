@@ -48,6 +48,8 @@ const VMM_QUOTA: u64 = 64;
 const VCPU_QUOTA: u64 = 24;
 const GIB_QUOTA: u64 = 4;
 const SMALL_STACK: u64 = 16 << 10;
+/// The whole machine of a VMM is on its stack.
+const VMM_STACK: u64 = 40 << 10;
 const TASK_STACK: u64 = 64 << 10;
 /// Private memory of a native program.
 const TASK_MEMORY: u64 = 256 << 10;
@@ -306,7 +308,7 @@ impl<'a> Manager<'a> {
             cpu: cpus.first().copied().unwrap_or(0),
             priority: vm.priority,
             quota: VMM_QUOTA + VCPU_QUOTA * further + GIB_QUOTA * (vm.memory >> 30),
-            stack: SMALL_STACK,
+            stack: VMM_STACK,
             may_build: further != 0,
         };
         self.build(&shape, vm.binary, |root, child| {
