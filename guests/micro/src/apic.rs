@@ -1,0 +1,142 @@
+//! Interrupt controllers: local APIC in both modes, I/O APIC, and the timer chip that feeds it.
+
+use crate::cpu;
+use crate::port;
+use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use hw_x86::apic::{io, local};
+use hw_x86::msr::{self, apic_base};
+
+const LOCAL: u64 = 0xfee0_0000;
+const IO: u64 = 0xfec0_0000;
+/// Global interrupt of the timer chip.
+const PIT_GSI: u32 = 2;
+/// `ICR_LOW`: to the sender.
+const ICR_SELF: u32 = 1 << 18;
+
+static X2APIC: AtomicBool = AtomicBool::new(false);
+
+/// Reads a register of the local APIC, in the present mode.
+pub fn read(register: u32) -> u32 {
+    if X2APIC.load(Relaxed) {
+        cpu::read_msr(x2apic_msr(register)).unwrap_or(u32::MAX.into()) as u32
+    } else {
+        read_memory(LOCAL + u64::from(register))
+    }
+}
+
+/// Writes a register of the local APIC, in the present mode.
+pub fn write(register: u32, value: u32) {
+    if X2APIC.load(Relaxed) {
+        // SAFETY: local APIC registers cause interrupts at most, for which handlers exist.
+        let _ = unsafe { cpu::write_msr(x2apic_msr(register), value.into()) };
+    } else {
+        write_memory(LOCAL + u64::from(register), value);
+    }
+}
+
+/// MSR of a local APIC register.
+pub fn x2apic_msr(register: u32) -> u32 {
+    msr::X2APIC + register / 16
+}
+
+/// Reads a 32-bit device register.
+fn read_memory(address: u64) -> u32 {
+    // SAFETY: start-up maps the addresses of the two APICs.
+    unsafe { (address as *const u32).read_volatile() }
+}
+
+/// Writes a 32-bit device register.
+fn write_memory(address: u64, value: u32) {
+    // SAFETY: as in `read_memory`; APICs write to no memory.
+    unsafe { (address as *mut u32).write_volatile(value) };
+}
+
+/// Turns the local APIC on, everything in it masked, and silences the 8259 pair.
+pub fn enable() {
+    const PIC_DATA: [u16; 2] = [0x21, 0xa1];
+    for port in PIC_DATA {
+        port::write8(port, 0xff);
+    }
+    for entry in [local::LVT_TIMER, local::LVT_LINT0, local::LVT_LINT1, local::LVT_ERROR] {
+        write(entry, local::LVT_MASKED);
+    }
+    write(local::TPR, 0);
+    write(local::SVR, local::SVR_ENABLE | 0xff);
+}
+
+/// Switches the local APIC to x2APIC mode. `Err`: the vector of the exception.
+pub fn enter_x2apic() -> Result<(), u8> {
+    let base = cpu::read_msr(msr::APIC_BASE)?;
+    // SAFETY: only the mode changes.
+    unsafe { cpu::write_msr(msr::APIC_BASE, base | apic_base::X2APIC)? };
+    X2APIC.store(true, Relaxed);
+    Ok(())
+}
+
+/// Switches the local APIC from x2APIC mode off, and on again in xAPIC mode: there is no direct way.
+pub fn leave_x2apic() -> Result<(), u8> {
+    let base = cpu::read_msr(msr::APIC_BASE)?;
+    // SAFETY: without a local APIC there are no interrupts; nothing waits for one.
+    unsafe {
+        cpu::write_msr(msr::APIC_BASE, base & !(apic_base::X2APIC | apic_base::ENABLE))?;
+        cpu::write_msr(msr::APIC_BASE, base & !apic_base::X2APIC)?;
+    }
+    X2APIC.store(false, Relaxed);
+    Ok(())
+}
+
+/// Ends the interrupt in service.
+pub fn end_of_interrupt() {
+    write(local::EOI, 0);
+}
+
+/// Sends an interrupt to this processor.
+pub fn send_self(vector: u8) {
+    write(local::ICR_LOW, ICR_SELF | local::ICR_ASSERT | u32::from(vector));
+}
+
+/// Whether a vector is requested but not in service yet.
+pub fn requested(vector: u8) -> bool {
+    read(local::IRR + u32::from(vector / 32) * 16) & 1 << (vector % 32) != 0
+}
+
+/// Starts the local timer: `mode` is one of the `TIMER_` modes, `count` in ticks (0 stops).
+pub fn start_timer(mode: u32, vector: u8, count: u32) {
+    write(local::TIMER_DIVIDE, local::DIVIDE_BY_1);
+    write(local::LVT_TIMER, mode | u32::from(vector));
+    write(local::TIMER_INITIAL, count);
+}
+
+/// Stops the local timer.
+pub fn stop_timer() {
+    write(local::LVT_TIMER, local::LVT_MASKED);
+    write(local::TIMER_INITIAL, 0);
+}
+
+/// Routes the timer chip to a vector (edge-triggered, to this processor), or nowhere.
+pub fn route_pit(vector: Option<u8>) {
+    let entry = io::REDIRECTION + 2 * PIT_GSI;
+    let id = if X2APIC.load(Relaxed) { read(local::ID) } else { read(local::ID) >> 24 };
+    write_io(entry, io::MASKED);
+    write_io(entry + 1, id << io::DESTINATION_SHIFT);
+    if let Some(vector) = vector {
+        write_io(entry, vector.into());
+    }
+}
+
+fn write_io(register: u32, value: u32) {
+    write_memory(IO + io::SELECT, register);
+    write_memory(IO + io::WINDOW, value);
+}
+
+/// Makes the timer chip raise its line once, after `count` ticks of 838 ns.
+pub fn start_pit(count: u16) {
+    const COMMAND: u16 = 0x43;
+    const CHANNEL_0: u16 = 0x40;
+    /// Channel 0, low and high byte, interrupt on terminal count.
+    const ONE_SHOT: u8 = 0x30;
+    let [low, high] = count.to_le_bytes();
+    port::write8(COMMAND, ONE_SHOT);
+    port::write8(CHANNEL_0, low);
+    port::write8(CHANNEL_0, high);
+}

@@ -1,0 +1,76 @@
+//! What the boot loader says about the machine.
+
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use hw_tables::acpi::{AcpiError, Fadt, Table, Tables};
+use hw_tables::pvh::{MemoryRange, StartInfo, memory};
+
+/// End of what start-up maps.
+pub const MAPPED: u64 = 16 << 30;
+
+pub(crate) static START_INFO: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: a label of the linker script.
+unsafe extern "C" {
+    static guest_end: u8;
+}
+
+/// First address after the program.
+pub fn program_end() -> u64 {
+    (&raw const guest_end).addr() as u64
+}
+
+/// Bytes that the loader or the firmware left in memory.
+fn left_by_firmware(address: u64, length: usize) -> Option<&'static [u8]> {
+    let end = address.checked_add(length as u64)?;
+    if address == 0 || end > MAPPED {
+        return None;
+    }
+    // SAFETY: mapped, and programs do not write to what loader and firmware left.
+    Some(unsafe { core::slice::from_raw_parts(address as *const u8, length) })
+}
+
+fn start_info() -> Option<StartInfo> {
+    StartInfo::parse(left_by_firmware(START_INFO.load(Relaxed), StartInfo::LENGTH)?)
+}
+
+/// RAM above 1 MiB that the program does not occupy, as far as it is mapped: (first address, end).
+pub fn free_ram() -> impl Iterator<Item = (u64, u64)> {
+    let info = start_info().unwrap_or_default();
+    let length = info.memory_ranges as usize * MemoryRange::LENGTH;
+    let map = left_by_firmware(info.memory_map, length).unwrap_or(&[]);
+    MemoryRange::list(map).filter(|range| range.kind == memory::RAM).filter_map(|range| {
+        let start = range.address.max(program_end().next_multiple_of(4096));
+        let end = range.address.saturating_add(range.size).min(MAPPED);
+        (start < end).then_some((start, end))
+    })
+}
+
+/// How to switch the machine off by ACPI: port of PM1a control, and the value to write.
+pub fn soft_off() -> Result<Option<(u16, u16)>, AcpiError> {
+    const SLP_TYP_SHIFT: u32 = 10;
+    const SLP_EN: u16 = 1 << 13;
+    let rsdp = start_info().ok_or(AcpiError::BadRsdp)?.rsdp;
+    let tables = Tables::from_address(rsdp, left_by_firmware)?;
+    let fadt = Fadt::parse(tables.find(Fadt::SIGNATURE).ok_or(AcpiError::BadSignature)?)?;
+    let dsdt = Table::read(fadt.dsdt(), left_by_firmware)?;
+    let port = fadt.pm1a_control().and_then(|register| register.port());
+    Ok(port
+        .zip(sleep_type(dsdt.bytes()))
+        .map(|(port, sleep_type)| (port, u16::from(sleep_type) << SLP_TYP_SHIFT | SLP_EN)))
+}
+
+/// First element of the package `_S5_`, found by its encoding (ACPI 6.5, section 20.2): name, package
+/// opcode, package length, number of elements, first element.
+fn sleep_type(aml: &[u8]) -> Option<u8> {
+    const PACKAGE: u8 = 0x12;
+    const BYTE_PREFIX: u8 = 0x0a;
+    let at = aml.windows(5).position(|bytes| bytes == [b'_', b'S', b'5', b'_', PACKAGE])? + 5;
+    // The two highest bits of the length's first byte count the bytes that follow it.
+    let elements = at + 1 + usize::from(aml.get(at)? >> 6);
+    match *aml.get(elements + 1)? {
+        BYTE_PREFIX => aml.get(elements + 2).copied(),
+        // `Zero` and `One` are their own encoding.
+        small @ 0..=1 => Some(small),
+        _ => None,
+    }
+}

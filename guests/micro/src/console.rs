@@ -1,0 +1,42 @@
+//! Text to the first serial line.
+
+use crate::port;
+use core::fmt::{self, Write};
+
+const DATA: u16 = 0x3f8;
+const LINE_STATUS: u16 = DATA + 5;
+/// The transmitter takes a byte.
+const READY: u8 = 1 << 5;
+/// Tries after which a byte is sent regardless: a machine without the chip must not stop a guest.
+const PATIENCE: u32 = 1_000_000;
+
+struct Console;
+
+impl Write for Console {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for byte in text.bytes() {
+            for _ in 0..PATIENCE {
+                if port::read8(LINE_STATUS) & READY != 0 {
+                    break;
+                }
+            }
+            port::write8(DATA, byte);
+        }
+        Ok(())
+    }
+}
+
+/// What [`crate::println!`] calls.
+pub fn print(text: fmt::Arguments<'_>) {
+    // Writing to the console cannot fail.
+    let _ = Console.write_fmt(text);
+}
+
+/// Prints a line.
+#[macro_export]
+macro_rules! println {
+    ($($text:tt)*) => {{
+        $crate::console::print(format_args!($($text)*));
+        $crate::console::print(format_args!("\n"));
+    }};
+}

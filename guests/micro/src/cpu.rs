@@ -1,0 +1,135 @@
+//! Instructions that the language has no words for.
+
+use crate::trap::recover;
+use core::arch::asm;
+use core::arch::x86_64::{__cpuid_count, _rdtsc, CpuidResult};
+
+/// `RFLAGS.IF`.
+pub const INTERRUPT_FLAG: u64 = 1 << 9;
+
+/// The time-stamp counter.
+pub fn tsc() -> u64 {
+    // SAFETY: every x86-64 processor has it.
+    unsafe { _rdtsc() }
+}
+
+/// `CPUID`.
+pub fn cpuid(leaf: u32, subleaf: u32) -> CpuidResult {
+    __cpuid_count(leaf, subleaf)
+}
+
+/// Turns interrupts off.
+pub fn disable_interrupts() {
+    // SAFETY: changes only the interrupt flag.
+    unsafe { asm!("cli", options(nomem, nostack)) };
+}
+
+/// Turns interrupts on, for what follows the next instruction.
+pub fn enable_interrupts() {
+    // SAFETY: trap handlers exist from the start and change nothing that a program holds in registers. Memory
+    // that they share with programs is atomic; not `nomem`, so that it is read again.
+    unsafe { asm!("sti", options(nostack)) };
+}
+
+/// Turns interrupts on for one instruction that does nothing, and off again: what is pending and has the
+/// priority for it arrives.
+pub fn take_interrupts() {
+    // SAFETY: as in `enable_interrupts`.
+    unsafe { asm!("sti", "nop", "nop", "cli", options(nostack)) };
+}
+
+/// Stops until the next interrupt (for good, if interrupts are off).
+pub fn halt() {
+    // SAFETY: waits; handlers as in `enable_interrupts`.
+    unsafe { asm!("hlt", options(nostack)) };
+}
+
+/// Turns interrupts on and waits, without a moment in between.
+pub fn enable_and_halt() {
+    // SAFETY: as in `halt`.
+    unsafe { asm!("sti", "hlt", options(nostack)) };
+}
+
+/// Task priority by `CR8`: interrupts of class `priority` (vector / 16) and below are held off.
+pub fn set_priority(priority: u64) {
+    // SAFETY: holds off interrupts or lets them in; handlers as in `enable_interrupts`.
+    unsafe { asm!("mov cr8, {}", in(reg) priority, options(nostack)) };
+}
+
+/// The last address that faulted.
+pub fn fault_address() -> u64 {
+    let value;
+    // SAFETY: reads a register.
+    unsafe { asm!("mov {}, cr2", out(reg) value, options(nomem, nostack)) };
+    value
+}
+
+/// Sets bits of `CR4`.
+///
+/// # Safety
+///
+/// The processor has the features, and they do not change what running code relies on.
+pub unsafe fn set_cr4(bits: u64) {
+    // SAFETY: the caller knows the bits; all others stay.
+    unsafe {
+        asm!("mov {tmp}, cr4", "or {tmp}, {bits}", "mov cr4, {tmp}", tmp = out(reg) _,
+            bits = in(reg) bits, options(nostack));
+    }
+}
+
+/// Sets extended control register 0.
+///
+/// # Safety
+///
+/// `CR4.OSXSAVE` is set and the processor has these states.
+pub unsafe fn set_xcr0(bits: u64) {
+    // SAFETY: by contract; code is compiled to use no extended state.
+    unsafe {
+        asm!("xsetbv", in("ecx") 0, in("eax") bits as u32, in("edx") (bits >> 32) as u32,
+            options(nomem, nostack));
+    }
+}
+
+/// Reads a model-specific register; `Err` is the vector of the exception that this raised.
+pub fn read_msr(register: u32) -> Result<u64, u8> {
+    let (low, high): (u32, u32);
+    let attempt = recover();
+    // SAFETY: reading changes nothing; after an exception the program goes on at label 2.
+    unsafe {
+        asm!("lea {tmp}, [rip + 2f]", "mov [{resume}], {tmp}", "rdmsr", "2:",
+            tmp = out(reg) _, resume = in(reg) attempt.resume(),
+            in("ecx") register, inout("eax") 0u32 => low, inout("edx") 0u32 => high,
+            options(nostack));
+    }
+    attempt.finish().map(|()| u64::from(high) << 32 | u64::from(low))
+}
+
+/// Writes a model-specific register; `Err` is the vector of the exception that this raised.
+///
+/// # Safety
+///
+/// The value does not take away what running code relies on.
+pub unsafe fn write_msr(register: u32, value: u64) -> Result<(), u8> {
+    let attempt = recover();
+    // SAFETY: the caller vouches for the value; after an exception the program goes on at label 2.
+    unsafe {
+        asm!("lea {tmp}, [rip + 2f]", "mov [{resume}], {tmp}", "wrmsr", "2:",
+            tmp = out(reg) _, resume = in(reg) attempt.resume(),
+            in("ecx") register, in("eax") value as u32, in("edx") (value >> 32) as u32,
+            options(nostack));
+    }
+    attempt.finish()
+}
+
+/// `VMMCALL` with a number in `rax`; `Err` is the vector of the exception that this raised.
+pub fn hypercall(number: u64) -> Result<u64, u8> {
+    let result;
+    let attempt = recover();
+    // SAFETY: a hypervisor changes `rax` only; after an exception the program goes on at label 2.
+    unsafe {
+        asm!("lea {tmp}, [rip + 2f]", "mov [{resume}], {tmp}", "vmmcall", "2:",
+            tmp = out(reg) _, resume = in(reg) attempt.resume(),
+            inout("rax") number => result, options(nostack));
+    }
+    attempt.finish().map(|()| result)
+}

@@ -1,0 +1,214 @@
+//! Exceptions and interrupts.
+
+use crate::{UNEXPECTED_TRAP, cpu, exit, println};
+use core::arch::{asm, global_asm};
+use core::cell::UnsafeCell;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use hw_x86::paging::Gate;
+
+/// First vector that is an interrupt.
+pub const FIRST_INTERRUPT: u64 = 32;
+/// Undefined opcode.
+pub const UNDEFINED: u8 = 6;
+/// General protection.
+pub const PROTECTION: u8 = 13;
+
+const CODE_SELECTOR: u16 = 0x08;
+const VECTORS: usize = 256;
+/// Distance of entries in the assembly below.
+const STUB_LENGTH: u64 = 16;
+
+/// Registers of what was interrupted. Changes take effect on return.
+#[allow(missing_docs, reason = "the manual's names")]
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Frame {
+    pub r15: u64,
+    pub r14: u64,
+    pub r13: u64,
+    pub r12: u64,
+    pub r11: u64,
+    pub r10: u64,
+    pub r9: u64,
+    pub r8: u64,
+    pub rbp: u64,
+    pub rdi: u64,
+    pub rsi: u64,
+    pub rdx: u64,
+    pub rcx: u64,
+    pub rbx: u64,
+    pub rax: u64,
+    vector: u64,
+    /// Error code, 0 where the exception has none.
+    pub error: u64,
+    pub rip: u64,
+    pub cs: u64,
+    pub rflags: u64,
+    pub rsp: u64,
+    pub ss: u64,
+}
+
+impl Frame {
+    /// The vector, 0 to 255.
+    pub fn vector(&self) -> u8 {
+        // Entries push it sign-extended.
+        self.vector as u8
+    }
+}
+
+// One entry per vector. Those without an error code (bits of the mask are those with one, APM vol. 2
+// §8.2) push a zero in its place.
+global_asm!(
+    r#"
+    .text
+    .balign 16
+guest_traps:
+    .set guest_vector, 0
+    .rept 256
+    .balign 16
+    .if guest_vector < 32
+    .if ((0x60227d00 >> guest_vector) & 1) == 0
+    push 0
+    .endif
+    .else
+    push 0
+    .endif
+    push guest_vector
+    jmp guest_trap_entry
+    .set guest_vector, guest_vector + 1
+    .endr
+
+guest_trap_entry:
+    push rax
+    push rbx
+    push rcx
+    push rdx
+    push rsi
+    push rdi
+    push rbp
+    push r8
+    push r9
+    push r10
+    push r11
+    push r12
+    push r13
+    push r14
+    push r15
+    cld
+    mov rdi, rsp
+    mov rbx, rsp
+    and rsp, -16
+    call {dispatch}
+    mov rsp, rbx
+    pop r15
+    pop r14
+    pop r13
+    pop r12
+    pop r11
+    pop r10
+    pop r9
+    pop r8
+    pop rbp
+    pop rdi
+    pop rsi
+    pop rdx
+    pop rcx
+    pop rbx
+    pop rax
+    add rsp, 16
+    iretq
+    "#,
+    dispatch = sym dispatch,
+);
+
+// SAFETY: `guest_traps` is the label above; the macro `guest` defines `guest_trap`.
+unsafe extern "Rust" {
+    static guest_traps: [u8; VECTORS * STUB_LENGTH as usize];
+    safe fn guest_trap(frame: &mut Frame);
+}
+
+#[repr(C, align(16))]
+struct Table(UnsafeCell<[Gate; VECTORS]>);
+// SAFETY: written once, by `init` before anything uses it.
+unsafe impl Sync for Table {}
+static TABLE: Table = Table(UnsafeCell::new([Gate::interrupt(0, 0, 0, 0); VECTORS]));
+
+/// What `LIDT` reads.
+#[repr(C, packed)]
+struct Descriptor {
+    limit: u16,
+    base: u64,
+}
+
+/// Where to go on after an exception that is expected, 0 if none is.
+static RESUME: AtomicU64 = AtomicU64::new(0);
+/// The vector of that exception plus 1, or 0.
+static CAUGHT: AtomicU64 = AtomicU64::new(0);
+
+/// Installs the table. Called once, at start.
+pub(crate) fn init() {
+    let base = (&raw const guest_traps).addr() as u64;
+    for vector in 0..VECTORS {
+        let entry = base + vector as u64 * STUB_LENGTH;
+        // SAFETY: nothing else runs, and the table is not loaded yet.
+        unsafe { (*TABLE.0.get())[vector] = Gate::interrupt(entry, CODE_SELECTOR, 0, 0) };
+    }
+    let limit = (size_of::<Table>() - 1) as u16;
+    load(limit, TABLE.0.get().addr() as u64);
+}
+
+/// Takes the table away: the next exception or interrupt ends in a triple fault.
+pub fn remove_table() {
+    load(0, 0);
+}
+
+fn load(limit: u16, base: u64) {
+    let descriptor = Descriptor { limit, base };
+    // SAFETY: the table is complete and lives forever, or is empty, which stops the processor at the next
+    // trap.
+    unsafe { asm!("lidt [{}]", in(reg) &raw const descriptor, options(nostack, readonly)) };
+}
+
+extern "C" fn dispatch(frame: &mut Frame) {
+    let expected = RESUME.load(Relaxed);
+    if expected != 0 && u64::from(frame.vector()) < FIRST_INTERRUPT {
+        RESUME.store(0, Relaxed);
+        CAUGHT.store(u64::from(frame.vector()) + 1, Relaxed);
+        frame.rip = expected;
+        return;
+    }
+    guest_trap(frame);
+}
+
+/// For programs that expect no trap at all.
+pub fn unexpected(frame: &mut Frame) -> ! {
+    println!("unexpected trap {} at {:#x}", frame.vector(), frame.rip);
+    println!("{frame:#x?}");
+    println!("cr2 {:#x}", cpu::fault_address());
+    exit(UNEXPECTED_TRAP)
+}
+
+/// One instruction that may raise an exception.
+pub struct Attempt(());
+
+/// Begins an attempt.
+pub fn recover() -> Attempt {
+    CAUGHT.store(0, Relaxed);
+    Attempt(())
+}
+
+impl Attempt {
+    /// Where assembly puts the address at which to go on after an exception, just before the instruction.
+    pub fn resume(&self) -> *mut u64 {
+        RESUME.as_ptr()
+    }
+
+    /// Whether the instruction raised an exception, and which.
+    pub fn finish(self) -> Result<(), u8> {
+        RESUME.store(0, Relaxed);
+        match CAUGHT.load(Relaxed) {
+            0 => Ok(()),
+            vector => Err((vector - 1) as u8),
+        }
+    }
+}
