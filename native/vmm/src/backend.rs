@@ -204,14 +204,10 @@ impl Backend for NativeVcpu<'_> {
                 return Exit::HostError(status as u64);
             }
             let state = self.vcpu.state();
-            let code = state.exit_code;
-            if code < exit::RECALL || code > exit::WINDOW {
-                return svm::decode(code, state.exit_info1, state.exit_info2);
-            }
-            match code {
+            match state.exit_code {
                 exit::RECALL => return Exit::Recall { events: state.events },
                 exit::WINDOW => return Exit::Window,
-                _ => {
+                exit::DEADLINE => {
                     let now = time::tsc();
                     if self.console.flush_at() <= now {
                         self.console.flush();
@@ -220,6 +216,7 @@ impl Backend for NativeVcpu<'_> {
                         return Exit::Deadline;
                     }
                 }
+                code => return svm::decode(code, state.exit_info1, state.exit_info2),
             }
         }
     }
