@@ -13,6 +13,8 @@ pub mod sched;
 pub mod space;
 mod syscall;
 pub mod table;
+#[cfg(test)]
+mod testing;
 pub mod thread;
 pub mod tree;
 

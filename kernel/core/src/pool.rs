@@ -269,11 +269,7 @@ impl Memory {
     }
 
     /// Allocates `count` zeroed raw frames in a row; returns the first.
-    pub fn alloc_raw(
-        &self,
-        factory: Option<Handle<Factory>>,
-        count: u32,
-    ) -> Result<Frame, Status> {
+    pub fn alloc_raw(&self, factory: Option<Handle<Factory>>, count: u32) -> Result<Frame, Status> {
         let first = self.take_frames(factory, count, CLASS_RAW)?;
         for frame in first..first + count {
             for word in self.words(Frame(frame)) {
@@ -408,8 +404,7 @@ impl Memory {
             let offset = number * size;
             // SAFETY: the frame was just taken for this class and holds nothing; the slot lies in it.
             unsafe {
-                let slot: *mut Slot<T> =
-                    self.base.add(frame as usize * FRAME + offset).cast();
+                let slot: *mut Slot<T> = self.base.add(frame as usize * FRAME + offset).cast();
                 (&raw mut (*slot).generation).write(Cell::new(0));
                 (&raw mut (*slot).link).write(Cell::new(next as u32));
             }
@@ -532,7 +527,47 @@ pub(crate) mod testing {
     pub fn memory(frames: usize) -> Memory {
         let layout = std::alloc::Layout::from_size_align(frames * FRAME, FRAME).unwrap();
         // SAFETY: the layout is not empty; the range is ours for ever.
-        unsafe { Memory::new(std::alloc::alloc_zeroed(layout), 0x4000_0000, frames * FRAME).unwrap() }
+        unsafe {
+            Memory::new(std::alloc::alloc_zeroed(layout), 0x4000_0000, frames * FRAME).unwrap()
+        }
+    }
+
+    /// Every object of a type.
+    pub fn all<T: Object>(memory: &Memory) -> std::vec::Vec<Handle<T>> {
+        let size = size_of::<Slot<T>>();
+        let slabs = (0..memory.count).filter(|frame| memory.info(*frame).class.get() == T::CLASS);
+        slabs
+            .flat_map(|frame| {
+                (0..FRAME / size)
+                    .map(move |number| (frame << (PAGE_SHIFT - 4)) + (number * size >> 4) as u32)
+            })
+            .filter_map(|index| {
+                let generation = memory.slot::<T>(index).generation.get();
+                let raw = generation << INDEX_BITS | index as u64;
+                (generation != 0).then(|| Handle(NonZeroU64::new(raw).unwrap(), PhantomData))
+            })
+            .collect()
+    }
+
+    /// Checks that quotas add up: what a factory has used is the frames that it owns and the
+    /// quotas of the factories made from it.
+    pub fn audit(memory: &Memory) {
+        let infos = || (0..memory.count).map(|frame| memory.info(frame));
+        let free = infos().filter(|info| info.class.get() == CLASS_FREE).count();
+        assert_eq!(memory.free.get() as usize, free);
+        let factories = all::<Factory>(memory);
+        let used = |name: Option<Handle<Factory>>| {
+            let taken = |info: &&FrameInfo| {
+                !matches!(info.class.get(), CLASS_FREE | CLASS_FIXED) && info.owner.get() == name
+            };
+            let passed_on = factories.iter().map(|other| memory.at(*other));
+            infos().filter(taken).count() as u32
+                + passed_on.filter(|other| other.parent == name).map(|f| f.quota.get()).sum::<u32>()
+        };
+        assert_eq!(memory.root.used.get(), used(None));
+        for name in &factories {
+            assert_eq!(memory.at(*name).used.get(), used(Some(*name)));
+        }
     }
 }
 
@@ -570,9 +605,7 @@ mod tests {
         let factory = memory.new_factory(None, 5).unwrap();
         memory.at(factory).caps.set(1);
         let handles: Vec<_> = (0..)
-            .map_while(|_| {
-                memory.alloc(Some(factory), Large([const { Cell::new(0) }; 300])).ok()
-            })
+            .map_while(|_| memory.alloc(Some(factory), Large([const { Cell::new(0) }; 300])).ok())
             .collect();
         assert_eq!(handles.len(), 5, "one object a frame");
         assert_eq!(memory.alloc_raw(Some(factory), 1).err(), Some(Status::NoQuota));

@@ -142,7 +142,11 @@ impl<A: Arch> Default for Cpu<A> {
 
 impl<A: Arch> Kernel<A> {
     /// Checks and converts parameters: priority, budget and period in nanoseconds.
-    fn sched_parameters(priority: u64, budget: u64, period: u64) -> Result<(usize, u64, u64), Status> {
+    fn sched_parameters(
+        priority: u64,
+        budget: u64,
+        period: u64,
+    ) -> Result<(usize, u64, u64), Status> {
         let period = if period == budget { 0 } else { period };
         let valid = priority < PRIORITIES as u64
             && (MIN_BUDGET_NS..=MAX_PERIOD_NS).contains(&budget)
@@ -213,7 +217,8 @@ impl<A: Arch> Kernel<A> {
         let sched = self.memory.at(handle);
         let cpu = &self.cpus[sched.cpu.get()];
         let queue = &cpu.queues[sched.priority.get()];
-        let (near, far) = if front { (&queue.head, &queue.tail) } else { (&queue.tail, &queue.head) };
+        let (near, far) =
+            if front { (&queue.head, &queue.tail) } else { (&queue.tail, &queue.head) };
         let neighbour = near.replace(Some(handle));
         let (before, after) = if front { (None, neighbour) } else { (neighbour, None) };
         sched.prev.set(before);
@@ -353,7 +358,8 @@ impl<A: Arch> Kernel<A> {
             let sched = self.memory.at(handle);
             self.unready(handle);
             let Some(holder) = sched.holder.get() else { continue };
-            if self.memory.get(holder).is_none_or(|holder| holder.state.get() != ThreadState::Ready) {
+            if self.memory.get(holder).is_none_or(|holder| holder.state.get() != ThreadState::Ready)
+            {
                 continue;
             }
             sched.state.set(SchedState::Running);
@@ -413,7 +419,10 @@ impl<A: Arch> Kernel<A> {
             }
             self.unready(handle);
             self.memory.at(handle).left.set(0);
-            self.memory.at(handle).started.set(now.wrapping_sub(self.memory.at(handle).period.get()));
+            self.memory
+                .at(handle)
+                .started
+                .set(now.wrapping_sub(self.memory.at(handle).period.get()));
             self.ready(handle);
         }
         if cpu.slice_end.get() <= now {

@@ -83,7 +83,11 @@ fn units(order: u8) -> u64 {
 impl<A: Arch> Kernel<A> {
     // ---- capabilities ------------------------------------------------------------------------
 
-    fn slot<'a>(&'a self, task: &'a Task<A>, selector: u64) -> Option<&'a Cell<Option<Capability<A>>>> {
+    fn slot<'a>(
+        &'a self,
+        task: &'a Task<A>,
+        selector: u64,
+    ) -> Option<&'a Cell<Option<Capability<A>>>> {
         if selector >= task.slots {
             return None;
         }
@@ -417,8 +421,8 @@ impl<A: Arch> Kernel<A> {
         while let Some(child) = next {
             let node = self.memory.at(child);
             next = node.next.get();
-            let overlaps = node.physical < physical.end
-                && physical.start < node.physical + units(node.order);
+            let overlaps =
+                node.physical < physical.end && physical.start < node.physical + units(node.order);
             if overlaps && !self.remove_subtree(child, budget) {
                 return false;
             }
@@ -732,12 +736,7 @@ impl<A: Arch> Kernel<A> {
                 page.set(None);
                 self.memory.free(slots);
             }
-            if !self.reap_space::<A::Host>(
-                &task.space,
-                A::user_entries(),
-                A::PORT_FRAMES,
-                budget,
-            ) {
+            if !self.reap_space::<A::Host>(&task.space, A::user_entries(), A::PORT_FRAMES, budget) {
                 return false;
             }
             self.dying_tasks.set(task.dying_next.get());

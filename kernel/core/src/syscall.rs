@@ -264,7 +264,8 @@ impl<A: Arch> Kernel<A> {
         if taken.any(same_line) {
             return Err(Status::Busy);
         }
-        let index = self.irqs.iter().position(|slot| slot.get().is_none()).ok_or(Status::NoQuota)?;
+        let index =
+            self.irqs.iter().position(|slot| slot.get().is_none()).ok_or(Status::NoQuota)?;
         let handle = self.memory.alloc(
             factory,
             Irq {

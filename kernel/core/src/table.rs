@@ -77,7 +77,7 @@ fn shape<F: Format>(order: u8) -> (u32, u64) {
 }
 
 /// Maps `2^order` pages from page number `page` on to physical address `physical`. Nothing may be
-/// mapped there. `NoQuota` if a table cannot be had; then nothing is mapped.
+/// mapped there. `NoQuota` if a table cannot be had; then nothing is mapped, but empty tables may stay.
 pub fn map<F: Format>(
     tables: &impl Tables,
     root: u64,
@@ -88,21 +88,15 @@ pub fn map<F: Format>(
 ) -> Result<Flush, Status> {
     let (level, entries) = shape::<F>(order);
     let size = abi::PAGE_SIZE << (level * LEVEL_BITS);
+    // First all tables, then all entries: an entry that is written can be used at once, by other
+    // CPUs too, so nothing may be written that a lack of quota would make us take back.
+    for_each_table(page, level, entries, |start, _, _| {
+        walk::<F>(tables, root, start, level, true).map(|_| ())
+    })?;
     let mut flush = Flush::NONE;
-    let mut done = 0;
-    while done < entries {
-        // One table holds the entries from here to its end.
-        let start = page + (done << (level * LEVEL_BITS));
-        let table = match walk::<F>(tables, root, start, level, true) {
-            Ok(table) => table,
-            Err(status) => {
-                // Nobody has been told of the entries, so nobody can have used them.
-                let _ = unmap_entries::<F>(tables, root, page, level, done);
-                return Err(status);
-            }
-        };
+    for_each_table(page, level, entries, |start, done, count| {
+        let table = walk::<F>(tables, root, start, level, false)?;
         let first = index(start, level);
-        let count = (512 - first as u64).min(entries - done);
         for offset in 0..count {
             let slot = first + offset as usize;
             let old = tables.read(table, slot);
@@ -114,38 +108,43 @@ pub fn map<F: Format>(
                 flush = Flush(true);
             }
         }
+        Ok(())
+    })?;
+    Ok(flush)
+}
+
+/// Calls `visit(page, entries before, entries)` for the part of a mapping in each table of `level`.
+fn for_each_table(
+    page: u64,
+    level: u32,
+    entries: u64,
+    mut visit: impl FnMut(u64, u64, u64) -> Result<(), Status>,
+) -> Result<(), Status> {
+    let mut done = 0;
+    while done < entries {
+        // One table holds the entries from here to its end.
+        let start = page + (done << (level * LEVEL_BITS));
+        let count = (512 - index(start, level) as u64).min(entries - done);
+        visit(start, done, count)?;
         done += count;
     }
-    Ok(flush)
+    Ok(())
 }
 
 /// Removes a mapping made by [`map`] with the same page and order.
 pub fn unmap<F: Format>(tables: &impl Tables, root: u64, page: u64, order: u8) -> Flush {
     let (level, entries) = shape::<F>(order);
-    unmap_entries::<F>(tables, root, page, level, entries)
-}
-
-fn unmap_entries<F: Format>(
-    tables: &impl Tables,
-    root: u64,
-    page: u64,
-    level: u32,
-    entries: u64,
-) -> Flush {
     let mut flush = Flush::NONE;
-    let mut done = 0;
-    while done < entries {
-        let start = page + (done << (level * LEVEL_BITS));
+    let cleared = for_each_table(page, level, entries, |start, _, count| {
+        let table = walk::<F>(tables, root, start, level, false)?;
         let first = index(start, level);
-        let count = (512 - first as u64).min(entries - done);
-        if let Ok(table) = walk::<F>(tables, root, start, level, false) {
-            for offset in 0..count as usize {
-                tables.write(table, first + offset, 0);
-            }
-            flush = Flush(true);
+        for slot in first..first + count as usize {
+            tables.write(table, slot, 0);
         }
-        done += count;
-    }
+        flush = Flush(true);
+        Ok(())
+    });
+    debug_assert!(cleared.is_ok(), "nothing was mapped here");
     flush
 }
 
@@ -258,3 +257,6 @@ fn free_lowest<F: Format>(tables: &impl Tables, mut parent: u64, mut slot: usize
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

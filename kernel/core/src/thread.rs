@@ -86,7 +86,13 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Starts a stopped thread.
-    pub fn start_thread(&self, handle: Handle<Thread<A>>, ip: u64, sp: u64, argument: u64) -> Result<(), Status> {
+    pub fn start_thread(
+        &self,
+        handle: Handle<Thread<A>>,
+        ip: u64,
+        sp: u64,
+        argument: u64,
+    ) -> Result<(), Status> {
         let thread = self.memory.at(handle);
         if thread.state.get() != ThreadState::Stopped {
             return Err(Status::Busy);
@@ -214,7 +220,9 @@ impl<A: Arch> Kernel<A> {
         if let Some(task) = self.memory.get(thread.task) {
             match thread.task_prev.get() {
                 Some(prev) => self.memory.at(prev).task_next.set(thread.task_next.get()),
-                None if task.threads.get() == Some(handle) => task.threads.set(thread.task_next.get()),
+                None if task.threads.get() == Some(handle) => {
+                    task.threads.set(thread.task_next.get())
+                }
                 None => return,
             }
             if let Some(next) = thread.task_next.get() {
@@ -489,7 +497,12 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// The part of a message that is in the message page: words and delegations.
-    fn deliver_page(&self, sender: &Thread<A>, receiver: &Thread<A>, tag: Tag) -> Result<(), Status> {
+    fn deliver_page(
+        &self,
+        sender: &Thread<A>,
+        receiver: &Thread<A>,
+        tag: Tag,
+    ) -> Result<(), Status> {
         let (words, items) = (tag.words as usize, tag.items as usize);
         if words > MessagePage::WORDS || items > MessagePage::ITEMS {
             return Err(Status::Overflow);
@@ -720,7 +733,8 @@ impl<A: Arch> Kernel<A> {
 
     /// A device interrupt has arrived at `vector`.
     pub fn interrupt(&self, vector: u8) {
-        let Some(irq) = self.irq_slot(vector).and_then(Cell::get).and_then(|irq| self.memory.get(irq))
+        let Some(irq) =
+            self.irq_slot(vector).and_then(Cell::get).and_then(|irq| self.memory.get(irq))
         else {
             return;
         };

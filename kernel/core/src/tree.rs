@@ -40,7 +40,11 @@ type Link<T> = Option<Handle<T>>;
 
 /// Spreads identities: consecutive allocations get unrelated priorities.
 fn priority<T>(handle: Handle<T>) -> u64 {
-    handle.id().wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23).wrapping_mul(0xbf58_476d_1ce4_e5b9)
+    handle
+        .id()
+        .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        .rotate_left(23)
+        .wrapping_mul(0xbf58_476d_1ce4_e5b9)
 }
 
 impl<T: Keyed> Default for Tree<T> {
