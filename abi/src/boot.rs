@@ -7,7 +7,7 @@ pub const ROOT_MESSAGE_PAGE: u64 = 0x0000_7fff_0010_0000;
 /// Top of root's first stack (grows down, [`ROOT_STACK_PAGES`] pages).
 pub const ROOT_STACK_TOP: u64 = 0x0000_7fff_0030_0000;
 /// Pages of root's first stack.
-pub const ROOT_STACK_PAGES: u64 = 16;
+pub const ROOT_STACK_PAGES: u64 = 64;
 /// Physical address `p` that root owns is mapped at `PHYSICAL_WINDOW + p`:
 /// RAM write-back, device regions uncached.
 pub const PHYSICAL_WINDOW: u64 = 0x0000_4000_0000_0000;

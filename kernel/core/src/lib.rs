@@ -33,7 +33,6 @@ pub const FIRST_IRQ_VECTOR: u8 = 0x30;
 pub const IRQ_VECTORS: usize = 0xf0 - FIRST_IRQ_VECTOR as usize;
 
 /// Counters, for [`abi::boot::KernelStats`].
-#[derive(Default)]
 pub struct Counters {
     /// System calls.
     pub system_calls: Cell<u64>,
@@ -47,6 +46,25 @@ pub struct Counters {
     pub switches: Cell<u64>,
     /// Shootdowns of other CPUs.
     pub shootdowns: Cell<u64>,
+}
+
+impl Counters {
+    const fn new() -> Self {
+        Self {
+            system_calls: Cell::new(0),
+            interrupts: Cell::new(0),
+            vm_entries: Cell::new(0),
+            settled: Cell::new(0),
+            switches: Cell::new(0),
+            shootdowns: Cell::new(0),
+        }
+    }
+}
+
+impl<A: Arch> Default for Kernel<A> {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 /// Adds one to a counter.
@@ -72,12 +90,12 @@ pub struct Kernel<A: Arch> {
 }
 
 impl<A: Arch> Kernel<A> {
-    /// A kernel without objects.
-    pub fn new(memory: Memory) -> Self {
+    /// A kernel without objects and without memory: too large to be built anywhere but where it stays.
+    pub const fn new() -> Self {
         Self {
-            memory,
+            memory: Memory::empty(),
             cpus: [const { Cpu::new() }; MAX_CPUS],
-            counters: Counters::default(),
+            counters: Counters::new(),
             platform_caps: Cell::new(0),
             irqs: [const { Cell::new(None) }; IRQ_VECTORS],
             flush: Cell::new(0),

@@ -92,7 +92,7 @@ impl Object for Factory {
 }
 
 impl Factory {
-    fn new(quota: u32, parent: Option<Handle<Factory>>) -> Self {
+    const fn new(quota: u32, parent: Option<Handle<Factory>>) -> Self {
         Self {
             quota: Cell::new(quota),
             used: Cell::new(0),
@@ -153,6 +153,21 @@ pub struct Memory {
 }
 
 impl Memory {
+    /// No memory at all: every allocation fails.
+    pub const fn empty() -> Self {
+        Self {
+            base: core::ptr::null_mut(),
+            physical: 0,
+            count: 0,
+            free: Cell::new(0),
+            hint: Cell::new(0),
+            generation: Cell::new(1),
+            retired: Cell::new(NONE),
+            retired_raw: Cell::new(NONE),
+            root: Factory::new(0, None),
+        }
+    }
+
     /// Takes over `bytes` bytes at `base` (physical address `physical`).
     /// `None` if the range is too small to hold its own bookkeeping.
     ///

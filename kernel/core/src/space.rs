@@ -33,6 +33,9 @@ const MAX_CHUNKS: u32 = 64;
 const MAX_CAPABILITY_ORDER: u8 = 6;
 /// Guest-physical addresses have this many bits.
 const GUEST_BITS: u32 = 48;
+/// Pages that a task can map: all of its half but the last, so that the address after a SYSCALL
+/// instruction is canonical wherever the instruction is (APM vol. 3, SYSRET).
+const USER_PAGES: u64 = (abi::USER_END >> abi::PAGE_SHIFT) - 1;
 
 /// Page tables in kernel memory, paid for by one factory.
 struct KernelTables<'a> {
@@ -449,7 +452,7 @@ impl<A: Arch> Kernel<A> {
         }
         let size = units(item.order);
         let limit = match (item.kind, to) {
-            (ItemKind::Memory, SpaceRef::Task(_)) => abi::USER_END >> abi::PAGE_SHIFT,
+            (ItemKind::Memory, SpaceRef::Task(_)) => USER_PAGES,
             (ItemKind::Memory, SpaceRef::Vm(_)) => 1 << (GUEST_BITS - abi::PAGE_SHIFT),
             (ItemKind::Port, _) => 1 << 16,
             (ItemKind::Capability, SpaceRef::Task(_)) => MAX_SLOTS,
@@ -628,10 +631,10 @@ impl<A: Arch> Kernel<A> {
         if owner.space.dying.get() {
             return Err(Status::Aborted);
         }
-        if address & (abi::PAGE_SIZE - 1) != 0 || address >= abi::USER_END {
+        let page = address >> abi::PAGE_SHIFT;
+        if address & (abi::PAGE_SIZE - 1) != 0 || page >= USER_PAGES {
             return Err(Status::BadArgument);
         }
-        let page = address >> abi::PAGE_SHIFT;
         if self.find(&owner.space.memory, page).is_some() {
             return Err(Status::Busy);
         }
@@ -793,3 +796,6 @@ pub struct Extent {
     /// `log2` of the number of units.
     pub order: u8,
 }
+
+#[cfg(test)]
+mod tests;

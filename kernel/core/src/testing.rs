@@ -214,7 +214,11 @@ impl Random {
 
 /// A kernel with `frames` frames of memory.
 pub fn kernel(frames: usize) -> Kernel<Fake> {
-    Kernel::new(pool::testing::memory(frames))
+    {
+        let mut kernel = Kernel::new();
+        kernel.memory = pool::testing::memory(frames);
+        kernel
+    }
 }
 
 /// Reads page tables in kernel memory.
@@ -337,4 +341,10 @@ pub fn check_mappings(kernel: &Kernel<Fake>) {
         let ((space, kind, base, size), next) = (pair[0], pair[1]);
         assert!((space, kind) != (next.0, next.1) || base + size <= next.2, "nodes overlap");
     }
+}
+
+/// Checks everything.
+pub fn check(kernel: &Kernel<Fake>) {
+    check_mappings(kernel);
+    pool::testing::audit(&kernel.memory);
 }

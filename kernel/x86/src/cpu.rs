@@ -287,6 +287,11 @@ pub fn hide_ports() {
 pub fn show_ports(map: &[u8; IO_MAP_LENGTH]) {
     // SAFETY: as in `set_interrupt_stack`.
     unsafe { (&raw mut (*current().tss.get()).io_map).write(*map) };
+    unhide_ports();
+}
+
+/// Shows the ports that were shown last.
+pub fn unhide_ports() {
     set_io_map_base(offset_of!(Tss, io_map) as u16);
 }
 

@@ -14,6 +14,8 @@ pub mod cpu;
 #[cfg(target_os = "none")]
 pub mod entry;
 pub mod features;
+#[cfg(target_os = "none")]
+pub mod format;
 pub mod idt;
 pub mod io;
 pub mod ioapic;
@@ -23,7 +25,11 @@ pub mod memory;
 pub mod panic;
 pub mod ranges;
 #[cfg(target_os = "none")]
+pub mod run;
+#[cfg(target_os = "none")]
 pub mod smp;
 #[cfg(target_os = "none")]
 pub mod start;
+#[cfg(target_os = "none")]
+pub mod svm;
 pub mod time;

@@ -1,17 +1,254 @@
-//! What the CPUs do once the machine is set up.
+//! From a machine that is set up to the first user program: kernel memory, root, and everything that root owns.
+
+use abi::boot::{self, BootInfo, Region, RegionKind, slot};
+use abi::bundle::{self, Header};
+use abi::{ItemKind, PAGE_SHIFT, PAGE_SIZE, Status, rights};
+use hw_tables::elf::{self, Elf};
+use kernel_core::Kernel;
+use kernel_core::object::{ObjectRef, SpaceRef, Task};
+use kernel_core::pool::{Handle, MAX_BYTES, Memory};
+use kernel_core::space::Extent;
 
 use crate::boot::Machine;
-use crate::io::stop;
-use crate::log;
+use crate::features::features;
+use crate::memory::{FOUR_GIB, direct};
+use crate::ranges::Range;
+use crate::run::{self, X86};
+use crate::{entry, log, svm};
+
+/// Kernel memory: this part of all RAM, within these bounds.
+const POOL_SHARE: u64 = 16;
+const POOL_LEAST: u64 = 4 << 20;
+const POOL_MOST: u64 = 64 << 20;
+/// Frames that the kernel keeps for itself.
+const KEPT_FRAMES: u32 = 16;
+/// Root's selectors.
+const ROOT_SLOTS: u64 = 4096;
+/// Root runs before its children, in slices of 10 ms.
+const ROOT_PRIORITY: u64 = 48;
+const ROOT_SLICE_NS: u64 = 10_000_000;
+
+/// Why root cannot be started: a sentence for the log.
+type Complaint = &'static str;
 
 /// The first CPU.
 pub fn bsp_main(machine: &'static mut Machine) -> ! {
-    log!("{} MiB free", machine.memory.free.total() >> 20);
-    stop()
+    entry::init();
+    svm::init_maps();
+    let share = (machine.memory.ram.total() / POOL_SHARE).clamp(POOL_LEAST, POOL_MOST);
+    let length = machine.option("pool").and_then(parse_size).unwrap_or(share);
+    let length = length.min(MAX_BYTES as u64) & !(PAGE_SIZE - 1);
+    let Some(base) = machine.memory.allocate(length, PAGE_SIZE, FOUR_GIB) else {
+        panic!("too little memory: {length:#x} bytes for the kernel's objects are not free");
+    };
+    // SAFETY: boot gave us the range, and nobody else uses it; the direct map reaches it.
+    let memory = unsafe { Memory::new(direct(base), base, length as usize) };
+    let Some(memory) = memory else { panic!("pool={length:#x} is too small") };
+    log!("{} KiB for kernel objects", length >> 10);
+    run::set_cpus(machine.cpus);
+    let kernel = run::publish(memory);
+    for number in 0..machine.cpus {
+        match kernel.memory.alloc_raw(None, svm::HOST_FRAMES) {
+            Ok(pages) => svm::set_host_pages(&kernel.memory, number, pages),
+            Err(_) => panic!("the kernel's memory is too small for {} CPUs", machine.cpus),
+        }
+    }
+    svm::init_this_cpu(&kernel.memory, 0);
+    if let Err(complaint) = start_root(&kernel, machine) {
+        panic!("root cannot be started: {complaint}");
+    }
+    run::start(kernel, 0)
 }
 
 /// The others.
 pub fn ap_main(index: usize) -> ! {
-    log!("CPU {index} is up");
-    stop()
+    entry::init();
+    run::wait_until_published();
+    let kernel = run::lock(index);
+    svm::init_this_cpu(&kernel.memory, index);
+    run::start(kernel, index)
+}
+
+/// A number of bytes with K, M or G.
+fn parse_size(text: &str) -> Option<u64> {
+    let digits = text.trim_end_matches(['K', 'M', 'G']);
+    let shift = match &text[digits.len()..] {
+        "" => 0,
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), Complaint> {
+    let quota = |_: Status| "the kernel's memory is too small for root";
+    let memory = &kernel.memory;
+    let bundle = machine.bundle.ok_or("there is no boot module")?;
+    let file = root_file(bundle)?;
+    let elf = Elf::parse(file).map_err(|_| "the program `root` is not an x86-64 executable")?;
+    if elf.machine() != elf::Machine::X86_64 {
+        return Err("the program `root` is for another processor");
+    }
+
+    let available = memory.root().available().saturating_sub(KEPT_FRAMES);
+    let factory = memory.new_factory(None, available).map_err(quota)?;
+    let payer = Some(factory);
+    let task = kernel.new_task(payer, ROOT_SLOTS).map_err(quota)?;
+    load(kernel, machine, task, file, &elf)?;
+    give_stack(kernel, machine, task)?;
+
+    let thread = kernel.new_thread(payer, task, 0, boot::ROOT_MESSAGE_PAGE).map_err(quota)?;
+    let sched = Kernel::<X86>::new_sched(ROOT_PRIORITY, ROOT_SLICE_NS, 0).map_err(quota)?;
+    let sched = memory.alloc(payer, sched).map_err(quota)?;
+    for (selector, object) in [
+        (slot::TASK, ObjectRef::Task(task)),
+        (slot::THREAD, ObjectRef::Thread(thread)),
+        (slot::SCHED_CONTEXT, ObjectRef::SchedContext(sched)),
+        (slot::FACTORY, ObjectRef::Factory(factory)),
+        (slot::PLATFORM, ObjectRef::Platform),
+    ] {
+        kernel.insert_capability(task, selector, object, rights::ALL, None).map_err(quota)?;
+    }
+    let ports = Extent { kind: ItemKind::Port, base: 0, physical: 0, order: 16 };
+    kernel.add_mapping(SpaceRef::Task(task), ports, rights::ALL, false, None).map_err(quota)?;
+
+    let info = memory.alloc_raw(payer, 1).map_err(quota)?;
+    kernel.map_fixed(task, boot::BOOT_INFO_ADDRESS, info, false).map_err(quota)?;
+    let page = memory.address(info).cast::<BootInfo>();
+    // SAFETY: a new frame; `BootInfo` is integers only and as large as a page.
+    let page = unsafe { &mut *page };
+    give_memory(kernel, machine, task, bundle, page).map_err(quota)?;
+    page.magic = boot::BOOT_MAGIC;
+    page.abi_version = abi::ABI_VERSION;
+    page.cpus = machine.cpus as u32;
+    page.tsc_khz = machine.tsc_khz;
+    page.rsdp = machine.rsdp;
+    page.quota_pages = memory.at(factory).available() as u64;
+    page.features = if svm::is_ready() { boot::FEATURE_NESTED } else { 0 };
+    page.xcr0_mask = features().xcr0_mask;
+    page.bundle_base = bundle.base;
+    page.bundle_length = bundle.end - bundle.base;
+
+    kernel.bind_sched(thread, sched).map_err(quota)?;
+    kernel
+        .start_thread(thread, elf.entry(), boot::ROOT_STACK_TOP, boot::BOOT_INFO_ADDRESS)
+        .map_err(|_| "its entry point is not a user address")
+}
+
+fn root_file(bundle: Range) -> Result<&'static [u8], Complaint> {
+    let length = bundle.end - bundle.base;
+    // SAFETY: boot keeps the bundle out of free memory; root, which will own it, does not run yet, and the kernel does
+    // not look at it later.
+    let bytes = unsafe { core::slice::from_raw_parts(direct(bundle.base), length as usize) };
+    let header = Header::parse(bytes, length).map_err(|_| "the boot module is not a bundle")?;
+    let file = header.find(bundle::ROOT_NAME).ok_or("the bundle holds no program `root`")?;
+    Ok(&bytes[file.offset as usize..(file.offset + file.length) as usize])
+}
+
+/// Maps new zeroed pages into root; returns where the kernel reaches them.
+fn new_pages(
+    kernel: &Kernel<X86>,
+    machine: &mut Machine,
+    task: Handle<Task<X86>>,
+    address: u64,
+    pages: u64,
+    rights: u8,
+) -> Result<*mut u8, Complaint> {
+    let length = pages * PAGE_SIZE;
+    let physical = machine
+        .memory
+        .allocate(length, PAGE_SIZE, FOUR_GIB)
+        .ok_or("there is too little memory for it")?;
+    // SAFETY: boot gave us the range; the direct map reaches it.
+    unsafe { direct(physical).write_bytes(0, length as usize) };
+    for page in 0..pages {
+        let extent = Extent {
+            kind: ItemKind::Memory,
+            base: (address >> PAGE_SHIFT) + page,
+            physical: (physical >> PAGE_SHIFT) + page,
+            order: 0,
+        };
+        kernel
+            .add_mapping(SpaceRef::Task(task), extent, rights, false, None)
+            .map_err(|_| "its segments overlap or do not fit the kernel's memory")?;
+    }
+    Ok(direct(physical))
+}
+
+fn load(
+    kernel: &Kernel<X86>,
+    machine: &mut Machine,
+    task: Handle<Task<X86>>,
+    file: &[u8],
+    elf: &Elf,
+) -> Result<(), Complaint> {
+    for segment in elf.segments() {
+        let range = Range::new(segment.vaddr, segment.vaddr.wrapping_add(segment.memsz));
+        if range.end < range.base || range.end >= abi::USER_END {
+            return Err("a segment is not at user addresses");
+        }
+        let whole = range.outward();
+        let mut rights = rights::READ;
+        rights |= if segment.writable() { rights::WRITE } else { 0 };
+        rights |= if segment.executable() { rights::EXECUTE } else { 0 };
+        let pages = whole.length() / PAGE_SIZE;
+        let to = new_pages(kernel, machine, task, whole.base, pages, rights)?;
+        let data = elf.data(&segment);
+        debug_assert!(data.len() <= file.len());
+        let offset = (range.base - whole.base) as usize;
+        // SAFETY: the file part is not longer than the segment, whose pages were just mapped there.
+        unsafe { to.add(offset).copy_from_nonoverlapping(data.as_ptr(), data.len()) };
+    }
+    Ok(())
+}
+
+fn give_stack(
+    kernel: &Kernel<X86>,
+    machine: &mut Machine,
+    task: Handle<Task<X86>>,
+) -> Result<(), Complaint> {
+    let bottom = boot::ROOT_STACK_TOP - boot::ROOT_STACK_PAGES * PAGE_SIZE;
+    let rights = rights::READ | rights::WRITE;
+    new_pages(kernel, machine, task, bottom, boot::ROOT_STACK_PAGES, rights).map(|_| ())
+}
+
+/// Gives root all memory that is left, as naturally aligned blocks, and lists it in the boot page.
+fn give_memory(
+    kernel: &Kernel<X86>,
+    machine: &Machine,
+    task: Handle<Task<X86>>,
+    bundle: Range,
+    page: &mut BootInfo,
+) -> Result<(), Status> {
+    let free = machine.memory.free.as_slice().iter().map(|&range| (range, RegionKind::Ram));
+    let devices = machine.devices.as_slice().iter().map(|&range| (range, RegionKind::Device));
+    let all = free.chain([(bundle.outward(), RegionKind::Bundle)]).chain(devices);
+    let mut count = 0;
+    for (range, kind) in all {
+        if count == page.regions.len() {
+            log!("more than {count} ranges of memory: the rest is not used");
+            break;
+        }
+        let device = kind == RegionKind::Device;
+        let rights = if device { rights::READ | rights::WRITE } else { rights::ALL };
+        let (mut at, end) = (range.base >> PAGE_SHIFT, range.end >> PAGE_SHIFT);
+        while at < end {
+            let order = (at | 1 << abi::Item::MAX_ORDER).trailing_zeros().min((end - at).ilog2());
+            let extent = Extent {
+                kind: ItemKind::Memory,
+                base: (boot::PHYSICAL_WINDOW >> PAGE_SHIFT) + at,
+                physical: at,
+                order: order as u8,
+            };
+            kernel.add_mapping(SpaceRef::Task(task), extent, rights, device, None)?;
+            at += 1 << order;
+        }
+        let length = range.end - range.base;
+        page.regions[count] = Region { base: range.base, length, kind: kind as u32, reserved: 0 };
+        count += 1;
+    }
+    page.region_count = count as u64;
+    Ok(())
 }

@@ -1,0 +1,385 @@
+//! The kernel lock, the way out of the kernel, and this architecture as `kernel-core` sees it.
+
+use core::cell::{Cell, UnsafeCell};
+use core::ops::{Deref, DerefMut, Range};
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use abi::Status;
+use hw_x86::paging::cr0;
+use kernel_core::arch::{Arch, IrqSource};
+use kernel_core::object::{Irq, Task, Vcpu};
+use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::{Kernel, count};
+
+use crate::cpu::{self, MAX_CPUS};
+use crate::entry::Context;
+use crate::format::UserFormat;
+use crate::io::{out8, read_cr0, write_cr0, write_cr3};
+use crate::ioapic::{self, Line};
+use crate::{apic, idt, log, memory, svm, time};
+
+/// This architecture.
+pub struct X86;
+
+// ---- the lock ------------------------------------------------------------------------------------
+
+struct Global(UnsafeCell<Kernel<X86>>);
+
+// SAFETY: reached only through `Guard`, which exists once at a time.
+unsafe impl Sync for Global {}
+
+static KERNEL: Global = Global(UnsafeCell::new(Kernel::new()));
+static READY: AtomicBool = AtomicBool::new(false);
+static LOCKED: AtomicBool = AtomicBool::new(true);
+/// CPUs that must drop their translations.
+static SHOOTDOWN: AtomicU64 = AtomicU64::new(0);
+
+/// The right to use the kernel's state.
+pub struct Guard(());
+
+impl Deref for Guard {
+    type Target = Kernel<X86>;
+    #[inline(always)]
+    fn deref(&self) -> &Kernel<X86> {
+        // SAFETY: a guard exists only while the lock is held.
+        unsafe { &*KERNEL.0.get() }
+    }
+}
+
+impl DerefMut for Guard {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut Kernel<X86> {
+        // SAFETY: as in `deref`.
+        unsafe { &mut *KERNEL.0.get() }
+    }
+}
+
+/// Makes the kernel's state, with the lock held.
+pub fn publish(memory: Memory) -> Guard {
+    assert!(!READY.swap(true, Ordering::Relaxed));
+    // Only once, by the assertion; the lock starts out held, so nobody else looks.
+    let mut kernel = Guard(());
+    kernel.memory = memory;
+    kernel
+}
+
+/// Takes the lock, for CPU `number`. While it waits it serves shootdowns, since whoever holds the lock may
+/// be waiting for that.
+#[inline(always)]
+pub fn lock(number: usize) -> Guard {
+    while LOCKED.swap(true, Ordering::Acquire) {
+        wait_for_lock(number);
+    }
+    Guard(())
+}
+
+#[cold]
+fn wait_for_lock(number: usize) {
+    while LOCKED.load(Ordering::Relaxed) {
+        serve_shootdown(number);
+        core::hint::spin_loop();
+    }
+}
+
+fn serve_shootdown(number: usize) {
+    if SHOOTDOWN.load(Ordering::Acquire) & 1 << number != 0 {
+        X86::flush_local();
+        SHOOTDOWN.fetch_and(!(1 << number), Ordering::Release);
+    }
+}
+
+/// Gives the lock back.
+#[inline(always)]
+pub fn unlock(guard: Guard) {
+    core::mem::forget(guard);
+    LOCKED.store(false, Ordering::Release);
+}
+
+// ---- what a CPU remembers --------------------------------------------------------------------------
+
+/// State of a CPU that only it touches.
+pub struct Local {
+    /// When the timer is set to interrupt.
+    armed: Cell<u64>,
+    /// Task whose ports the I/O map shows, and that map's generation.
+    ports: Cell<Option<(Handle<Task<X86>>, u64)>>,
+    /// For the guests.
+    pub guest: svm::Local,
+}
+
+struct Locals([Local; MAX_CPUS]);
+
+// SAFETY: each CPU uses only its own element (`local`), with interrupts off.
+unsafe impl Sync for Locals {}
+
+static LOCALS: Locals = Locals(
+    [const {
+        Local { armed: Cell::new(u64::MAX), ports: Cell::new(None), guest: svm::Local::new() }
+    }; MAX_CPUS],
+);
+
+/// The state of CPU `number`, which is the caller's.
+#[inline(always)]
+pub fn local(number: usize) -> &'static Local {
+    &LOCALS.0[number]
+}
+
+/// Sets the timer to interrupt at `deadline` at the latest.
+#[inline(always)]
+pub fn arm(local: &Local, deadline: u64) {
+    if local.armed.get() != deadline {
+        local.armed.set(deadline);
+        if deadline == u64::MAX {
+            apic::local().disarm();
+        } else {
+            apic::local().arm(deadline);
+        }
+    }
+}
+
+// ---- interrupts ------------------------------------------------------------------------------------
+
+/// Handles an interrupt that has been taken.
+pub fn handle_vector(kernel: &Kernel<X86>, number: usize, vector: u8) {
+    count(&kernel.counters.interrupts);
+    match vector {
+        idt::SPURIOUS => return,
+        idt::TIMER => {
+            local(number).armed.set(u64::MAX);
+            kernel.timer(number);
+        }
+        // Whoever sent it has changed what this CPU looks at on its way out.
+        idt::IPI => {}
+        _ => kernel.interrupt(vector),
+    }
+    apic::local().eoi();
+}
+
+/// Handles what was noted while the kernel let interrupts in.
+pub fn handle_pending(kernel: &Kernel<X86>, number: usize) {
+    for (index, word) in cpu::current().pending.iter().enumerate() {
+        if word.load(Ordering::Relaxed) == 0 {
+            continue;
+        }
+        let mut bits = word.swap(0, Ordering::Relaxed);
+        while bits != 0 {
+            handle_vector(kernel, number, (index * 64) as u8 + bits.trailing_zeros() as u8);
+            bits &= bits - 1;
+        }
+    }
+}
+
+/// Waits for an interrupt without the lock.
+fn idle(mut kernel: Guard, number: usize) -> Guard {
+    arm(local(number), kernel.cpus[number].deadline());
+    loop {
+        unlock(kernel);
+        // SAFETY: an interrupt here only sets a bit in `pending`. STI lets none in before HLT.
+        unsafe { core::arch::asm!("sti", "hlt", "cli", options(nostack)) };
+        kernel = lock(number);
+        handle_pending(&kernel, number);
+        if kernel.cpus[number].resched.get() {
+            return kernel;
+        }
+        arm(local(number), kernel.cpus[number].deadline());
+    }
+}
+
+// ---- the way out -----------------------------------------------------------------------------------
+
+/// Ends this entry of the kernel: runs guests, waits if there is nothing to do, and returns the
+/// context to go on with.
+#[inline(always)]
+pub fn leave(mut kernel: Guard, number: usize) -> *const Context {
+    loop {
+        kernel.finish(number);
+        let Some(handle) = kernel.cpus[number].current.get() else {
+            kernel = idle(kernel, number);
+            continue;
+        };
+        let thread = kernel.memory.at(handle);
+        if let Some(vcpu) = thread.vcpu.get() {
+            kernel = svm::run(kernel, number, handle, vcpu);
+            continue;
+        }
+        if kernel.cpus[number].space.get() != Some(thread.task) {
+            load_space(&kernel, number, thread.task);
+        }
+        let context = &raw const thread.context;
+        cpu::set_interrupt_stack(thread.context.end());
+        arm(local(number), kernel.cpus[number].deadline());
+        unlock(kernel);
+        return context;
+    }
+}
+
+fn load_space(kernel: &Kernel<X86>, number: usize, task: Handle<Task<X86>>) {
+    let root = kernel.enter_space(number, task);
+    // SAFETY: every task's root has the kernel's part (`init_root`).
+    unsafe { write_cr3(root) };
+    let space = &kernel.memory.at(task).space;
+    match space.port_map.get() {
+        None => cpu::hide_ports(),
+        Some(map) => {
+            let shown = Some((task, space.port_generation.get()));
+            if local(number).ports.replace(shown) == shown {
+                cpu::unhide_ports();
+                return;
+            }
+            // SAFETY: the map is two raw frames in a row, which the kernel changes only under the lock.
+            let bits = unsafe { &*kernel.memory.address(map).cast::<[u8; cpu::IO_MAP_LENGTH]>() };
+            cpu::show_ports(bits);
+        }
+    }
+}
+
+/// Starts to run threads on this CPU.
+pub fn start(kernel: Guard, number: usize) -> ! {
+    kernel.cpus[number].resched.set(true);
+    // A task that uses the FPU faults: native programs have none, and a guest's state may be in it.
+    // SAFETY: the kernel is compiled without floating point.
+    unsafe { write_cr0(read_cr0() | cr0::TS) };
+    let context = leave(kernel, number);
+    // SAFETY: a thread's context; this stack holds nothing that is needed.
+    unsafe { crate::entry::leave_to(context) }
+}
+
+// ---- the architecture ------------------------------------------------------------------------------
+
+fn line(source: IrqSource) -> Option<Line> {
+    match source {
+        IrqSource::Line { gsi, level, active_low } => Some(Line { gsi, level, active_low }),
+        IrqSource::Message => None,
+    }
+}
+
+impl Arch for X86 {
+    type Context = Context;
+    type Host = UserFormat;
+    type Nested = UserFormat;
+    type Vcpu = svm::VcpuFrames;
+    const GUEST_PORT_FRAMES: u32 = 3;
+    const PORT_FRAMES: u32 = 2;
+
+    #[inline(always)]
+    fn this_cpu() -> usize {
+        cpu::current().id as usize
+    }
+
+    fn cpus() -> usize {
+        CPUS.load(Ordering::Relaxed) as usize
+    }
+
+    #[inline(always)]
+    fn now() -> u64 {
+        time::tsc()
+    }
+
+    fn ticks(nanoseconds: u64) -> u64 {
+        time::to_ticks(nanoseconds)
+    }
+
+    fn kick(cpu: usize) {
+        apic::local().send_ipi(cpu, idt::IPI);
+    }
+
+    fn shootdown(cpus: u64) {
+        SHOOTDOWN.fetch_or(cpus, Ordering::AcqRel);
+        for cpu in (0..MAX_CPUS).filter(|cpu| cpus & 1 << cpu != 0) {
+            Self::kick(cpu);
+        }
+        while SHOOTDOWN.load(Ordering::Acquire) & cpus != 0 {
+            core::hint::spin_loop();
+        }
+    }
+
+    fn flush_local() {
+        // SAFETY: the kernel's own tables map all that the kernel uses.
+        unsafe { write_cr3(memory::kernel_root()) };
+    }
+
+    fn init_root(root: &[AtomicU64; 512]) {
+        let kernel = memory::direct(memory::kernel_root()).cast::<u64>();
+        for slot in memory::FIRST_SLOT..memory::FIRST_SLOT + memory::SLOTS {
+            // SAFETY: the kernel's root table, whose used entries never change after boot.
+            root[slot].store(unsafe { kernel.add(slot).read() }, Ordering::Relaxed);
+        }
+    }
+
+    fn user_entries() -> Range<usize> {
+        0..memory::FIRST_SLOT
+    }
+
+    fn has_nested() -> bool {
+        svm::is_ready()
+    }
+
+    fn vcpu_new(
+        memory: &Memory,
+        factory: Option<Handle<Factory>>,
+        state: Frame,
+    ) -> Result<svm::VcpuFrames, Status> {
+        svm::VcpuFrames::new(memory, factory, state)
+    }
+
+    fn vcpu_free(memory: &Memory, vcpu: &svm::VcpuFrames) {
+        vcpu.free(memory);
+    }
+
+    fn vcpu_state(_memory: &Memory, vcpu: &Vcpu<Self>, groups: u64) {
+        vcpu.arch.read_groups(groups);
+    }
+
+    fn irq_valid(source: IrqSource) -> bool {
+        line(source).is_none_or(|line| line.gsi < ioapic::gsi_count())
+    }
+
+    fn irq_set(irq: &Irq<Self>, masked: bool) {
+        let Some(line) = line(irq.source) else { return };
+        if masked {
+            ioapic::mask(line.gsi);
+        } else if ioapic::configure(line, irq.vector, irq.cpu).is_ok() {
+            ioapic::unmask(line.gsi);
+        }
+    }
+
+    fn irq_message(irq: &Irq<Self>) -> (u64, u64) {
+        let address = ioapic::msi_address(irq.cpu).unwrap_or(0);
+        (address, ioapic::msi_data(irq.vector) as u64)
+    }
+
+    fn log(text: core::fmt::Arguments<'_>) {
+        log::line(text);
+    }
+
+    fn log_text(text: &[u8]) {
+        log::text(text);
+    }
+
+    fn reset() -> ! {
+        const RESET_CONTROL: u16 = 0xcf9;
+        const KEYBOARD: u16 = 0x64;
+        // SAFETY: both end the machine; where neither exists, the CPU stops.
+        unsafe {
+            out8(RESET_CONTROL, 0x02);
+            out8(RESET_CONTROL, 0x06);
+            out8(KEYBOARD, 0xfe);
+        }
+        crate::io::stop()
+    }
+}
+
+static CPUS: AtomicU64 = AtomicU64::new(1);
+
+/// Says how many CPUs run.
+pub fn set_cpus(cpus: usize) {
+    CPUS.store(cpus as u64, Ordering::Relaxed);
+}
+
+/// Whether [`publish`] has been called and the lock was given back once.
+pub fn wait_until_published() {
+    while !READY.load(Ordering::Acquire) {
+        core::hint::spin_loop();
+    }
+}
+

@@ -1,0 +1,798 @@
+//! Guests on AMD SVM: the world switch, what the kernel settles itself, and the exchange of state
+//! with the VMM through the state page (`abi::vcpu`).
+//!
+//! # Invariants
+//!
+//! * While a guest runs, this CPU does not hold the kernel lock. Whoever takes the vCPU apart first makes the CPU
+//!   leave the guest (`Arch::shootdown`), and everything about the vCPU is looked up again afterwards.
+//! * The VMM chooses guest state only: intercepts, maps, nested tables and ASIDs are the kernel's, so whatever it
+//!   writes harms its own guest at most (a state that the processor refuses is an exit).
+//! * An event is in exactly one place: the state page's `inject`, the VMCB's `EVENTINJ`, or delivered.
+//! * FPU, debug address registers and TSC_AUX stay those of the vCPU that ran last on the CPU, until another one
+//!   runs there; host programs use none of them.
+
+use core::arch::{asm, naked_asm};
+use core::cell::{Cell, UnsafeCell};
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use abi::vcpu::{Segment, VcpuState, exit as kernel_exit, gpr, group};
+use abi::{ABI_VERSION, Status};
+use hw_x86::msr;
+use hw_x86::paging::{cr0, xcr0};
+use hw_x86::vmcb::{
+    Vmcb, VmcbSegment, event, exit, intercept3, intercept4, npf, tlb_control, v_intr,
+};
+use kernel_core::object::{Thread, Vcpu, Vm};
+use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::{Kernel, count};
+
+use crate::cpu::MAX_CPUS;
+use crate::features::features;
+use crate::io::{rdmsr, read_cr0, wrmsr, write_cr0, write_xcr0};
+use crate::memory::IMAGE_OFFSET;
+use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
+
+// ---- permission maps -------------------------------------------------------------------------------
+
+/// Maps that all guests share: every port and every MSR intercepted, but for those MSRs that the world switch
+/// carries with the guest.
+#[repr(C, align(4096))]
+struct Maps {
+    io: [u8; 3 * 4096],
+    msr: [u8; 2 * 4096],
+}
+
+struct SharedMaps(UnsafeCell<Maps>);
+
+// SAFETY: written only by `init_maps`, before any guest runs.
+unsafe impl Sync for SharedMaps {}
+
+static MAPS: SharedMaps =
+    SharedMaps(UnsafeCell::new(Maps { io: [0xff; 3 * 4096], msr: [0xff; 2 * 4096] }));
+static IS_READY: AtomicBool = AtomicBool::new(false);
+
+/// MSRs that a guest reads and writes without an exit: VMLOAD and VMSAVE switch them.
+const SWITCHED: [u32; 10] = [
+    msr::SYSENTER_CS,
+    msr::SYSENTER_ESP,
+    msr::SYSENTER_EIP,
+    msr::STAR,
+    msr::LSTAR,
+    msr::CSTAR,
+    msr::SFMASK,
+    msr::FS_BASE,
+    msr::GS_BASE,
+    msr::KERNEL_GS_BASE,
+];
+
+/// Byte and first bit of an MSR in the permission map (APM vol. 2 §15.11).
+const fn msr_place(msr: u32) -> (usize, u32) {
+    let offset = match msr {
+        0xc000_0000..=0xc000_1fff => 0x800,
+        0xc001_0000..=0xc001_1fff => 0x1000,
+        _ => 0,
+    };
+    let index = msr & 0x1fff;
+    (offset + index as usize / 4, index % 4 * 2)
+}
+
+/// Physical address of something in the kernel's image.
+fn image_physical<T>(pointer: *const T) -> u64 {
+    pointer as u64 - IMAGE_OFFSET
+}
+
+/// Host state of each CPU for VMRUN and VMSAVE.
+#[repr(C, align(4096))]
+struct HostPages {
+    hsave: [u8; 4096],
+    state: [u8; 4096],
+}
+
+/// Prepares guests on this machine: the shared maps. First CPU, before any other.
+pub fn init_maps() {
+    if !features().npt {
+        return;
+    }
+    // SAFETY: the first CPU alone, before any guest runs.
+    let maps = unsafe { &mut *MAPS.0.get() };
+    let auxiliary = features().rdtscp.then_some(msr::TSC_AUX);
+    for msr in SWITCHED.into_iter().chain(auxiliary) {
+        let (byte, bit) = msr_place(msr);
+        maps.msr[byte] &= !(3 << bit);
+    }
+    IS_READY.store(true, Ordering::Release);
+}
+
+/// Turns SVM on, on this CPU. `pages` are two frames of its own.
+pub fn init_cpu(number: usize, memory: &Memory, pages: Frame) {
+    if !is_ready() {
+        return;
+    }
+    let physical = memory.physical(pages);
+    local(number).guest.host_state.set(physical + core::mem::offset_of!(HostPages, state) as u64);
+    // SAFETY: SVM is there (`is_ready`); the host save area is a frame that nobody else uses.
+    unsafe {
+        if rdmsr(msr::VM_CR) & msr::vm_cr::SVMDIS != 0 {
+            IS_READY.store(false, Ordering::Release);
+            crate::log!("SVM is disabled by the firmware: virtual machines are not possible");
+            return;
+        }
+        wrmsr(msr::EFER, rdmsr(msr::EFER) | msr::efer::SVME);
+        wrmsr(msr::VM_HSAVE_PA, physical + core::mem::offset_of!(HostPages, hsave) as u64);
+    }
+}
+
+/// Whether guests can run.
+pub fn is_ready() -> bool {
+    IS_READY.load(Ordering::Acquire)
+}
+
+// ---- what a CPU remembers --------------------------------------------------------------------------
+
+/// A CPU's part.
+pub struct Local {
+    /// Physical address of the page that VMSAVE keeps host state in.
+    host_state: Cell<u64>,
+    /// vCPU whose FPU, debug and auxiliary registers are in the CPU.
+    owner: Cell<Option<Handle<Vcpu<X86>>>>,
+    /// Next unused ASID, and how often they ran out.
+    next_asid: Cell<u32>,
+    asid_epoch: Cell<u64>,
+}
+
+impl Local {
+    /// Before the first guest.
+    pub const fn new() -> Self {
+        Self {
+            host_state: Cell::new(0),
+            owner: Cell::new(None),
+            next_asid: Cell::new(1),
+            asid_epoch: Cell::new(1),
+        }
+    }
+}
+
+impl Default for Local {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+// ---- the vCPU's frames -----------------------------------------------------------------------------
+
+/// Processor structures of a vCPU.
+#[derive(Clone)]
+pub struct VcpuFrames {
+    vmcb_frame: Frame,
+    fpu_frame: Frame,
+    vmcb: *mut Vmcb,
+    vmcb_physical: u64,
+    state: *mut VcpuState,
+    fpu: *mut u8,
+    asid_epoch: Cell<u64>,
+    vm_generation: Cell<u64>,
+    port_generation: Cell<u64>,
+    xcr0: Cell<u64>,
+    debug: Cell<[u64; 4]>,
+    tsc_aux: Cell<u64>,
+    /// The processor's copy of the VMCB is out of date.
+    unclean: Cell<bool>,
+}
+
+fn fpu_frames() -> u32 {
+    features().xsave_size.div_ceil(abi::PAGE_SIZE as usize) as u32
+}
+
+impl VcpuFrames {
+    /// Frames for a vCPU in its reset state.
+    pub fn new(
+        memory: &Memory,
+        factory: Option<Handle<Factory>>,
+        state: Frame,
+    ) -> Result<Self, Status> {
+        let vmcb_frame = memory.alloc_raw(factory, 1)?;
+        let fpu_frame = memory
+            .alloc_raw(factory, fpu_frames())
+            .inspect_err(|_| memory.free_raw(vmcb_frame, 1))?;
+        let this = Self {
+            vmcb_frame,
+            fpu_frame,
+            vmcb: memory.address(vmcb_frame).cast(),
+            vmcb_physical: memory.physical(vmcb_frame),
+            state: memory.address(state).cast(),
+            fpu: memory.address(fpu_frame),
+            asid_epoch: Cell::new(0),
+            vm_generation: Cell::new(0),
+            port_generation: Cell::new(0),
+            xcr0: Cell::new(xcr0::X87),
+            debug: Cell::new([0; 4]),
+            tsc_aux: Cell::new(0),
+            unclean: Cell::new(true),
+        };
+        this.reset();
+        Ok(this)
+    }
+
+    /// Gives the frames back.
+    pub fn free(&self, memory: &Memory) {
+        memory.free_raw(self.vmcb_frame, 1);
+        memory.free_raw(self.fpu_frame, fpu_frames());
+    }
+
+    #[inline(always)]
+    fn vmcb(&self) -> &mut Vmcb {
+        // SAFETY: a frame of this vCPU alone, zeroed when allocated (all fields are integers). References are
+        // short-lived, within one function of this module, by the CPU that runs the vCPU or holds the lock.
+        unsafe { &mut *self.vmcb }
+    }
+
+    /// The state page. The VMM may write it at any time, so each field is read once.
+    #[inline(always)]
+    fn state(&self) -> &mut VcpuState {
+        // SAFETY: as for the VMCB; all fields are integers, any value is valid. The VMM's own thread is in the
+        // kernel; if another of its threads writes meanwhile, it races only for its own guest's values.
+        unsafe { &mut *self.state }
+    }
+
+    fn reset(&self) {
+        const LEGACY_FCW: usize = 0;
+        const LEGACY_MXCSR: usize = 24;
+        const PAT: u64 = 0x0007_0406_0007_0406;
+        const NESTED_PAGING: u64 = 1;
+        let Vmcb { control, save } = self.vmcb();
+        control.intercept_exceptions = 1 << 18;
+        control.intercept3 = intercept3::INTR
+            | intercept3::NMI
+            | intercept3::SMI
+            | intercept3::INIT
+            | intercept3::RDPMC
+            | intercept3::CPUID
+            | intercept3::INVD
+            | intercept3::HLT
+            | intercept3::INVLPGA
+            | intercept3::IOIO_PROT
+            | intercept3::MSR_PROT
+            | intercept3::TASK_SWITCH
+            | intercept3::FERR_FREEZE
+            | intercept3::SHUTDOWN;
+        control.intercept4 = intercept4::VMRUN
+            | intercept4::VMMCALL
+            | intercept4::VMLOAD
+            | intercept4::VMSAVE
+            | intercept4::STGI
+            | intercept4::CLGI
+            | intercept4::SKINIT
+            | intercept4::WBINVD
+            | intercept4::MONITOR
+            | intercept4::MWAIT
+            | intercept4::XSETBV
+            | intercept4::RDPRU;
+        // SAFETY: only the addresses of the maps are taken.
+        let (io, msr) = unsafe { (&raw const (*MAPS.0.get()).io, &raw const (*MAPS.0.get()).msr) };
+        control.iopm_base_pa = image_physical(io);
+        control.msrpm_base_pa = image_physical(msr);
+        control.v_intr = v_intr::INTR_MASKING;
+        control.nested_control = NESTED_PAGING;
+        save.efer = msr::efer::SVME;
+        save.cr0 = cr0::ET;
+        save.rflags = 2;
+        save.dr6 = 0xffff_0ff0;
+        save.dr7 = 0x400;
+        save.g_pat = PAT;
+        self.state().deadline = abi::FOREVER;
+        // SAFETY: inside the FPU frames; an XSAVE area whose header is zero restores initial state.
+        unsafe {
+            self.fpu.add(LEGACY_FCW).cast::<u16>().write(0x37f);
+            self.fpu.add(LEGACY_MXCSR).cast::<u32>().write(0x1f80);
+        }
+    }
+
+    /// Copies groups to the state page and marks them valid.
+    pub fn read_groups(&self, groups: u64) {
+        let (state, Vmcb { control, save }) = (self.state(), self.vmcb());
+        if groups & group::IP != 0 {
+            state.rip = save.rip;
+            state.rsp = save.rsp;
+            state.rflags = save.rflags;
+            state.interrupt_shadow = control.interrupt_shadow & 1;
+        }
+        if groups & group::CONTROL != 0 {
+            state.cr0 = save.cr0;
+            state.cr2 = save.cr2;
+            state.cr3 = save.cr3;
+            state.cr4 = save.cr4;
+            state.efer = save.efer & !msr::efer::SVME;
+            state.cpl = save.cpl as u64;
+        }
+        if groups & group::SEGMENTS != 0 {
+            for (to, from) in state.segments.iter_mut().zip(&save.segments) {
+                *to = to_abi(from);
+            }
+            state.gdtr = to_abi(&save.gdtr);
+            state.ldtr = to_abi(&save.ldtr);
+            state.idtr = to_abi(&save.idtr);
+            state.tr = to_abi(&save.tr);
+        }
+        if groups & group::MSRS != 0 {
+            state.star = save.star;
+            state.lstar = save.lstar;
+            state.cstar = save.cstar;
+            state.sfmask = save.sfmask;
+            state.kernel_gs_base = save.kernel_gs_base;
+            state.sysenter_cs = save.sysenter_cs;
+            state.sysenter_esp = save.sysenter_esp;
+            state.sysenter_eip = save.sysenter_eip;
+            state.pat = save.g_pat;
+        }
+        if groups & group::DEBUG != 0 {
+            state.dr6 = save.dr6;
+            state.dr7 = save.dr7;
+        }
+        if groups & group::TSC != 0 {
+            state.tsc_offset = control.tsc_offset;
+        }
+        if groups & group::XCR0 != 0 {
+            state.xcr0 = self.xcr0.get();
+        }
+        state.valid |= groups & group::ALL;
+    }
+
+    /// Takes over the groups that the VMM changed. `Err`: an XCR0 that the machine does not have.
+    #[inline(always)]
+    fn write_groups(&self, dirty: u64) -> Result<(), Status> {
+        const SHADOW: u64 = 1;
+        let (state, Vmcb { control, save }) = (self.state(), self.vmcb());
+        if dirty & group::IP != 0 {
+            save.rip = state.rip;
+            save.rsp = state.rsp;
+            save.rflags = state.rflags;
+            control.interrupt_shadow = state.interrupt_shadow & SHADOW;
+        }
+        if dirty & !(group::IP | group::INJECT) != 0 {
+            self.write_rare_groups(dirty)?;
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn write_rare_groups(&self, dirty: u64) -> Result<(), Status> {
+        let (state, Vmcb { control, save }) = (self.state(), self.vmcb());
+        self.unclean.set(true);
+        if dirty & group::CONTROL != 0 {
+            save.cr0 = state.cr0;
+            save.cr2 = state.cr2;
+            save.cr3 = state.cr3;
+            save.cr4 = state.cr4;
+            save.efer = state.efer | msr::efer::SVME;
+            save.cpl = state.cpl as u8 & 3;
+            // What the guest's TLB holds may not fit the new registers.
+            self.asid_epoch.set(0);
+        }
+        if dirty & group::SEGMENTS != 0 {
+            for (to, from) in save.segments.iter_mut().zip(&state.segments) {
+                *to = from_abi(from);
+            }
+            save.gdtr = from_abi(&state.gdtr);
+            save.ldtr = from_abi(&state.ldtr);
+            save.idtr = from_abi(&state.idtr);
+            save.tr = from_abi(&state.tr);
+        }
+        if dirty & group::MSRS != 0 {
+            save.star = state.star;
+            save.lstar = state.lstar;
+            save.cstar = state.cstar;
+            save.sfmask = state.sfmask;
+            save.kernel_gs_base = state.kernel_gs_base;
+            save.sysenter_cs = state.sysenter_cs;
+            save.sysenter_esp = state.sysenter_esp;
+            save.sysenter_eip = state.sysenter_eip;
+            save.g_pat = state.pat;
+        }
+        if dirty & group::DEBUG != 0 {
+            save.dr6 = state.dr6;
+            save.dr7 = state.dr7;
+        }
+        if dirty & group::TSC != 0 {
+            control.tsc_offset = state.tsc_offset;
+        }
+        if dirty & group::XCR0 != 0 {
+            let new = state.xcr0;
+            let avx512 = new & xcr0::AVX512;
+            let valid = new & xcr0::X87 != 0
+                && new & !features().xcr0_mask == 0
+                && (new & xcr0::AVX == 0 || new & xcr0::SSE != 0)
+                && (avx512 == 0 || avx512 == xcr0::AVX512 && new & xcr0::AVX != 0);
+            if !valid {
+                return Err(Status::BadArgument);
+            }
+            self.xcr0.set(new);
+        }
+        Ok(())
+    }
+}
+
+fn to_abi(from: &VmcbSegment) -> Segment {
+    Segment { selector: from.selector, attrib: from.attrib, limit: from.limit, base: from.base }
+}
+
+fn from_abi(from: &Segment) -> VmcbSegment {
+    VmcbSegment { selector: from.selector, attrib: from.attrib, limit: from.limit, base: from.base }
+}
+
+// ---- the world switch ------------------------------------------------------------------------------
+
+/// Runs the guest until the next exit: loads its general registers from `registers` (`VcpuState::gpr`), executes
+/// VMRUN, saves them there. `rax` and `rsp` are in the VMCB. Leaves with GIF clear.
+///
+/// # Safety
+/// GIF is clear and IF set; host state was saved and guest state loaded (VMSAVE, VMLOAD); the VMCB is as SVM wants it.
+#[unsafe(naked)]
+unsafe extern "C" fn world_switch(vmcb: u64, registers: *mut u64) {
+    naked_asm!(
+        "push rbx",
+        "push rbp",
+        "push r12",
+        "push r13",
+        "push r14",
+        "push r15",
+        "push rsi",
+        "mov rax, rdi",
+        "mov rcx, [rsi + 8]",
+        "mov rdx, [rsi + 16]",
+        "mov rbx, [rsi + 24]",
+        "mov rbp, [rsi + 40]",
+        "mov rdi, [rsi + 56]",
+        "mov r8, [rsi + 64]",
+        "mov r9, [rsi + 72]",
+        "mov r10, [rsi + 80]",
+        "mov r11, [rsi + 88]",
+        "mov r12, [rsi + 96]",
+        "mov r13, [rsi + 104]",
+        "mov r14, [rsi + 112]",
+        "mov r15, [rsi + 120]",
+        "mov rsi, [rsi + 48]",
+        "vmrun rax",
+        "xchg rsi, [rsp]",
+        "mov [rsi + 8], rcx",
+        "mov [rsi + 16], rdx",
+        "mov [rsi + 24], rbx",
+        "mov [rsi + 40], rbp",
+        "mov [rsi + 56], rdi",
+        "mov [rsi + 64], r8",
+        "mov [rsi + 72], r9",
+        "mov [rsi + 80], r10",
+        "mov [rsi + 88], r11",
+        "mov [rsi + 96], r12",
+        "mov [rsi + 104], r13",
+        "mov [rsi + 112], r14",
+        "mov [rsi + 120], r15",
+        "pop rax",
+        "mov [rsi + 48], rax",
+        "pop r15",
+        "pop r14",
+        "pop r13",
+        "pop r12",
+        "pop rbp",
+        "pop rbx",
+        "ret",
+    )
+}
+
+/// Lets pending host interrupts in (they are noted in `PerCpu::pending`) or not, and sets GIF.
+///
+/// # Safety
+/// Host state is loaded, the kernel lock is not held, GIF is clear and IF set.
+#[inline(always)]
+unsafe fn end_guest_mode(interrupts: bool) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        if interrupts {
+            asm!("stgi", "nop", "cli", options(nostack));
+        } else {
+            asm!("cli", "stgi", options(nostack));
+        }
+    }
+}
+
+/// Runs the guest with the lock not held; returns its exit code. Kernel hypercalls are answered here.
+#[inline(always)]
+fn enter(frames: &VcpuFrames, host_state: u64, entries: &mut u64, settled: &mut u64) -> u64 {
+    let vmcb = frames.vmcb();
+    let state = frames.state();
+    let registers = (&raw mut state.gpr).cast::<u64>();
+    vmcb.save.rax = state.gpr[gpr::RAX];
+    // SAFETY: host state goes to this CPU's own page and comes back from there; the VMCB is complete, its maps and
+    // tables are the kernel's. With GIF clear nothing interrupts between VMLOAD and VMRUN.
+    let code = unsafe {
+        asm!("clgi", "sti", "vmsave rax", in("rax") host_state, options(nostack));
+        asm!("vmload rax", in("rax") frames.vmcb_physical, options(nostack));
+        loop {
+            world_switch(frames.vmcb_physical, registers);
+            *entries += 1;
+            let code = (&raw const vmcb.control.exit_code).read_volatile();
+            if code != exit::VMMCALL || vmcb.save.rax != abi::vcpu::HYPERCALL_VERSION {
+                break code;
+            }
+            // A hypercall of the kernel's own.
+            const VMMCALL_LENGTH: u64 = 3;
+            *settled += 1;
+            vmcb.save.rax = ABI_VERSION as u64;
+            vmcb.save.rip = vmcb.save.rip.wrapping_add(VMMCALL_LENGTH);
+            vmcb.control.interrupt_shadow = 0;
+            vmcb.control.event_inj = 0;
+            vmcb.control.tlb_control = tlb_control::NOTHING;
+        }
+    };
+    // SAFETY: as above; the host's registers are back before anything uses GS or SYSRET.
+    unsafe {
+        asm!("vmsave rax", in("rax") frames.vmcb_physical, options(nostack));
+        asm!("vmload rax", in("rax") host_state, options(nostack));
+        end_guest_mode(matches!(code, exit::INTR | exit::NMI));
+    }
+    state.gpr[gpr::RAX] = vmcb.save.rax;
+    code
+}
+
+// ---- FPU, debug and auxiliary registers --------------------------------------------------------------
+
+/// Makes this vCPU's registers those in the CPU.
+#[cold]
+fn become_owner(kernel: &Kernel<X86>, number: usize, name: Handle<Vcpu<X86>>, vcpu: &Vcpu<X86>) {
+    let owner = &local(number).guest.owner;
+    let have = features();
+    // SAFETY: TS is cleared around FPU instructions only; areas are as large as `xsave_size`, aligned to pages; XCR0
+    // values are within the machine's. Debug and auxiliary registers are no memory. A vCPU that no longer exists left
+    // no area to save to.
+    unsafe {
+        write_cr0(read_cr0() & !cr0::TS);
+        if have.xsave {
+            write_xcr0(have.xcr0_mask);
+        }
+        if let Some(old) = owner.replace(Some(name)).and_then(|old| kernel.memory.get(old)) {
+            let old = &old.arch;
+            if have.xsave {
+                asm!("xsave64 [{}]", in(reg) old.fpu, in("eax") u32::MAX, in("edx") u32::MAX, options(nostack));
+            } else {
+                asm!("fxsave64 [{}]", in(reg) old.fpu, options(nostack));
+            }
+            let (d0, d1, d2, d3): (u64, u64, u64, u64);
+            asm!("mov {}, dr0", "mov {}, dr1", "mov {}, dr2", "mov {}, dr3",
+                out(reg) d0, out(reg) d1, out(reg) d2, out(reg) d3, options(nomem, nostack));
+            old.debug.set([d0, d1, d2, d3]);
+            if have.rdtscp {
+                old.tsc_aux.set(rdmsr(msr::TSC_AUX));
+            }
+        }
+        let new = &vcpu.arch;
+        if have.xsave {
+            asm!("xrstor64 [{}]", in(reg) new.fpu, in("eax") u32::MAX, in("edx") u32::MAX, options(nostack));
+            write_xcr0(new.xcr0.get());
+        } else {
+            asm!("fxrstor64 [{}]", in(reg) new.fpu, options(nostack));
+        }
+        let [d0, d1, d2, d3] = new.debug.get();
+        asm!("mov dr0, {}", "mov dr1, {}", "mov dr2, {}", "mov dr3, {}",
+            in(reg) d0, in(reg) d1, in(reg) d2, in(reg) d3, options(nomem, nostack));
+        if have.rdtscp {
+            wrmsr(msr::TSC_AUX, new.tsc_aux.get());
+        }
+        write_cr0(read_cr0() | cr0::TS);
+    }
+}
+
+// ---- ASIDs -----------------------------------------------------------------------------------------
+
+/// Gives the vCPU an ASID under which the TLB holds nothing. This is also how a guest's TLB is flushed.
+#[cold]
+fn new_asid(local: &Local, frames: &VcpuFrames, vm: &Vm<X86>) {
+    let control = &mut frames.vmcb().control;
+    if local.next_asid.get() >= features().asids {
+        local.next_asid.set(1);
+        local.asid_epoch.set(local.asid_epoch.get() + 1);
+        control.tlb_control = tlb_control::FLUSH_ALL;
+    }
+    control.guest_asid = local.next_asid.replace(local.next_asid.get() + 1);
+    frames.asid_epoch.set(local.asid_epoch.get());
+    frames.vm_generation.set(vm.space.generation.get());
+    frames.unclean.set(true);
+}
+
+// ---- VcpuRun ---------------------------------------------------------------------------------------
+
+/// Clean bits for a VMCB whose cached parts have not changed: all that are defined (APM vol. 2 §15.15.3).
+const CLEAN: u64 = 0xfff;
+
+/// Runs the vCPU that the current thread, `thread_name`, is in `VcpuRun` on, until there is something for
+/// its VMM or for the scheduler.
+pub fn run(
+    mut kernel: Guard,
+    number: usize,
+    thread_name: Handle<Thread<X86>>,
+    name: Handle<Vcpu<X86>>,
+) -> Guard {
+    let mut first = true;
+    loop {
+        let thread = kernel.memory.at(thread_name);
+        let Some(vcpu) = kernel.memory.get(name) else {
+            kernel.vcpu_return(thread, None, Status::Aborted);
+            return kernel;
+        };
+        let vm = kernel.memory.get(vcpu.vm).filter(|vm| !vm.space.dying.get());
+        let (Some(vm), Some(notification)) = (vm, kernel.memory.get(vcpu.notification)) else {
+            kernel.vcpu_return(thread, Some(vcpu), Status::Aborted);
+            return kernel;
+        };
+        let frames = &vcpu.arch;
+        let state = frames.state();
+        let dirty = state.dirty;
+        if dirty != 0 {
+            state.dirty = 0;
+            if let Err(status) = frames.write_groups(dirty) {
+                kernel.vcpu_return(thread, Some(vcpu), status);
+                return kernel;
+            }
+            let is_owner = local(number).guest.owner.get() == Some(name);
+            if dirty & group::XCR0 != 0 && is_owner && features().xsave {
+                // SAFETY: `write_groups` has checked the value against the machine's.
+                unsafe { write_xcr0(frames.xcr0.get()) };
+            }
+        }
+        let bits = notification.bits.take();
+        if bits != 0 {
+            state.events = bits;
+            return give(kernel, thread_name, name, kernel_exit::RECALL, 0);
+        }
+        let deadline = state.deadline;
+        // Checked on the way in only after something took time: the VMM has just looked at its clock.
+        if !first && deadline <= crate::time::tsc() {
+            return give(kernel, thread_name, name, kernel_exit::DEADLINE, 0);
+        }
+        first = false;
+
+        if local(number).guest.owner.get() != Some(name) {
+            become_owner(&kernel, number, name, vcpu);
+        }
+        let cpu_local = &local(number).guest;
+        if frames.asid_epoch.get() != cpu_local.asid_epoch.get()
+            || frames.vm_generation.get() != vm.space.generation.get()
+        {
+            new_asid(cpu_local, frames, vm);
+            frames.vmcb().control.n_cr3 = kernel.memory.physical(vm.space.root);
+        }
+        if frames.port_generation.get() != vm.space.port_generation.get() {
+            frames.port_generation.set(vm.space.port_generation.get());
+            frames.unclean.set(true);
+            if let Some(map) = vm.space.port_map.get() {
+                frames.vmcb().control.iopm_base_pa = kernel.memory.physical(map);
+            }
+        }
+        let window = state.window != 0;
+        let control = &mut frames.vmcb().control;
+        if (control.intercept3 & intercept3::VINTR != 0) != window {
+            control.intercept3 ^= intercept3::VINTR;
+            control.v_intr = v_intr::INTR_MASKING
+                | if window { v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIFT } else { 0 };
+            frames.unclean.set(true);
+        }
+        control.event_inj = state.inject;
+        state.inject = 0;
+        control.clean = if frames.unclean.replace(false) { 0 } else { CLEAN };
+
+        let cpu_bit = 1u64 << number;
+        vm.space.active.set(vm.space.active.get() | cpu_bit);
+        let vm_name = vcpu.vm;
+        arm(local(number), kernel.cpus[number].deadline().min(deadline));
+        let host_state = cpu_local.host_state.get();
+        let (mut entries, mut settled) = (0, 0);
+        let frames: *const VcpuFrames = frames;
+        unlock(kernel);
+        // SAFETY: the vCPU is not freed before this CPU has answered a shootdown, which it does when it takes the lock.
+        let code = enter(unsafe { &*frames }, host_state, &mut entries, &mut settled);
+        kernel = lock(number);
+
+        add(&kernel.counters.vm_entries, entries);
+        add(&kernel.counters.settled, settled);
+        if let Some(vm) = kernel.memory.get(vm_name) {
+            vm.space.active.set(vm.space.active.get() & !cpu_bit);
+        }
+        let Some(vcpu) = kernel.memory.get(name) else {
+            handle_pending(&kernel, number);
+            return kernel;
+        };
+        let frames = &vcpu.arch;
+        let (state, control) = (frames.state(), &mut frames.vmcb().control);
+        state.entries += entries;
+        state.settled += settled;
+        control.tlb_control = tlb_control::NOTHING;
+        state.inject = interrupted_event(control.exit_int_info);
+        match code {
+            exit::INTR | exit::NMI | exit::SMI | exit::INIT => {
+                state.settled += 1;
+                count(&kernel.counters.settled);
+                handle_pending(&kernel, number);
+                // Another thread may have to run, or this one may have been stopped or its call ended.
+                if kernel.cpus[number].resched.get()
+                    || kernel.cpus[number].current.get() != Some(thread_name)
+                    || kernel.memory.at(thread_name).vcpu.get() != Some(name)
+                {
+                    return kernel;
+                }
+            }
+            exit::VINTR => {
+                state.window = 0;
+                return give(kernel, thread_name, name, kernel_exit::WINDOW, 0);
+            }
+            _ => {
+                let mut groups = 0;
+                if code == exit::NPF {
+                    groups = group::CONTROL | group::SEGMENTS;
+                }
+                state.exit_info1 = control.exit_info1;
+                state.exit_info2 = control.exit_info2;
+                let have = features();
+                state.next_rip = if have.nrip_save { control.n_rip } else { 0 };
+                state.bytes_len = 0;
+                if have.decode_assist && code == exit::NPF && control.exit_info1 & npf::FETCH == 0 {
+                    state.bytes_len = control.fetched_bytes as u64 & 0xf;
+                    state.bytes[..15].copy_from_slice(&control.instruction_bytes);
+                }
+                return give(kernel, thread_name, name, code, groups);
+            }
+        }
+    }
+}
+
+fn add(counter: &Cell<u64>, value: u64) {
+    counter.set(counter.get() + value);
+}
+
+/// What must be injected again after an exit that cut a delivery short. Software interrupts and exceptions happen again
+/// by themselves, because their instruction has not completed (APM vol. 2 §15.20).
+#[inline(always)]
+fn interrupted_event(info: u64) -> u64 {
+    if info & event::VALID == 0 {
+        return 0;
+    }
+    let by_instruction = info & event::TYPE_MASK == event::TYPE_SOFT
+        || info & event::TYPE_MASK == event::TYPE_EXCEPTION && matches!(info & event::VECTOR, 3 | 4);
+    if by_instruction { 0 } else { info }
+}
+
+/// Ends `VcpuRun` with an exit for the VMM.
+#[inline(always)]
+fn give(
+    kernel: Guard,
+    thread_name: Handle<Thread<X86>>,
+    name: Handle<Vcpu<X86>>,
+    code: u64,
+    groups: u64,
+) -> Guard {
+    let vcpu = kernel.memory.at(name);
+    let state = vcpu.arch.state();
+    state.exit_code = code;
+    state.valid = group::INJECT;
+    vcpu.arch.read_groups(group::IP | groups);
+    if let Some(thread) = kernel.memory.get(thread_name) {
+        kernel.vcpu_return(thread, Some(vcpu), Status::Ok);
+    }
+    kernel
+}
+
+/// Frames of host state that each CPU needs.
+pub const HOST_FRAMES: u32 = (size_of::<HostPages>() / 4096) as u32;
+
+/// Host pages of all CPUs, by physical address: the APs set themselves up from here.
+static HOST_PAGES: [AtomicU64; MAX_CPUS] = [const { AtomicU64::new(0) }; MAX_CPUS];
+
+/// Remembers a CPU's host pages.
+pub fn set_host_pages(memory: &Memory, number: usize, pages: Frame) {
+    HOST_PAGES[number].store(memory.physical(pages), Ordering::Release);
+}
+
+/// Turns SVM on, on this CPU, with the pages that were set aside for it.
+pub fn init_this_cpu(memory: &Memory, number: usize) {
+    let physical = HOST_PAGES[number].load(Ordering::Acquire);
+    if physical != 0 {
+        init_cpu(number, memory, memory.frame_at(physical));
+    }
+}
