@@ -459,7 +459,8 @@ impl<A: Arch> Kernel<A> {
             (ItemKind::Capability, SpaceRef::Vm(_)) => return Err(Status::BadArgument),
         };
         let misaligned = (source | destination) & (size - 1) != 0;
-        if misaligned || destination.checked_add(size).is_none_or(|end| end > limit) {
+        let fits = destination.checked_add(size).is_some_and(|end| end <= limit);
+        if misaligned || !fits || source.checked_add(size).is_none() {
             return Err(Status::BadArgument);
         }
         if item.kind == ItemKind::Capability {
@@ -534,9 +535,7 @@ impl<A: Arch> Kernel<A> {
             if item.grant && self.memory.at(capability.node).child.get().is_some() {
                 return Err(Status::Busy);
             }
-            if !(from == to && item.grant) {
-                self.free_slot(receiver, destination + offset)?;
-            }
+            self.free_slot(receiver, destination + offset)?;
         }
         for offset in 0..units(item.order) {
             let capability = self.capability(giver, source + offset)?;
@@ -738,6 +737,10 @@ impl<A: Arch> Kernel<A> {
                 }
                 page.set(None);
                 self.memory.free(slots);
+            }
+            // Its capabilities may have been the last to other tasks, which are now before it.
+            if self.dying_tasks.get() != Some(handle) {
+                continue;
             }
             if !self.reap_space::<A::Host>(&task.space, A::user_entries(), A::PORT_FRAMES, budget) {
                 return false;

@@ -200,7 +200,7 @@ impl Random {
     /// A number below `limit`.
     pub fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        ((self.0 >> 32) * limit) >> 32
+        (((self.0 >> 16) as u128 * limit as u128) >> 48) as u64
     }
     /// True once in `times`.
     pub fn once_in(&mut self, times: u64) -> bool {
