@@ -478,8 +478,15 @@ impl<A: Arch> Kernel<A> {
         self.unwanted(handle);
         let sched = self.memory.at(handle);
         if let Some(holder) = sched.holder.get().and_then(|holder| self.memory.get(holder)) {
-            holder.sched.set(None);
+            // A server that worked on this borrowed time goes on with its own, if it has any.
+            let own = holder.own_sched.get().filter(|&own| own != handle);
+            holder.sched.set(own);
             holder.borrowed.set(false);
+            if let Some(own) = own.filter(|&own| self.memory.get(own).is_some())
+                && holder.state.get() == ThreadState::Ready
+            {
+                self.ready(own);
+            }
         }
         if let Some(owner) = sched.owner.get().and_then(|owner| self.memory.get(owner)) {
             owner.own_sched.set(None);

@@ -47,7 +47,7 @@ const TASK_QUOTA: u64 = 256;
 const VMM_QUOTA: u64 = 64;
 const VCPU_QUOTA: u64 = 24;
 const GIB_QUOTA: u64 = 4;
-const SMALL_STACK: u64 = 16 << 10;
+const SMALL_STACK: u64 = 48 << 10;
 /// The whole machine of a VMM is on its stack.
 const VMM_STACK: u64 = 40 << 10;
 const TASK_STACK: u64 = 64 << 10;
