@@ -20,6 +20,7 @@ mod lines;
 mod loader;
 mod manager;
 mod memory;
+mod policy;
 
 use abi::boot::{BOOT_MAGIC, slot};
 use abi::bundle::{HEADER_LENGTH, Header, SYSTEM_NAME};

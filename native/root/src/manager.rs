@@ -24,7 +24,8 @@ use crate::alarm::{Alarm, RINGS};
 use crate::child::{Child, Resources, Shape, StartError, purpose};
 use crate::fault::Fault;
 use crate::memory::Memory;
-use crate::{leave, lines};
+use crate::policy::Ended;
+use crate::{leave, lines, policy};
 
 /// Slot of root's notification.
 pub const NOTIFICATION: u64 = boot::slot::FREE;
@@ -54,10 +55,6 @@ const TASK_STACK: u64 = 64 << 10;
 /// Private memory of a native program.
 const TASK_MEMORY: u64 = 256 << 10;
 
-/// Shortest and longest time until a restart, in ns, and the time that a child must live to be thought healthy.
-const FIRST_DELAY: u64 = 100_000_000;
-const MAX_DOUBLINGS: u32 = 7;
-const HEALTHY: u64 = 30_000_000_000;
 /// Time for tasks to end by themselves when the system ends, and for output to leave, in ns.
 const PATIENCE: u64 = 3_000_000_000;
 
@@ -70,11 +67,9 @@ struct Record {
     restart: u64,
     /// Restarts since it was last healthy.
     restarts: u32,
-    /// Pages of kernel memory in use before it was made.
-    pages_before: u64,
 }
 
-const UNKNOWN: Record = Record { ended: None, restart: FOREVER, restarts: 0, pages_before: 0 };
+const UNKNOWN: Record = Record { ended: None, restart: FOREVER, restarts: 0 };
 
 /// How far the end of the system has come.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -188,7 +183,6 @@ impl<'a> Manager<'a> {
     /// Starts a child if the description has it. A failure is its end.
     fn start(&mut self, number: usize) {
         self.records[number].restart = FOREVER;
-        self.records[number].pages_before = pages_used();
         let started = match number {
             FIRST_VM.. => {
                 self.system.vms.get(number - FIRST_VM).map(|vm| self.start_vm(number, vm))
@@ -400,7 +394,7 @@ impl<'a> Manager<'a> {
     fn end(&mut self, number: usize, end: End) {
         let (kind, name) = (Self::kind(number), self.name(number));
         let (code, what) = match &end {
-            End::Exited(code, _) => (*code, outcome(*code, number >= FIRST_VM)),
+            End::Exited(code, _) => (*code, policy::outcome(*code, number >= FIRST_VM)),
             End::Panicked(_) => (code::INTERNAL, "panic"),
             End::Faulted(_) => (code::INTERNAL, "fault"),
         };
@@ -427,18 +421,12 @@ impl<'a> Manager<'a> {
             Some(vm) => vm.restart,
             None => Restart::Never,
         };
-        let again = match policy {
-            Restart::Never => false,
-            Restart::OnCrash => code >= code::INTERNAL,
-            Restart::Always => true,
-        };
+        let again = policy::starts_again(policy, code);
         if again && self.alarm.is_some() && self.phase == Phase::Running {
             let record = &mut self.records[number];
-            if time::nanos(self.clock.tsc_khz, lived) >= HEALTHY {
-                record.restarts = 0;
-            }
-            let delay = FIRST_DELAY << record.restarts.min(MAX_DOUBLINGS);
-            record.restarts = record.restarts.saturating_add(1);
+            let lived = time::nanos(self.clock.tsc_khz, lived);
+            let (delay, restarts) = policy::next_restart(record.restarts, lived);
+            record.restarts = restarts;
             record.restart = time::after(&self.clock, delay);
             info!("{kind} {name} starts again in {} ms", delay / 1_000_000);
         }
@@ -496,18 +484,11 @@ impl<'a> Manager<'a> {
         }
     }
 
-    /// The outcome of the system: the first failure, in the order of the description.
     fn judge(&self) -> u64 {
-        let failure = |number: &usize| {
-            let code = self.records[*number].ended.unwrap_or(code::OK);
-            // A task that was only there until the others ended still has its say then.
-            (self.essential(*number) || *number < FIRST_VM && code < code::INTERNAL)
-                && code != code::OK
-        };
-        (FIRST_TASK..CHILDREN)
-            .find(failure)
-            .and_then(|number| self.records[number].ended)
-            .unwrap_or(code::OK)
+        policy::judge((FIRST_TASK..CHILDREN).filter_map(|number| {
+            let code = self.records[number].ended?;
+            Some(Ended { essential: self.essential(number), task: number < FIRST_VM, code })
+        }))
     }
 
     fn leave(&self) -> ! {
@@ -530,20 +511,6 @@ fn make_alarm(thread: OwnThread) -> Result<Alarm, native_rt::Status> {
 /// Pages of kernel memory in use.
 fn pages_used() -> u64 {
     Platform::at(boot::slot::PLATFORM).stats().map_or(0, |stats| stats.pages_used)
-}
-
-/// What an exit code means.
-fn outcome(code: u64, of_vm: bool) -> &'static str {
-    match code {
-        code::OK if of_vm => "power-off",
-        code::BAD_CONFIG => "bad configuration",
-        code::INTERNAL => "internal error",
-        code::GUEST_PANIC => "guest panic",
-        code::GUEST_FAULT => "guest fault",
-        code::WATCHDOG => "watchdog",
-        code::RESET => "reset",
-        _ => "exit",
-    }
 }
 
 /// Statistics of a VMM as `name=value`, with the bytes that it used in all.

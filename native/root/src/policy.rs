@@ -1,0 +1,98 @@
+//! Decisions about ends: pure functions, apart from what carries them out.
+
+use proto::control::code;
+use proto::system::Restart;
+
+/// Shortest time until a restart, in ns, and how often it doubles.
+const FIRST_DELAY: u64 = 100_000_000;
+const MAX_DOUBLINGS: u32 = 7;
+/// A child that lived this long, in ns, is thought healthy: what made it end is new.
+const HEALTHY: u64 = 30_000_000_000;
+
+/// Whether a child that ended with this code is started again.
+pub fn starts_again(policy: Restart, code: u64) -> bool {
+    match policy {
+        Restart::Never => false,
+        Restart::OnCrash => code >= code::INTERNAL,
+        Restart::Always => true,
+    }
+}
+
+/// The time until the next start in ns, and the new number of restarts, for a child that lived `lived` ns and had
+/// been restarted `restarts` times since it was last healthy.
+pub fn next_restart(restarts: u32, lived: u64) -> (u64, u32) {
+    let restarts = if lived >= HEALTHY { 0 } else { restarts };
+    (FIRST_DELAY << restarts.min(MAX_DOUBLINGS), restarts.saturating_add(1))
+}
+
+/// What counts of a child's end.
+#[derive(Clone, Copy, Debug)]
+pub struct Ended {
+    /// The system waited for it.
+    pub essential: bool,
+    /// It is a native program, not a guest.
+    pub task: bool,
+    /// Its exit code.
+    pub code: u64,
+}
+
+/// The outcome of the system: the first failure, in the order of the description. A native program that
+/// was only there until the others ended has its say too, unless it crashed: crashing may be its purpose.
+pub fn judge(ends: impl Iterator<Item = Ended>) -> u64 {
+    ends.filter(|end| end.essential || end.task && end.code < code::INTERNAL)
+        .map(|end| end.code)
+        .find(|&code| code != code::OK)
+        .unwrap_or(code::OK)
+}
+
+/// What an exit code means.
+pub fn outcome(code: u64, of_guest: bool) -> &'static str {
+    match code {
+        code::OK if of_guest => "power-off",
+        code::BAD_CONFIG => "bad configuration",
+        code::INTERNAL => "internal error",
+        code::GUEST_PANIC => "guest panic",
+        code::GUEST_FAULT => "guest fault",
+        code::WATCHDOG => "watchdog",
+        code::RESET => "reset",
+        _ => "exit",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn restarts_back_off_and_recover() {
+        let mut restarts = 0;
+        let mut delays = Vec::new();
+        for _ in 0..10 {
+            let (delay, next) = next_restart(restarts, 0);
+            delays.push(delay / 1_000_000);
+            restarts = next;
+        }
+        assert_eq!(delays, [100, 200, 400, 800, 1600, 3200, 6400, 12800, 12800, 12800]);
+        assert_eq!(next_restart(restarts, HEALTHY), (FIRST_DELAY, 1));
+        assert_eq!(next_restart(u32::MAX, 0).1, u32::MAX);
+    }
+
+    #[test]
+    fn crashes_and_exits() {
+        assert!(starts_again(Restart::OnCrash, code::GUEST_PANIC));
+        assert!(!starts_again(Restart::OnCrash, 63), "the guest's own code is no crash");
+        assert!(starts_again(Restart::Always, code::OK));
+        assert!(!starts_again(Restart::Never, code::INTERNAL));
+    }
+
+    #[test]
+    fn first_failure_counts() {
+        let end = |essential, task, code| Ended { essential, task, code };
+        let judge = |ends: &[Ended]| judge(ends.iter().copied());
+        assert_eq!(judge(&[]), 0);
+        assert_eq!(judge(&[end(true, false, 0), end(true, false, 83), end(true, false, 80)]), 83);
+        assert_eq!(judge(&[end(false, true, 2)]), 2, "a helper that found a mistake");
+        assert_eq!(judge(&[end(false, true, code::INTERNAL)]), 0, "a helper that crashed");
+        assert_eq!(judge(&[end(false, false, 83)]), 0, "a guest that does not matter");
+    }
+}
