@@ -223,8 +223,8 @@ pub struct Thread<A: Arch> {
     pub own_sched: Link<SchedContext<A>>,
     /// The scheduling context that it runs on: its own, or a caller's.
     pub sched: Link<SchedContext<A>>,
-    /// Server: `sched` belongs to the caller being served.
-    pub borrowed: Cell<bool>,
+    /// Server: who lent `sched`, one of those that wait for it; `None` if it is the server's own.
+    pub lender: Link<Thread<A>>,
     /// Server: who waits for the reply.
     pub caller: Link<Thread<A>>,
     /// Server: first of the callers that wait to be served.

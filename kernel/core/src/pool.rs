@@ -554,7 +554,7 @@ pub(crate) mod testing {
         slabs
             .flat_map(|frame| {
                 (0..FRAME / size)
-                    .map(move |number| (frame << (PAGE_SHIFT - 4)) + (number * size >> 4) as u32)
+                    .map(move |number| (frame << (PAGE_SHIFT - 4)) + ((number * size) >> 4) as u32)
             })
             .filter_map(|index| {
                 let generation = memory.slot::<T>(index).generation.get();
@@ -562,6 +562,12 @@ pub(crate) mod testing {
                 (generation != 0).then(|| Handle(NonZeroU64::new(raw).unwrap(), PhantomData))
             })
             .collect()
+    }
+
+    /// Frames of the table of frames.
+    pub fn fixed(memory: &Memory) -> u32 {
+        let infos = (0..memory.count).map(|frame| memory.info(frame));
+        infos.filter(|info| info.class.get() == CLASS_FIXED).count() as u32
     }
 
     /// Checks that quotas add up: what a factory has used is the frames that it owns and the

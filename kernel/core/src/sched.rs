@@ -189,6 +189,10 @@ impl<A: Arch> Kernel<A> {
         let (priority, budget, period) = Self::sched_parameters(priority, budget, period)?;
         let sched = self.memory.at(handle);
         let state = sched.state.get();
+        if state == SchedState::Running {
+            // The time until now is not the new budget's.
+            self.charge(sched.cpu.get());
+        }
         if matches!(state, SchedState::Queued | SchedState::Depleted) {
             self.unready(handle);
         }
@@ -272,7 +276,9 @@ impl<A: Arch> Kernel<A> {
             sched.started.set(now);
             sched.left.set(sched.budget.get());
         }
-        if sched.left.get() == 0 {
+        if sched.left.get() == 0 && sched.period.get() == 0 {
+            sched.left.set(sched.budget.get());
+        } else if sched.left.get() == 0 {
             self.deplete(handle);
             return;
         }
@@ -461,13 +467,17 @@ impl<A: Arch> Kernel<A> {
         }
         sched.cpu.set(thread.cpu);
         sched.owner.set(Some(thread_handle));
+        sched.holder.set(Some(thread_handle));
         thread.own_sched.set(Some(handle));
-        if thread.sched.get().is_none_or(|old| self.memory.get(old).is_none()) {
-            thread.borrowed.set(false);
+        let server = thread.server.get().and_then(|server| self.memory.get(server));
+        let has_lent = server.is_some_and(|server| server.lender.get() == Some(thread_handle));
+        // A thread that was lent time, and even if it has lent that on, keeps its own for later.
+        if thread.sched.get().is_none() && !has_lent {
             thread.sched.set(Some(handle));
-            sched.holder.set(Some(thread_handle));
-            if thread.state.get() == ThreadState::Ready {
-                self.ready(handle);
+            match thread.state.get() {
+                ThreadState::Ready => self.ready(handle),
+                ThreadState::Calling => self.help(thread_handle),
+                _ => {}
             }
         }
         Ok(())
@@ -477,20 +487,72 @@ impl<A: Arch> Kernel<A> {
     pub(crate) fn end_sched(&self, handle: Handle<SchedContext<A>>) {
         self.unwanted(handle);
         let sched = self.memory.at(handle);
-        if let Some(holder) = sched.holder.get().and_then(|holder| self.memory.get(holder)) {
-            // A server that worked on this borrowed time goes on with its own, if it has any.
-            let own = holder.own_sched.get().filter(|&own| own != handle);
-            holder.sched.set(own);
-            holder.borrowed.set(false);
-            if let Some(own) = own.filter(|&own| self.memory.get(own).is_some())
-                && holder.state.get() == ThreadState::Ready
-            {
-                self.ready(own);
-            }
-        }
         if let Some(owner) = sched.owner.get().and_then(|owner| self.memory.get(owner)) {
             owner.own_sched.set(None);
+        }
+        if let Some(holder) = sched.holder.get()
+            && self.memory.get(holder).is_some_and(|thread| thread.sched.get() == Some(handle))
+        {
+            self.lost_sched(holder);
         }
         self.memory.free(handle);
     }
 }
+
+#[cfg(test)]
+mod testing {
+    use super::*;
+
+    impl<A: Arch> Kernel<A> {
+        /// Checks the queues and trees of a CPU.
+        pub fn check_queues(&self, number: usize) {
+            let cpu = &self.cpus[number];
+            let mut queued = 0;
+            for (priority, queue) in cpu.queues.iter().enumerate() {
+                let (mut next, mut before) = (queue.head.get(), None);
+                assert_eq!(cpu.ready.get() >> priority & 1 != 0, next.is_some());
+                while let Some(handle) = next {
+                    let sched = self.memory.at(handle);
+                    assert_eq!(sched.state.get(), SchedState::Queued);
+                    assert_eq!((sched.priority.get(), sched.cpu.get()), (priority, number));
+                    assert!(sched.prev.get() == before && sched.left.get() > 0);
+                    (before, next) = (next, sched.next.get());
+                    queued += 1;
+                }
+                assert!(queue.tail.get() == before);
+            }
+            let all = crate::pool::testing::all::<SchedContext<A>>(&self.memory);
+            let mut waiting = 0;
+            let mut earliest = u64::MAX;
+            for handle in all {
+                let sched = self.memory.at(handle);
+                if sched.cpu.get() == number && sched.state.get() == SchedState::Queued {
+                    queued -= 1;
+                }
+                if sched.cpu.get() == number && sched.state.get() == SchedState::Depleted {
+                    let key = sched.key(handle);
+                    assert!(cpu.refills.at_most(&self.memory, key) == Some(handle));
+                    earliest = earliest.min(sched.refill.get());
+                    waiting += 1;
+                }
+            }
+            assert_eq!(queued, 0, "queued contexts are in their queue, once");
+            assert_eq!(waiting == 0, cpu.refills.any().is_none());
+            let mut sleeping = false;
+            for handle in crate::pool::testing::all::<Thread<A>>(&self.memory) {
+                let thread = self.memory.at(handle);
+                if thread.cpu == number && thread.deadline.get() != u64::MAX {
+                    let key = thread.key(handle);
+                    assert!(cpu.timeouts.at_most(&self.memory, key) == Some(handle));
+                    earliest = earliest.min(thread.deadline.get());
+                    sleeping = true;
+                }
+            }
+            assert_eq!(sleeping, cpu.timeouts.any().is_some());
+            assert_eq!(cpu.next_event.get(), earliest);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -122,7 +122,7 @@ impl<A: Arch> Kernel<A> {
         if slot.get().is_some() { Err(Status::Busy) } else { Ok(slot) }
     }
 
-    fn count<'a>(&'a self, object: ObjectRef<A>) -> Option<&'a Cell<u32>> {
+    fn count(&self, object: ObjectRef<A>) -> Option<&Cell<u32>> {
         let memory = &self.memory;
         Some(match object {
             ObjectRef::Task(handle) => &memory.get(handle)?.caps,
@@ -464,7 +464,7 @@ impl<A: Arch> Kernel<A> {
             return Err(Status::BadArgument);
         }
         if item.kind == ItemKind::Capability {
-            return self.delegate_capabilities(from, giver, item, source, to, destination);
+            return self.delegate_capabilities(giver, item, source, to, destination);
         }
         let sources = Self::tree(&giver.space, item.kind);
         let targets = Self::tree(space, item.kind);
@@ -515,7 +515,6 @@ impl<A: Arch> Kernel<A> {
 
     fn delegate_capabilities(
         &self,
-        from: Handle<Task<A>>,
         giver: &Task<A>,
         item: Item,
         source: u64,

@@ -386,3 +386,6 @@ impl<A: Arch> Kernel<A> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

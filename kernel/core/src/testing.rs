@@ -12,6 +12,7 @@ use crate::Kernel;
 use crate::arch::{Arch, Context, IrqSource};
 use crate::object::*;
 use crate::pool::{self, Factory, Frame, Handle, Memory};
+use crate::sched::{SchedContext, SchedState};
 use crate::table::{self, Access, Format, Tables};
 
 /// What the tests set and read; every test has its own, since each runs in its own thread.
@@ -343,8 +344,324 @@ pub fn check_mappings(kernel: &Kernel<Fake>) {
     }
 }
 
+fn on_lending_path(
+    kernel: &Kernel<Fake>,
+    from: Handle<Thread<Fake>>,
+    to: Handle<Thread<Fake>>,
+) -> bool {
+    let mut next = Some(from);
+    for _ in 0..1000 {
+        match next {
+            Some(thread) if thread == to => return true,
+            Some(thread) => next = kernel.memory.at(thread).lender.get(),
+            None => return false,
+        }
+    }
+    panic!("a circle of lenders");
+}
+
+/// Checks threads, calls, scheduling contexts and CPUs. To be called between entries of the kernel.
+pub fn check_threads(kernel: &Kernel<Fake>) {
+    let memory = &kernel.memory;
+    for handle in pool::testing::all::<Thread<Fake>>(memory) {
+        let thread = memory.at(handle);
+        let state = thread.state.get();
+        // The server side.
+        let (mut next, mut before) = (thread.queue_head.get(), None);
+        while let Some(caller) = next {
+            let waiting = memory.at(caller);
+            assert!(waiting.queued.get() && waiting.server.get() == Some(handle));
+            assert_eq!(waiting.state.get(), ThreadState::Calling);
+            assert!(waiting.queue_prev.get() == before);
+            before = next;
+            next = waiting.queue_next.get();
+        }
+        assert!(thread.queue_tail.get() == before);
+        if let Some(caller) = thread.caller.get() {
+            let waiting = memory.at(caller);
+            assert!(!waiting.queued.get() && waiting.server.get() == Some(handle));
+            assert_eq!(waiting.state.get(), ThreadState::Calling);
+        }
+        if matches!(state, ThreadState::Stopped | ThreadState::Waiting) {
+            assert!(thread.caller.get().is_none() && thread.queue_head.get().is_none());
+            assert!(thread.lender.get().is_none());
+        }
+        // The caller side.
+        if state == ThreadState::Calling {
+            let server = thread.server.get().expect("a caller has a server");
+            if !thread.queued.get() {
+                assert!(memory.at(server).caller.get() == Some(handle), "the server knows it");
+            }
+        } else {
+            assert!(thread.server.get().is_none() && !thread.queued.get());
+            assert!(thread.fault.get().is_none());
+        }
+        match thread.sleeping_on.get() {
+            Some(on) => {
+                assert_eq!(state, ThreadState::Sleeping);
+                assert!(memory.at(on).sleeper.get() == Some(handle));
+            }
+            None => assert!(state != ThreadState::Sleeping && thread.deadline.get() == u64::MAX),
+        }
+        if let Some(vcpu) = thread.vcpu.get() {
+            assert!(memory.at(vcpu).runner.get() == Some(handle));
+        }
+        // Time.
+        if let Some(sched) = thread.sched.get() {
+            let sched = memory.at(sched);
+            assert!(sched.holder.get() == Some(handle), "runs on what it holds");
+            assert_eq!(sched.state.get() != SchedState::Idle, state == ThreadState::Ready);
+        } else if state == ThreadState::Ready {
+            assert!(thread.own_sched.get().is_none(), "its own time is not forgotten");
+            let mut may_help = thread.caller.get().or(thread.queue_head.get());
+            while let Some(helper) = may_help {
+                let waiting = memory.at(helper);
+                assert!(
+                    waiting.cpu != thread.cpu || waiting.sched.get().is_none(),
+                    "a server without time although somebody with time waits for it"
+                );
+                may_help = if waiting.queued.get() { waiting.queue_next.get() } else { None };
+            }
+        }
+        if let Some(own) = thread.own_sched.get() {
+            let sched = memory.at(own);
+            assert!(sched.owner.get() == Some(handle));
+            let holder = sched.holder.get().expect("bound time has a holder");
+            if state != ThreadState::Calling {
+                assert!(holder == handle, "only callers lend");
+            }
+            assert!(on_lending_path(kernel, holder, handle), "time is lost");
+        }
+    }
+    for handle in pool::testing::all::<SchedContext<Fake>>(memory) {
+        let sched = memory.at(handle);
+        let cpu = &kernel.cpus[sched.cpu.get()];
+        assert_eq!(sched.state.get() == SchedState::Running, cpu.sched.get() == Some(handle));
+        if let Some(owner) = sched.owner.get() {
+            assert!(memory.at(owner).own_sched.get() == Some(handle));
+        }
+        if sched.owner.get().is_none() {
+            assert_eq!(sched.state.get(), SchedState::Idle);
+        }
+    }
+    for (number, cpu) in kernel.cpus.iter().enumerate().take(Fake::cpus()) {
+        kernel.check_queues(number);
+        if cpu.resched.get() {
+            continue;
+        }
+        assert_eq!(cpu.current.get().is_some(), cpu.sched.get().is_some());
+        if let Some(current) = cpu.current.get() {
+            let thread = memory.at(current);
+            assert_eq!(thread.state.get(), ThreadState::Ready);
+            assert_eq!(thread.cpu, number);
+            assert!(thread.sched.get() == cpu.sched.get());
+        }
+    }
+    for handle in pool::testing::all::<Notification<Fake>>(memory) {
+        if let Some(sleeper) = memory.at(handle).sleeper.get() {
+            assert!(memory.at(sleeper).sleeping_on.get() == Some(handle));
+        }
+    }
+}
+
 /// Checks everything.
 pub fn check(kernel: &Kernel<Fake>) {
+    check_threads(kernel);
     check_mappings(kernel);
     pool::testing::audit(&kernel.memory);
+}
+
+/// A kernel with one task that holds a factory, and means to run system calls in it.
+pub struct World {
+    pub kernel: Kernel<Fake>,
+    pub factory: Handle<Factory>,
+    pub task: Handle<Task<Fake>>,
+    next_page: u64,
+    next_slot: u64,
+}
+
+/// First address of message pages.
+const MESSAGES: u64 = 0x7000_0000;
+/// Where the scheduling contexts of [`World::thread`] are, if nobody changes them.
+pub const NORMAL: u64 = 10;
+
+impl World {
+    pub fn new() -> Self {
+        let kernel = kernel(4096);
+        let factory = kernel.memory.new_factory(None, 3000).unwrap();
+        let task = kernel.new_task(Some(factory), 512).unwrap();
+        let mut world = Self { kernel, factory, task, next_page: 0, next_slot: 0 };
+        world.give(ObjectRef::Task(task));
+        world.give(ObjectRef::Factory(factory));
+        world
+    }
+
+    /// Another task.
+    pub fn new_task(&mut self) -> Handle<Task<Fake>> {
+        let task = self.kernel.new_task(Some(self.factory), 512).unwrap();
+        self.give(ObjectRef::Task(task));
+        task
+    }
+
+    /// Puts a capability with all rights into the next slot of the first task.
+    pub fn give(&mut self, object: ObjectRef<Fake>) -> u64 {
+        let slot = self.next_slot;
+        self.next_slot += 1;
+        self.kernel.insert_capability(self.task, slot, object, abi::rights::ALL, None).unwrap();
+        slot
+    }
+
+    /// Takes the capability at a selector away.
+    pub fn drop_slot(&mut self, slot: u64) {
+        let item = abi::Item::capability(0);
+        assert_eq!(self.kernel.unmap(self.task, item, slot, true, &mut 1000), Ok(true));
+        self.finish();
+    }
+
+    pub fn thread_in(&mut self, task: Handle<Task<Fake>>, cpu: usize) -> Handle<Thread<Fake>> {
+        let page = MESSAGES + (self.next_page << abi::PAGE_SHIFT);
+        self.next_page += 1;
+        let thread = self.kernel.new_thread(Some(self.factory), task, cpu, page).unwrap();
+        self.give(ObjectRef::Thread(thread));
+        thread
+    }
+
+    /// A stopped thread without time.
+    pub fn passive(&mut self, cpu: usize) -> Handle<Thread<Fake>> {
+        self.thread_in(self.task, cpu)
+    }
+
+    /// A scheduling context, and the slot of its capability.
+    pub fn sched(
+        &mut self,
+        priority: u64,
+        budget: u64,
+        period: u64,
+    ) -> (Handle<SchedContext<Fake>>, u64) {
+        let sched = Kernel::<Fake>::new_sched(priority, budget, period).unwrap();
+        let sched = self.kernel.memory.alloc(Some(self.factory), sched).unwrap();
+        let slot = self.give(ObjectRef::SchedContext(sched));
+        (sched, slot)
+    }
+
+    /// A thread with time that runs as soon as it is chosen.
+    pub fn thread(&mut self, cpu: usize) -> Handle<Thread<Fake>> {
+        let thread = self.passive(cpu);
+        let (sched, _) = self.sched(NORMAL, 1_000_000, 0);
+        self.kernel.bind_sched(thread, sched).unwrap();
+        self.start(thread);
+        thread
+    }
+
+    pub fn start(&mut self, thread: Handle<Thread<Fake>>) {
+        self.kernel.start_thread(thread, 0x1000, 0x2000, 0).unwrap();
+        self.finish();
+    }
+
+    /// A gate and its selector in the first task.
+    pub fn gate(&mut self, thread: Handle<Thread<Fake>>, badge: u64) -> u64 {
+        let gate = Gate { caps: Cell::new(0), thread, badge };
+        let gate = self.kernel.memory.alloc(Some(self.factory), gate).unwrap();
+        self.give(ObjectRef::Gate(gate))
+    }
+
+    /// A notification and its selector in the first task.
+    pub fn notification(&mut self) -> (Handle<Notification<Fake>>, u64) {
+        let notification = Notification {
+            caps: Cell::new(0),
+            bits: Cell::new(0),
+            sleeper: Cell::new(None),
+            thread: Cell::new(None),
+            vcpu: Cell::new(None),
+        };
+        let handle = self.kernel.memory.alloc(Some(self.factory), notification).unwrap();
+        (handle, self.give(ObjectRef::Notification(handle)))
+    }
+
+    pub fn at(&self, thread: Handle<Thread<Fake>>) -> &Thread<Fake> {
+        self.kernel.memory.at(thread)
+    }
+
+    pub fn state(&self, thread: Handle<Thread<Fake>>) -> ThreadState {
+        self.at(thread).state.get()
+    }
+
+    /// Status and words of the last system call that returned.
+    pub fn result(&self, thread: Handle<Thread<Fake>>) -> (Option<Status>, [u64; 6]) {
+        let context = &self.at(thread).context;
+        (context.status.get(), core::array::from_fn(|index| context.words[index].get()))
+    }
+
+    /// Ends the entry of the kernel on this CPU, then those that others were asked for.
+    pub fn finish(&mut self) {
+        let here = Fake::this_cpu();
+        for cpu in [here, 1 - here] {
+            on_cpu(cpu);
+            self.kernel.finish(cpu);
+        }
+        on_cpu(here);
+        check_threads(&self.kernel);
+    }
+
+    pub fn current(&self, cpu: usize) -> Option<Handle<Thread<Fake>>> {
+        self.kernel.cpus[cpu].current.get()
+    }
+
+    /// Makes a thread that is ready and has time the current one of its CPU.
+    pub fn choose(&mut self, thread: Handle<Thread<Fake>>) {
+        on_cpu(self.at(thread).cpu);
+        let sched = self.at(thread).sched.get().expect("time");
+        self.kernel.change_sched(sched, 40, 1_000_000, 0).unwrap();
+        self.finish();
+        assert!(self.current(Fake::this_cpu()) == Some(thread), "ready and chosen");
+        self.kernel.change_sched(sched, NORMAL, 1_000_000, 0).unwrap();
+    }
+
+    /// The current thread of this CPU makes a system call.
+    pub fn call_here(&mut self, operation: abi::Op, arguments: &[u64]) {
+        let cpu = Fake::this_cpu();
+        let thread = self.current(cpu).expect("somebody runs");
+        let context = &self.at(thread).context;
+        context.operation.set(operation as u64);
+        context.status.set(None);
+        for (index, word) in context.words.iter().enumerate() {
+            word.set(arguments.get(index).copied().unwrap_or(0));
+        }
+        self.kernel.system_call(cpu);
+        self.finish();
+    }
+
+    /// `thread` makes a system call.
+    pub fn call(&mut self, thread: Handle<Thread<Fake>>, operation: abi::Op, arguments: &[u64]) {
+        self.choose(thread);
+        self.call_here(operation, arguments);
+    }
+
+    /// Takes every capability away and checks that nothing is left.
+    pub fn end(mut self) {
+        loop {
+            let capability = nodes(&self.kernel).into_iter().find_map(|node| {
+                let node = self.kernel.memory.at(node);
+                match (node.kind, node.space) {
+                    (abi::ItemKind::Capability, SpaceRef::Task(task)) => Some((task, node.base)),
+                    _ => None,
+                }
+            });
+            let Some((task, slot)) = capability else { break };
+            let item = abi::Item::capability(0);
+            let _ = self.kernel.unmap(task, item, slot, true, &mut 50);
+            self.finish();
+        }
+        while !self.kernel.reap(&mut 100) {
+            self.finish();
+        }
+        self.finish();
+        check(&self.kernel);
+        let memory = &self.kernel.memory;
+        assert!(pool::testing::all::<Thread<Fake>>(memory).is_empty());
+        assert_eq!(memory.root().available(), memory.free_frames(), "all quota came back");
+        let (total, free) = (memory.total_frames(), memory.free_frames());
+        let fixed = pool::testing::fixed(memory);
+        assert_eq!(total - free, fixed, "all frames came back");
+    }
 }

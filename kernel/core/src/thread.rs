@@ -3,8 +3,11 @@
 //! # Invariants
 //!
 //! * A thread that calls is either in its server's queue (`queued`) or the server's `caller`.
-//! * While a server works for a caller on the same CPU it runs on the caller's scheduling context
-//!   (`borrowed`); the context returns with the reply.
+//! * A caller lends its scheduling context to a server on the same CPU that waits or has no time, and
+//!   to whom that server waits for in turn. Each holder but the owner names its `lender`, which
+//!   waits for it, so that the way back to the owner is always known. Only callers have time lent: it comes
+//!   back with the reply, or when the caller or anybody on the way is stopped.
+//! * A thread that is ready and has no time gets that of somebody who waits for it, if any has some.
 //! * A message is taken from the sender when it is delivered, never copied twice.
 
 use core::cell::Cell;
@@ -16,11 +19,14 @@ use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::object::*;
 use crate::pool::{Factory, Frame, Handle};
+use crate::sched::SchedContext;
 use crate::tree::Links;
 
 /// Word offsets in a [`MessagePage`].
 const ITEMS_AT: usize = core::mem::offset_of!(MessagePage, items) / 8;
 const WINDOWS_AT: usize = core::mem::offset_of!(MessagePage, windows) / 8;
+/// Longest chain of servers without time that a new caller helps.
+const MAX_HELP: u32 = 64;
 
 impl<A: Arch> Kernel<A> {
     // ---- life ----------------------------------------------------------------------------------
@@ -55,7 +61,7 @@ impl<A: Arch> Kernel<A> {
                     state: Cell::new(ThreadState::Stopped),
                     own_sched: Cell::new(None),
                     sched: Cell::new(None),
-                    borrowed: Cell::new(false),
+                    lender: Cell::new(None),
                     caller: Cell::new(None),
                     queue_head: Cell::new(None),
                     queue_tail: Cell::new(None),
@@ -113,10 +119,9 @@ impl<A: Arch> Kernel<A> {
     pub fn wake(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
         thread.state.set(ThreadState::Ready);
-        if let Some(sched) = thread.sched.get()
-            && self.memory.get(sched).is_some()
-        {
-            self.ready(sched);
+        match thread.sched.get() {
+            Some(sched) => self.ready(sched),
+            None => self.feed(handle),
         }
     }
 
@@ -135,6 +140,20 @@ impl<A: Arch> Kernel<A> {
 
     /// Stops a thread, whatever it does. Its callers and its own call are aborted.
     pub fn stop_thread(&self, handle: Handle<Thread<A>>) {
+        let faulted = Cell::new(None);
+        self.stop_one(handle, &faulted);
+        self.stop_faulted(&faulted);
+    }
+
+    /// Stops the threads on the list, whose fault handlers have gone, and whoever that adds to it.
+    fn stop_faulted(&self, faulted: &Cell<Option<Handle<Thread<A>>>>) {
+        while let Some(handle) = faulted.get() {
+            faulted.set(self.memory.at(handle).queue_next.take());
+            self.stop_one(handle, faulted);
+        }
+    }
+
+    fn stop_one(&self, handle: Handle<Thread<A>>, faulted: &Cell<Option<Handle<Thread<A>>>>) {
         let thread = self.memory.at(handle);
         match thread.state.get() {
             ThreadState::Stopped | ThreadState::Ready | ThreadState::Waiting => {}
@@ -151,9 +170,9 @@ impl<A: Arch> Kernel<A> {
                     if thread.queued.get() {
                         self.unqueue(partner, handle);
                     } else if partner.caller.get() == Some(handle) {
-                        // The server may go on with the borrowed time until its reply.
                         partner.caller.set(None);
                     }
+                    self.take_back(handle, thread, server);
                 }
             }
         }
@@ -162,11 +181,11 @@ impl<A: Arch> Kernel<A> {
         }
         // Whoever waits for this thread waits in vain.
         if let Some(caller) = thread.caller.take() {
-            self.abort_call(handle, caller);
+            self.abort_call(handle, caller, faulted);
         }
         while let Some(caller) = thread.queue_head.get() {
             self.unqueue(thread, caller);
-            self.abort_call(handle, caller);
+            self.abort_call(handle, caller, faulted);
         }
         thread.fault.set(None);
         self.block(handle, ThreadState::Stopped);
@@ -179,37 +198,144 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    fn abort_call(&self, server: Handle<Thread<A>>, caller: Handle<Thread<A>>) {
+    /// Ends the call of `caller`, which is no longer linked with the server. A thread that called
+    /// because it faulted goes to the list, to be stopped too.
+    fn abort_call(
+        &self,
+        server: Handle<Thread<A>>,
+        caller: Handle<Thread<A>>,
+        faulted: &Cell<Option<Handle<Thread<A>>>>,
+    ) {
         let Some(thread) = self.memory.get(caller) else { return };
         self.return_sched(self.memory.at(server), caller);
         thread.server.set(None);
         if thread.fault.take().is_some() {
-            self.block(caller, ThreadState::Stopped);
+            thread.queue_next.set(faulted.replace(Some(caller)));
             return;
         }
         thread.context.set_status(Status::Aborted);
         self.wake(caller);
     }
 
-    /// Gives a borrowed scheduling context back to the caller.
-    fn return_sched(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
-        if !server.borrowed.get() {
-            return;
-        }
-        let Some(sched) = server.sched.get() else { return };
-        let thread = self.memory.at(caller);
-        if thread.own_sched.get() != Some(sched) && thread.sched.get() != Some(sched) {
-            // It belongs to a caller further up, who lent it to this one.
-            if thread.sched.get().is_some() {
-                return;
+    // ---- lending -------------------------------------------------------------------------------
+
+    fn lend(
+        &self,
+        name: Handle<Thread<A>>,
+        caller: &Thread<A>,
+        server_name: Handle<Thread<A>>,
+        server: &Thread<A>,
+    ) {
+        if let Some(sched) = caller.sched.take() {
+            server.sched.set(Some(sched));
+            server.lender.set(Some(name));
+            if let Some(sched) = self.memory.get(sched) {
+                sched.holder.set(Some(server_name));
             }
         }
+    }
+
+    /// Gives a lent scheduling context back to the caller, if it was this one who lent it.
+    fn return_sched(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
+        if server.lender.get() != Some(caller) {
+            return;
+        }
+        if let Some(sched) = Self::fall_back(server) {
+            self.hold(sched, caller);
+        }
+    }
+
+    /// A thread that was lent time goes on with its own, if it has any. Returns what was lent and is
+    /// still with it.
+    fn fall_back(thread: &Thread<A>) -> Option<Handle<SchedContext<A>>> {
+        thread.lender.set(None);
+        thread.sched.replace(thread.own_sched.get())
+    }
+
+    fn hold(&self, sched: Handle<SchedContext<A>>, holder: Handle<Thread<A>>) {
         self.unwanted(sched);
-        server.borrowed.set(false);
-        server.sched.set(server.own_sched.get());
-        thread.sched.set(Some(sched));
+        self.memory.at(holder).sched.set(Some(sched));
         if let Some(sched) = self.memory.get(sched) {
-            sched.holder.set(Some(caller));
+            sched.holder.set(Some(holder));
+        }
+    }
+
+    /// Takes back the time that a caller has lent, from whoever runs on it now.
+    fn take_back(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, server: Handle<Thread<A>>) {
+        debug_assert!(thread.server.get().is_none(), "else it would be asked to help at once");
+        let (mut lender, mut next) = (handle, Some(server));
+        while let Some(name) = next
+            && let Some(server) = self.memory.get(name)
+            && server.lender.get() == Some(lender)
+        {
+            if let Some(sched) = Self::fall_back(server) {
+                self.hold(sched, handle);
+                if server.state.get() == ThreadState::Ready {
+                    self.wake(name);
+                }
+                return;
+            }
+            (lender, next) = (name, server.server.get());
+        }
+    }
+
+    /// What `holder` was lent has ended: everybody on the way from the owner goes on with their own.
+    pub(crate) fn lost_sched(&self, holder: Handle<Thread<A>>) {
+        let mut next = Some(holder);
+        while let Some(thread) = next.and_then(|name| self.memory.get(name)) {
+            next = thread.lender.get();
+            let _ = Self::fall_back(thread);
+        }
+        if self.memory.at(holder).state.get() == ThreadState::Ready {
+            self.wake(holder);
+        }
+    }
+
+    /// Finds time for a ready thread that has none, with those who wait for it.
+    fn feed(&self, handle: Handle<Thread<A>>) {
+        let cpu = self.memory.at(handle).cpu;
+        let mut next = Some(handle);
+        while let Some(thread) = next.map(|name| self.memory.at(name)) {
+            let mut candidate = thread.caller.get().or(thread.queue_head.get());
+            while let Some(name) = candidate {
+                let waiting = self.memory.at(name);
+                if waiting.cpu == cpu && waiting.sched.get().is_some() {
+                    return self.help(name);
+                }
+                candidate = if waiting.queued.get() {
+                    waiting.queue_next.get()
+                } else {
+                    thread.queue_head.get()
+                };
+            }
+            next = thread.caller.get();
+        }
+    }
+
+    /// A caller that has time lends it to whom it waits for in the end, if all up to there have none.
+    pub(crate) fn help(&self, caller: Handle<Thread<A>>) {
+        let Thread { cpu, sched, .. } = self.memory.at(caller);
+        if sched.get().is_none() {
+            return;
+        }
+        let mut end = caller;
+        for hops in 1..=MAX_HELP {
+            let Some(name) = self.memory.at(end).server.get() else { return };
+            let server = self.memory.at(name);
+            if server.cpu != *cpu || server.sched.get().is_some() {
+                return;
+            }
+            end = name;
+            if server.state.get() == ThreadState::Ready {
+                let mut lender = caller;
+                for _ in 0..hops {
+                    let thread = self.memory.at(lender);
+                    let Some(server) = thread.server.get() else { return };
+                    self.lend(lender, thread, server, self.memory.at(server));
+                    lender = server;
+                }
+                return self.wake(end);
+            }
         }
     }
 
@@ -305,8 +431,8 @@ impl<A: Arch> Kernel<A> {
             thread.state.set(ThreadState::Calling);
             thread.server.set(Some(server));
             partner.caller.set(Some(handle));
-            if partner.cpu == cpu {
-                self.lend(thread, partner, server);
+            if partner.cpu == cpu && thread.sched.get().is_some() {
+                self.lend(handle, thread, server, partner);
                 partner.state.set(ThreadState::Ready);
                 let here = &self.cpus[cpu];
                 if here.current.get() == Some(handle) {
@@ -321,26 +447,10 @@ impl<A: Arch> Kernel<A> {
         thread.badge.set(gate.badge);
         thread.server.set(Some(server));
         self.enqueue(partner, handle);
-        // A server that nobody gives time works on with the time of who waits for it.
-        let starved = partner.sched.get().is_none_or(|sched| self.memory.get(sched).is_none());
-        if starved && partner.cpu == cpu && partner.state.get() == ThreadState::Ready {
-            thread.state.set(ThreadState::Calling);
-            self.lend(thread, partner, server);
-            self.cpus[cpu].resched.set(true);
-        } else {
-            self.block(handle, ThreadState::Calling);
-        }
+        self.block(handle, ThreadState::Calling);
+        // A server without time works on with the time of who waits for it.
+        self.help(handle);
         Ok(())
-    }
-
-    fn lend(&self, caller: &Thread<A>, server: &Thread<A>, name: Handle<Thread<A>>) {
-        if let Some(sched) = caller.sched.take() {
-            server.sched.set(Some(sched));
-            server.borrowed.set(true);
-            if let Some(sched) = self.memory.get(sched) {
-                sched.holder.set(Some(name));
-            }
-        }
     }
 
     /// `GateReplyWait`. The status of a reply that cannot be delivered goes to the server, which may
@@ -352,13 +462,20 @@ impl<A: Arch> Kernel<A> {
         flags: u64,
     ) -> Result<(), Status> {
         let thread = self.memory.at(handle);
-        if flags & abi::reply_wait::REPLY != 0
-            && let Some(caller) = thread.caller.get()
-        {
-            self.reply(cpu, handle, thread, caller)?;
+        if let Some(caller) = thread.caller.get() {
+            if flags & abi::reply_wait::REPLY != 0 {
+                self.reply(cpu, handle, thread, caller)?;
+            } else if flags & abi::reply_wait::WAIT != 0 {
+                // Nobody will ever answer it.
+                thread.caller.set(None);
+                let faulted = Cell::new(None);
+                self.abort_call(handle, caller, &faulted);
+                self.stop_faulted(&faulted);
+            }
         }
         if flags & abi::reply_wait::WAIT == 0 {
             thread.context.set_status(Status::Ok);
+            self.wake(handle);
             return Ok(());
         }
         self.wait_for_call(cpu, handle, thread);
@@ -387,15 +504,13 @@ impl<A: Arch> Kernel<A> {
         partner.server.set(None);
         let here = &self.cpus[cpu];
         // The common case: back to the caller on its own time, nothing to choose.
-        if thread.borrowed.get()
-            && partner.cpu == cpu
+        if thread.lender.get() == Some(caller)
             && resumed
             && here.current.get() == Some(handle)
-            && partner.sched.get().is_none()
             && let Some(sched) = thread.sched.get()
             && let Some(context) = self.memory.get(sched)
         {
-            thread.borrowed.set(false);
+            thread.lender.set(None);
             thread.sched.set(thread.own_sched.get());
             partner.sched.set(Some(sched));
             context.holder.set(Some(caller));
@@ -414,14 +529,10 @@ impl<A: Arch> Kernel<A> {
         if resumed {
             self.wake(caller);
         } else {
-            self.block(caller, ThreadState::Stopped);
+            self.stop_thread(caller);
         }
-        if here.current.get() == Some(handle) {
-            here.resched.set(true);
-            if let Some(own) = thread.sched.get() {
-                self.ready(own);
-            }
-        }
+        here.resched.set(true);
+        self.wake(handle);
         Ok(())
     }
 
@@ -431,6 +542,7 @@ impl<A: Arch> Kernel<A> {
             let bits = bound.bits.take();
             if bits != 0 {
                 Self::deliver_events(thread, bits);
+                self.wake(handle);
                 return;
             }
         }
@@ -445,13 +557,8 @@ impl<A: Arch> Kernel<A> {
                 continue;
             }
             thread.caller.set(Some(caller));
-            if thread.sched.get().is_none() && partner.cpu == cpu {
-                self.lend(partner, thread, handle);
-                if let Some(sched) = thread.sched.get() {
-                    self.ready(sched);
-                }
-                self.cpus[cpu].resched.set(true);
-            }
+            // On its own time, or on that of who waits for it: first of all this caller's.
+            self.wake(handle);
             return;
         }
         let own = thread.sched.get();

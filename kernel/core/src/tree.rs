@@ -14,6 +14,12 @@ pub struct Links<T> {
     right: Cell<Option<Handle<T>>>,
 }
 
+impl<T> Default for Links<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl<T> Links<T> {
     /// Not in a tree.
     pub const fn new() -> Self {

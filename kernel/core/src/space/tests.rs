@@ -60,7 +60,7 @@ fn ranges_at_the_end_of_the_number_space_are_refused() {
     for kind in [ItemKind::Memory, ItemKind::Capability, ItemKind::Port] {
         for order in [0, 6, Item::MAX_ORDER] {
             let item = Item { kind, grant: false, order, rights: rights::ALL };
-            let last = u64::MAX & !((1 << order) - 1);
+            let last = !((1u64 << order) - 1);
             assert!(kernel.delegate(owner, item, last, own, 0).is_err());
             assert!(kernel.delegate(owner, item, 0, own, last).is_err());
             let _ = kernel.unmap(owner, item, last, true, &mut 5);

@@ -7,6 +7,9 @@ use crate::testing::{Invented, Random, machine};
 
 type Leaf = (u64, Access);
 
+/// A page, and what is mapped there before and after the operation.
+type Watched = (u64, Option<Leaf>, Option<Leaf>);
+
 /// Tables that check each store: every watched page must be as before or as it shall become.
 struct Recorder {
     tables: RefCell<BTreeMap<u64, [u64; 512]>>,
@@ -15,7 +18,7 @@ struct Recorder {
     /// Tables that may still be had.
     quota: Cell<u64>,
     /// Pages to look at, each with its states before and after.
-    watched: RefCell<Vec<(u64, Option<Leaf>, Option<Leaf>)>>,
+    watched: RefCell<Vec<Watched>>,
 }
 
 const ROOT: u64 = 0x1000;

@@ -1,0 +1,358 @@
+use std::vec::Vec;
+
+use abi::{ItemKind, Tag};
+
+use super::*;
+use crate::pool;
+use crate::space::Extent;
+use crate::testing::{Fake, Random, World, check, check_threads, machine, on_cpu, set_time};
+
+/// Selectors that objects of the hostile tasks are in.
+const SLOTS: u64 = 96;
+/// Words of the message page with the first four items.
+const ITEMS: core::ops::Range<usize> = 64..72;
+/// Words of the message page with the receive windows.
+const WINDOWS: core::ops::Range<usize> = 96..102;
+
+fn hostile_world(random: &mut Random) -> World {
+    let mut world = World::new();
+    let extent = Extent { kind: ItemKind::Memory, base: 0, physical: 0, order: 8 };
+    let own = SpaceRef::Task(world.task);
+    world.kernel.add_mapping(own, extent, rights::ALL, false, None).unwrap();
+    let ports = Extent { kind: ItemKind::Port, ..extent };
+    world.kernel.add_mapping(own, ports, rights::ALL, false, None).unwrap();
+    let platform = rights::LOG | rights::MAKE_IRQ | rights::DELEGATE;
+    world.kernel.insert_capability(world.task, 90, ObjectRef::Platform, platform, None).unwrap();
+    let other = world.new_task();
+    for cpu in [0, 1, 0, 1, 0, 1] {
+        world.thread(cpu);
+    }
+    for cpu in [0, 0, 1] {
+        let passive = world.passive(cpu);
+        world.gate(passive, 100 + cpu as u64);
+        world.start(passive);
+    }
+    for cpu in 0..2 {
+        let thread = world.thread_in(other, cpu);
+        let (sched, _) = world.sched(5, 100_000, 1_000_000);
+        world.kernel.bind_sched(thread, sched).unwrap();
+        world.start(thread);
+    }
+    for thread in pool::testing::all::<Thread<Fake>>(&world.kernel.memory) {
+        if random.once_in(2) {
+            world.gate(thread, random.below(9));
+        }
+    }
+    for _ in 0..4 {
+        world.notification();
+    }
+    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
+    world.give(ObjectRef::Vm(vm));
+    // The other task has some of it too.
+    let item = Item { kind: ItemKind::Capability, grant: false, order: 4, rights: rights::ALL };
+    for slot in [0, 16, 32] {
+        let _ = world.kernel.delegate(world.task, item, slot, SpaceRef::Task(other), slot);
+    }
+    world
+}
+
+fn some_item(random: &mut Random) -> u64 {
+    let kind = random.pick(&[ItemKind::Memory, ItemKind::Capability, ItemKind::Port]);
+    let order = match kind {
+        ItemKind::Capability => random.pick(&[0, 0, 0, 1, 3]),
+        _ => random.pick(&[0, 0, 1, 4, 8, 26]),
+    };
+    let mask = random.pick(&[rights::ALL, rights::ALL, 0x87, 1]);
+    Item { kind, grant: random.once_in(5), order, rights: mask }.pack()
+}
+
+/// Of every kind that operations take, the plausible and the absurd.
+fn some_word(random: &mut Random) -> u64 {
+    match random.below(12) {
+        0..5 => random.below(SLOTS),
+        5 => random.below(12),
+        6 => random.below(512) << random.below(9),
+        7 => some_item(random),
+        8 => 0x7000_0000 + (random.below(64) << 12) + u64::from(random.once_in(40)),
+        9 => random.pick(&[20_000, 100_000, 1_000_000, 50_000_000]),
+        10 => random.pick(&[u64::MAX, 1 << 63, abi::USER_END, abi::USER_END - 4096, 1 << 47, 0]),
+        _ => random.below(u64::MAX),
+    }
+}
+
+/// A slot that holds an object of the kind that is looked for, if the thread's task has one.
+fn slot_of(world: &World, random: &mut Random, task: &Task<Fake>, operation: Op) -> u64 {
+    let wanted = |object: ObjectRef<Fake>| {
+        matches!(
+            (operation, object),
+            (Op::GateCall, ObjectRef::Gate(_))
+                | (Op::VcpuRun | Op::VcpuState, ObjectRef::Vcpu(_))
+                | (Op::NotificationSignal | Op::NotificationWait, ObjectRef::Notification(_))
+                | (Op::Create, ObjectRef::Factory(_))
+                | (Op::Delegate, ObjectRef::Task(_) | ObjectRef::Vm(_))
+                | (Op::ThreadStart | Op::ThreadStop | Op::ThreadBind, ObjectRef::Thread(_))
+                | (Op::IrqControl, ObjectRef::Irq(_))
+                | (Op::SchedControl, ObjectRef::SchedContext(_))
+                | (Op::PlatformControl, ObjectRef::Platform)
+        )
+    };
+    let start = random.below(SLOTS);
+    let mut slots = (0..SLOTS).map(|offset| (start + offset) % SLOTS);
+    slots
+        .find(|slot| {
+            world.kernel.capability(task, *slot).is_ok_and(|capability| wanted(capability.object))
+        })
+        .unwrap_or(start)
+}
+
+/// Fills the registers and sometimes the message page of the current thread.
+fn some_call(world: &World, random: &mut Random, thread: &Thread<Fake>) -> Op {
+    let mut operation = Op::from_code(random.below(16)).unwrap();
+    if random.once_in(3) {
+        operation = random.pick(&[Op::GateCall, Op::GateReplyWait, Op::GateReplyWait]);
+    }
+    let context = &thread.context;
+    context.operation.set(operation as u64);
+    for word in &context.words {
+        word.set(some_word(random));
+    }
+    let set = |index: usize, value: u64| context.words[index].set(value);
+    if let Some(task) = world.kernel.memory.get(thread.task)
+        && !random.once_in(10)
+    {
+        set(0, slot_of(world, random, task, operation));
+    }
+    let page = world.kernel.memory.words(thread.message);
+    match operation {
+        Op::GateCall | Op::GateReplyWait => {
+            if operation == Op::GateReplyWait {
+                set(0, random.pick(&[0, 1, 2, 3, 3, 3, 3]));
+            }
+            let items = if random.once_in(4) { random.below(4) as u8 } else { 0 };
+            let words = random.pick(&[0, 0, 0, 3, 64, 65]);
+            set(1, Tag { words, items, label: 7 }.pack());
+            set(2, random.below(2));
+            for pair in page[ITEMS].chunks(2) {
+                pair[0].store(some_item(random), Ordering::Relaxed);
+                pair[1].store(some_word(random), Ordering::Relaxed);
+            }
+            for word in &page[WINDOWS] {
+                word.store(random.below(600), Ordering::Relaxed);
+            }
+        }
+        Op::Create if !random.once_in(8) => plausible_creation(world, random, thread),
+        Op::SchedControl if !random.once_in(4) => {
+            set(1, random.below(64));
+            set(2, 30_000 + random.below(100_000));
+            set(3, random.pick(&[0, 200_000, 500_000]));
+        }
+        // The tasks would be gone too soon if they gave everything back.
+        Op::Unmap if !random.once_in(20) => {
+            set(0, some_item(random) & !(0x3f << 3));
+            set(1, random.below(SLOTS));
+            set(2, random.below(2));
+        }
+        Op::ThreadStop if !random.once_in(4) => set(0, 1000),
+        Op::Delegate if random.once_in(2) => {
+            set(0, abi::ops::SELF);
+            set(1, some_item(random));
+            if random.once_in(2) {
+                set(1, Item::capability(rights::ALL).pack());
+                set(2, random.below(SLOTS));
+                set(3, random.below(SLOTS));
+            }
+        }
+        Op::NotificationWait if !random.once_in(3) => {
+            let now = machine(|machine| machine.now.get());
+            set(1, now + random.below(2_000_000));
+        }
+        Op::ThreadBind => set(1, random.below(4)),
+        _ => {}
+    }
+    operation
+}
+
+/// Arguments of `Create` as a program would choose them.
+fn plausible_creation(world: &World, random: &mut Random, thread: &Thread<Fake>) {
+    let Some(task) = world.kernel.memory.get(thread.task) else { return };
+    let start = random.below(SLOTS);
+    let mut slots = (0..SLOTS).map(|offset| (start + offset) % SLOTS);
+    let find = |wanted: fn(ObjectRef<Fake>) -> bool| {
+        let holds = |slot: &u64| {
+            world.kernel.capability(task, *slot).is_ok_and(|capability| wanted(capability.object))
+        };
+        slots.clone().find(holds).unwrap_or(0)
+    };
+    let address = 0x7100_0000 + (random.below(64) << 12);
+    let kind = Kind::from_code(1 + random.below(9)).unwrap();
+    let rest = match kind {
+        Kind::Task => [64, 0, 0],
+        Kind::Thread => {
+            [find(|object| matches!(object, ObjectRef::Task(_))), random.below(2), address]
+        }
+        Kind::Gate => [find(|object| matches!(object, ObjectRef::Thread(_))), random.below(9), 0],
+        Kind::Irq => {
+            let platform = find(|object| matches!(object, ObjectRef::Platform));
+            [platform, random.below(30), random.below(8)]
+        }
+        Kind::Factory => [random.below(100), 0, 0],
+        Kind::SchedContext => [random.below(64), 50_000, random.pick(&[0, 200_000])],
+        Kind::Vcpu => {
+            let vm = find(|object| matches!(object, ObjectRef::Vm(_)));
+            [vm, address, find(|object| matches!(object, ObjectRef::Notification(_)))]
+        }
+        Kind::Notification | Kind::Vm | Kind::Platform => [0; 3],
+    };
+    let words = &thread.context.words;
+    words[1].set(kind as u64);
+    let is_free = |slot: &u64| world.kernel.capability(task, *slot).is_err();
+    words[2].set(slots.find(is_free).unwrap_or(0));
+    for (word, value) in words[3..].iter().zip(rest) {
+        word.set(value);
+    }
+}
+
+/// What somebody outside would do now and then to keep things going.
+fn revive(world: &mut World, random: &mut Random) {
+    for thread in pool::testing::all::<Thread<Fake>>(&world.kernel.memory) {
+        let state = world.state(thread);
+        if state == ThreadState::Stopped {
+            let _ = world.kernel.start_thread(thread, 0x1000, 0x2000, 0);
+        } else if state != ThreadState::Ready && random.once_in(4) {
+            world.kernel.stop_thread(thread);
+        }
+        if random.once_in(4)
+            && let Ok(sched) = Kernel::<Fake>::new_sched(random.below(64), 30_000, 0)
+            && let Ok(sched) = world.kernel.memory.alloc(Some(world.factory), sched)
+        {
+            let free = (100..500).find(|slot| {
+                let task = world.kernel.memory.at(world.task);
+                world.kernel.capability(task, *slot).is_err()
+            });
+            let object = ObjectRef::SchedContext(sched);
+            let given = free.is_some_and(|slot| {
+                world.kernel.insert_capability(world.task, slot, object, rights::ALL, None).is_ok()
+            });
+            if given {
+                let _ = world.kernel.bind_sched(thread, sched);
+            } else {
+                world.kernel.end(object);
+            }
+        }
+    }
+    world.finish();
+}
+
+/// One entry of the kernel.
+fn step(world: &mut World, random: &mut Random, now: &mut u64) {
+    let cpu = random.below(2) as usize;
+    on_cpu(cpu);
+    *now += random.below(30_000);
+    set_time(*now);
+    if world.kernel.cpus[cpu].deadline() <= *now || random.once_in(50) {
+        world.kernel.timer(cpu);
+        world.finish();
+    }
+    if random.once_in(40) {
+        world.kernel.interrupt(FIRST_IRQ_VECTOR + random.below(3) as u8);
+        world.finish();
+    }
+    let Some(current) = world.current(cpu) else { return };
+    let thread = world.at(current);
+    if let Some(vcpu) = thread.vcpu.get() {
+        if random.once_in(3) {
+            world.kernel.vcpu_return(thread, world.kernel.memory.get(vcpu), Status::Ok);
+        }
+        return;
+    }
+    if random.once_in(30) {
+        world.kernel.fault(cpu, current, [14, 2, 0x1234, 0x1000]);
+        world.finish();
+        return;
+    }
+    let restarts = thread.context.restarts.get();
+    let operation = some_call(world, random, thread);
+    thread.context.status.set(None);
+    world.kernel.system_call(cpu);
+    let thread = world.kernel.memory.get(current);
+    if let Some(thread) = thread.filter(|thread| thread.state.get() == ThreadState::Ready)
+        && thread.vcpu.get().is_none()
+    {
+        let again = thread.context.restarts.get() != restarts;
+        assert!(again != thread.context.status.get().is_some(), "{operation:?} has an outcome");
+        assert!(!again || operation == Op::Unmap);
+    }
+    world.finish();
+}
+
+fn hostile(seed: u64, steps: u32) {
+    let mut random = Random(seed);
+    let mut now = 1000;
+    set_time(now);
+    on_cpu(0);
+    let mut world = hostile_world(&mut random);
+    check(&world.kernel);
+    let mut idle = 0;
+    for number in 0..steps {
+        step(&mut world, &mut random, &mut now);
+        check_threads(&world.kernel);
+        if number % 100 == 0 {
+            check(&world.kernel);
+        }
+        let runs = (0..2).any(|cpu| world.current(cpu).is_some());
+        idle = if runs { 0 } else { idle + 1 };
+        let alive = world.kernel.memory.get(world.task).is_some()
+            && world.kernel.memory.get(world.factory).is_some();
+        if alive && idle > 4 {
+            revive(&mut world, &mut random);
+        }
+        if number % 5000 == 4999 || !alive || idle > 200 {
+            on_cpu(0);
+            world.end();
+            on_cpu(0);
+            world = hostile_world(&mut random);
+        }
+    }
+    world.end();
+}
+
+#[test]
+fn random_system_calls_break_nothing() {
+    for seed in 0..8 {
+        hostile(seed, 12_500);
+    }
+}
+
+#[test]
+fn every_operation_refuses_every_kind_of_object_it_is_not_for() {
+    let mut world = World::new();
+    let thread = world.thread(0);
+    let platform = world.give(ObjectRef::Platform);
+    let refused: Vec<_> = [
+        Op::GateCall,
+        Op::NotificationSignal,
+        Op::NotificationWait,
+        Op::Create,
+        Op::ThreadStart,
+        Op::ThreadStop,
+        Op::ThreadBind,
+        Op::VcpuRun,
+        Op::VcpuState,
+        Op::IrqControl,
+        Op::SchedControl,
+        Op::Delegate,
+    ]
+    .into_iter()
+    .map(|operation| {
+        let item = Item::memory(0, rights::ALL).pack();
+        world.call(thread, operation, &[platform, item, 0, 0]);
+        world.result(thread).0
+    })
+    .collect();
+    assert!(refused.iter().all(|status| *status == Some(Status::BadCapability)), "{refused:?}");
+    world.choose(thread);
+    world.at(thread).context.operation.set(99);
+    world.kernel.system_call(0);
+    assert_eq!(world.result(thread).0, Some(Status::BadOperation));
+    world.end();
+}
