@@ -240,6 +240,8 @@ impl VcpuFrames {
         const PAT: u64 = 0x0007_0406_0007_0406;
         const NESTED_PAGING: u64 = 1;
         let Vmcb { control, save } = self.vmcb();
+        // The task priority is the VMM's: reads and writes of CR8.
+        control.intercept_cr = 1 << 8 | 1 << (16 + 8);
         control.intercept_exceptions = 1 << 18;
         control.intercept3 = intercept3::INTR
             | intercept3::NMI

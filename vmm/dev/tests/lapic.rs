@@ -155,7 +155,7 @@ fn x2apic_registers_check_their_values() {
         (ESR, 1),
         (TPR, 0x100),
         (SVR, 1 << 9),
-        (LVT_TIMER, 1 << 12),
+        (LVT_TIMER, 1 << 13),
         (LVT_ERROR, 1 << 8),
         (TIMER_DIVIDE, 4),
         (TIMER_INITIAL, 1 << 32),

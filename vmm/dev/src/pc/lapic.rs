@@ -99,6 +99,8 @@ pub mod spec {
     pub const LVT_DELIVERY: u32 = 7 << 8;
     /// Local vector table: level-triggered (LINT pins).
     pub const LVT_LEVEL: u32 = 1 << 15;
+    /// Read-only bits of the LVT: delivery status, remote IRR.
+    pub const LVT_READ_ONLY: u32 = 1 << 12 | 1 << 14;
     /// Writable bits of the entries from [`LVT_TIMER`] on.
     pub const LVT_WRITABLE: [u32; 6] = [
         0xff | LVT_MASKED | TIMER_MODE,
@@ -538,7 +540,8 @@ impl LocalApic {
             EOI | ESR => 0,
             TPR | SELF_IPI => 0xff,
             SVR => SVR_MASK,
-            LVT_TIMER..=LVT_ERROR => LVT_WRITABLE[lvt_index(register)],
+            // Read-only bits may be written, with no effect: Linux writes back what it read.
+            LVT_TIMER..=LVT_ERROR => LVT_WRITABLE[lvt_index(register)] | LVT_READ_ONLY,
             TIMER_INITIAL => u32::MAX,
             TIMER_DIVIDE => DIVIDE_MASK,
             _ => return Err(Fault),
