@@ -516,13 +516,7 @@ impl<A: Arch> Kernel<A> {
             context.holder.set(Some(caller));
             partner.state.set(ThreadState::Ready);
             here.current.set(Some(caller));
-            if thread.sched.get().is_some() {
-                // The server may go on with its own time beside the caller.
-                here.resched.set(true);
-                if let Some(own) = thread.sched.get() {
-                    self.ready(own);
-                }
-            }
+            // Whether the server goes on beside the caller, on its own time, is decided when it waits.
             return Ok(());
         }
         self.return_sched(thread, caller);
@@ -854,3 +848,6 @@ impl<A: Arch> Kernel<A> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,7 +5,7 @@ use abi::{ItemKind, Tag};
 use super::*;
 use crate::pool;
 use crate::space::Extent;
-use crate::testing::{Fake, Random, World, check, check_threads, machine, on_cpu, set_time};
+use crate::testing::{Fake, Random, World, check, machine, on_cpu, set_time};
 
 /// Selectors that objects of the hostile tasks are in.
 const SLOTS: u64 = 96;
@@ -166,7 +166,16 @@ fn some_call(world: &World, random: &mut Random, thread: &Thread<Fake>) -> Op {
             let now = machine(|machine| machine.now.get());
             set(1, now + random.below(2_000_000));
         }
-        Op::ThreadBind => set(1, random.below(4)),
+        Op::ThreadBind => {
+            let binding = random.below(4);
+            set(1, binding);
+            let same_object = [Op::SchedControl, Op::GateCall, Op::NotificationWait];
+            if let Some(other) = same_object.get(binding as usize)
+                && let Some(task) = world.kernel.memory.get(thread.task)
+            {
+                set(2, slot_of(world, random, task, *other));
+            }
+        }
         _ => {}
     }
     operation
@@ -285,7 +294,8 @@ fn step(world: &mut World, random: &mut Random, now: &mut u64) {
     world.finish();
 }
 
-fn hostile(seed: u64, steps: u32) {
+/// Makes that many system calls, and other things in between; `World::finish` checks after each.
+fn hostile(seed: u64, system_calls: u64) {
     let mut random = Random(seed);
     let mut now = 1000;
     set_time(now);
@@ -293,12 +303,15 @@ fn hostile(seed: u64, steps: u32) {
     let mut world = hostile_world(&mut random);
     check(&world.kernel);
     let mut idle = 0;
-    for number in 0..steps {
+    let mut calls = 0;
+    let mut number = 0u64;
+    while calls < system_calls {
+        number += 1;
         step(&mut world, &mut random, &mut now);
-        check_threads(&world.kernel);
-        if number % 100 == 0 {
+        if number.is_multiple_of(100) {
             check(&world.kernel);
         }
+        calls += world.kernel.counters.system_calls.take();
         let runs = (0..2).any(|cpu| world.current(cpu).is_some());
         idle = if runs { 0 } else { idle + 1 };
         let alive = world.kernel.memory.get(world.task).is_some()

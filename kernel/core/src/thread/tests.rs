@@ -1,0 +1,525 @@
+use std::vec::Vec;
+
+use abi::reply_wait::{REPLY, WAIT};
+use abi::{FAULT_LABEL, FOREVER, FaultAction, NOTIFICATION_BADGE, Op, rights};
+
+use super::*;
+use crate::pool::testing::all;
+use crate::sched::SchedState;
+use crate::space::Extent;
+use crate::testing::{Fake, World, check, machine, on_cpu, set_time, translate};
+
+type T = Handle<Thread<Fake>>;
+
+fn start() -> World {
+    set_time(0);
+    on_cpu(0);
+    World::new()
+}
+
+/// A server with time of its own that waits for its first caller.
+fn waiting(world: &mut World, cpu: usize) -> T {
+    let server = world.thread(cpu);
+    world.call(server, Op::GateReplyWait, &[WAIT]);
+    assert_eq!(world.state(server), ThreadState::Waiting);
+    server
+}
+
+/// A server without time that waits: its first caller has brought it there.
+fn waiting_passive(world: &mut World) -> T {
+    let server = world.passive(0);
+    world.start(server);
+    let gate = world.gate(server, 0);
+    let caller = world.thread(0);
+    world.call(caller, Op::GateCall, &[gate]);
+    world.call_here(Op::GateReplyWait, &[WAIT]);
+    world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
+    assert_eq!(world.state(server), ThreadState::Waiting);
+    world.kernel.stop_thread(caller);
+    world.finish();
+    server
+}
+
+fn outcome(world: &World, thread: T) -> Option<Status> {
+    world.result(thread).0
+}
+
+#[test]
+fn a_call_and_its_reply_carry_words_and_time() {
+    let mut world = start();
+    let server = waiting_passive(&mut world);
+    let gate = world.gate(server, 77);
+    let caller = world.thread(0);
+    let time = world.at(caller).sched.get();
+    world.choose(caller);
+    world.finish();
+    let switches = world.kernel.counters.switches.get();
+    world.call_here(Op::GateCall, &[gate, Tag::label(5).pack(), 1, 2, 3, 4]);
+    assert!(world.current(0) == Some(server), "handed over");
+    assert_eq!(world.result(server), (Some(Status::Ok), [77, Tag::label(5).pack(), 1, 2, 3, 4]));
+    assert!(world.at(server).sched.get() == time && world.at(server).lender.get() == Some(caller));
+    world.call_here(Op::GateReplyWait, &[REPLY | WAIT, Tag::label(6).pack(), 9, 8, 7, 6]);
+    assert!(world.current(0) == Some(caller));
+    assert_eq!(world.result(caller), (Some(Status::Ok), [0, Tag::label(6).pack(), 9, 8, 7, 6]));
+    assert!(world.at(caller).sched.get() == time && world.at(server).sched.get().is_none());
+    assert_eq!(world.kernel.counters.switches.get(), switches, "nothing had to be chosen");
+    world.end();
+}
+
+#[test]
+fn callers_are_served_in_order() {
+    let mut world = start();
+    let server = world.thread(0);
+    let gate = world.gate(server, 3);
+    let callers: Vec<_> = (0..5).map(|_| world.thread(0)).collect();
+    for caller in &callers {
+        world.call(*caller, Op::GateCall, &[gate, 0, caller.id()]);
+        assert_eq!(world.state(*caller), ThreadState::Calling);
+    }
+    world.call(server, Op::GateReplyWait, &[WAIT]);
+    for (index, caller) in callers.iter().enumerate() {
+        assert!(world.at(server).caller.get() == Some(*caller));
+        assert_eq!(world.result(server).1[2], caller.id());
+        world.call(server, Op::GateReplyWait, &[REPLY | WAIT, 0, index as u64]);
+        assert_eq!(world.result(*caller).1[2], index as u64);
+        assert_eq!(world.state(*caller), ThreadState::Ready);
+    }
+    assert_eq!(world.state(server), ThreadState::Waiting);
+    world.end();
+}
+
+#[test]
+fn a_call_to_another_cpu_uses_the_server_s_time() {
+    let mut world = start();
+    let server = waiting(&mut world, 1);
+    let gate = world.gate(server, 4);
+    let caller = world.thread(0);
+    machine(|machine| machine.kicks.take());
+    world.call(caller, Op::GateCall, &[gate, 0, 5]);
+    assert!(machine(|machine| machine.kicks.take()).contains(&1));
+    assert!(world.at(caller).sched.get().is_some(), "time does not cross CPUs");
+    assert!(world.current(1) == Some(server) && world.current(0).is_none());
+    world.call(server, Op::GateReplyWait, &[REPLY | WAIT, 0, 6]);
+    assert_eq!((outcome(&world, caller), world.result(caller).1[2]), (Some(Status::Ok), 6));
+    assert!(world.current(0) == Some(caller));
+    // Without time of its own a server cannot be reached from there.
+    let passive = world.passive(1);
+    world.start(passive);
+    let gate = world.gate(passive, 4);
+    world.call(caller, Op::GateCall, &[gate]);
+    assert_eq!(outcome(&world, caller), Some(Status::BadCpu));
+    world.end();
+}
+
+#[test]
+fn a_reply_returns_only_what_its_receiver_has_lent() {
+    let mut world = start();
+    // The server has lost the time of its first caller; a second one helps it.
+    let server = waiting_passive(&mut world);
+    let gate = world.gate(server, 0);
+    let first = world.passive(0);
+    let (lost, slot) = world.sched(10, 1_000_000, 0);
+    world.kernel.bind_sched(first, lost).unwrap();
+    world.start(first);
+    world.call(first, Op::GateCall, &[gate]);
+    world.drop_slot(slot);
+    assert!(world.at(server).sched.get().is_none() && world.current(0).is_none());
+    let second = world.thread(0);
+    let time = world.at(second).own_sched.get();
+    world.call(second, Op::GateCall, &[gate]);
+    assert!(world.current(0) == Some(server) && world.at(server).sched.get() == time);
+    world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
+    assert_eq!(world.state(first), ThreadState::Ready);
+    assert!(world.at(first).sched.get().is_none(), "the helper's time is not the first one's");
+    assert!(world.at(server).caller.get() == Some(second) && world.current(0) == Some(server));
+    world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
+    assert!(world.current(0) == Some(second) && world.at(second).sched.get() == time);
+    world.end();
+}
+
+#[test]
+fn help_goes_through_servers_that_wait_for_others() {
+    let mut world = start();
+    let back = waiting_passive(&mut world);
+    let front = waiting_passive(&mut world);
+    let (to_back, to_front) = (world.gate(back, 0), world.gate(front, 0));
+    let first = world.thread(0);
+    world.call(first, Op::GateCall, &[to_front]);
+    world.call_here(Op::GateCall, &[to_back]);
+    assert!(world.current(0) == Some(back));
+    // A second caller comes to the front before the first one is stopped, a third after.
+    let time = world.at(first).own_sched.get().unwrap();
+    world.kernel.change_sched(time, 5, 1_000_000, 0).unwrap();
+    let second = world.thread(0);
+    world.call(second, Op::GateCall, &[to_front]);
+    assert!(world.at(back).sched.get() == Some(time));
+    world.kernel.stop_thread(first);
+    world.finish();
+    assert!(world.at(first).sched.get() == Some(time), "taken back at once");
+    assert!(world.current(0) == Some(back), "the second one's time got there");
+    assert!(world.at(back).lender.get() == Some(front));
+    world.kernel.stop_thread(second);
+    world.finish();
+    assert!(world.current(0).is_none());
+    let third = world.thread(0);
+    world.call(third, Op::GateCall, &[to_front]);
+    assert!(world.current(0) == Some(back));
+    world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
+    assert!(world.current(0) == Some(front));
+    world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
+    assert!(world.current(0) == Some(front) && world.at(front).caller.get() == Some(third));
+    world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
+    assert!(world.current(0) == Some(third));
+    world.end();
+}
+
+#[test]
+fn circles_of_callers_wait_and_can_be_stopped() {
+    let mut world = start();
+    let ring: Vec<_> = (0..3).map(|_| world.thread(0)).collect();
+    let gates: Vec<_> = ring.iter().map(|thread| world.gate(*thread, 0)).collect();
+    for (index, thread) in ring.iter().enumerate() {
+        world.call(*thread, Op::GateCall, &[gates[(index + 1) % 3]]);
+    }
+    let outside = world.thread(0);
+    world.call(outside, Op::GateCall, &[gates[0]]);
+    assert!(world.current(0).is_none());
+    let own = world.gate(outside, 0);
+    world.kernel.stop_thread(ring[0]);
+    world.finish();
+    assert_eq!(outcome(&world, outside), Some(Status::Aborted));
+    assert_eq!(outcome(&world, ring[2]), Some(Status::Aborted));
+    assert_eq!(world.state(ring[1]), ThreadState::Calling);
+    world.call(outside, Op::GateCall, &[own]);
+    assert_eq!(outcome(&world, outside), Some(Status::Aborted), "nobody can call itself");
+    world.end();
+}
+
+/// Ends or stops a caller or its server while one waits for the other.
+fn end_in_the_middle(served: bool, passive: bool, end_server: bool, destroy: bool) {
+    let mut world = start();
+    let server = if passive { waiting_passive(&mut world) } else { waiting(&mut world, 0) };
+    let gate = world.gate(server, 1);
+    if !served {
+        let other = world.thread(0);
+        world.call(other, Op::GateCall, &[gate]);
+    }
+    let caller = world.thread(0);
+    let time = world.at(caller).own_sched.get().unwrap();
+    world.call(caller, Op::GateCall, &[gate]);
+    assert_eq!(world.at(caller).queued.get(), !served);
+    let victim = if end_server { server } else { caller };
+    if destroy {
+        let slot = (0..500).find(|slot| {
+            let capability = world.kernel.capability(world.kernel.memory.at(world.task), *slot);
+            matches!(capability.map(|c| c.object), Ok(ObjectRef::Thread(thread)) if thread == victim)
+        });
+        world.drop_slot(slot.unwrap());
+        assert!(world.kernel.memory.get(victim).is_none());
+    } else {
+        world.kernel.stop_thread(victim);
+        world.finish();
+        assert_eq!(world.state(victim), ThreadState::Stopped);
+    }
+    if end_server {
+        assert_eq!(outcome(&world, caller), Some(Status::Aborted));
+        assert!(world.at(caller).sched.get() == Some(time));
+        assert_ne!(world.kernel.memory.at(time).state.get(), SchedState::Idle);
+    } else {
+        assert_eq!(world.state(server), ThreadState::Ready);
+        assert!(world.at(server).sched.get() != Some(time));
+        if passive && served {
+            // It is where it was, and goes on with the time of the next one.
+            let next = world.thread(0);
+            world.call(next, Op::GateCall, &[gate]);
+            assert!(world.current(0) == Some(server));
+        } else {
+            world.choose(server);
+        }
+        world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
+        if !destroy {
+            world.start(caller);
+            world.choose(caller);
+        }
+    }
+    check(&world.kernel);
+    world.end();
+}
+
+#[test]
+fn either_side_may_end_at_any_time() {
+    for case in 0..16 {
+        let bit = |number: u32| case >> number & 1 != 0;
+        end_in_the_middle(bit(0), bit(1), bit(2), bit(3));
+    }
+}
+
+#[test]
+fn a_call_to_nobody_is_aborted() {
+    let mut world = start();
+    let stopped = world.passive(0);
+    let gate = world.gate(stopped, 0);
+    let caller = world.thread(0);
+    world.call(caller, Op::GateCall, &[gate]);
+    assert_eq!(outcome(&world, caller), Some(Status::Aborted));
+    world.end();
+}
+
+#[test]
+fn a_caller_that_is_never_answered_is_told() {
+    let mut world = start();
+    let server = waiting(&mut world, 0);
+    let gate = world.gate(server, 0);
+    let caller = world.thread(0);
+    world.call(caller, Op::GateCall, &[gate]);
+    world.call(server, Op::GateReplyWait, &[WAIT]);
+    assert_eq!(outcome(&world, caller), Some(Status::Aborted));
+    assert!(world.current(0) == Some(caller));
+    assert_eq!(world.state(server), ThreadState::Waiting);
+    world.end();
+}
+
+#[test]
+fn time_bound_to_a_busy_server_is_used_after_the_reply() {
+    let mut world = start();
+    let server = waiting_passive(&mut world);
+    let gate = world.gate(server, 0);
+    let caller = world.thread(0);
+    world.call(caller, Op::GateCall, &[gate]);
+    let (own, _) = world.sched(20, 1_000_000, 0);
+    world.kernel.bind_sched(server, own).unwrap();
+    world.finish();
+    assert_eq!(world.kernel.bind_sched(server, own), Err(Status::Busy));
+    world.call_here(Op::GateReplyWait, &[REPLY]);
+    assert!(world.at(server).sched.get() == Some(own));
+    assert!(world.current(0) == Some(server), "it goes on beside the caller, at its own priority");
+    assert_eq!(outcome(&world, caller), Some(Status::Ok));
+    world.end();
+}
+
+#[test]
+fn faults_are_calls() {
+    let mut world = start();
+    let handler = waiting(&mut world, 0);
+    let gate = world.gate(handler, 42);
+    let thread = world.thread(0);
+    let slot = world.give(ObjectRef::Thread(thread));
+    world.call(thread, Op::ThreadBind, &[slot, abi::Binding::FaultGate as u64, gate]);
+    world.choose(thread);
+    world.at(thread).context.words[3].set(0xabcd);
+    world.kernel.fault(0, thread, [14, 2, 0x1000, 0x2000]);
+    world.finish();
+    let message = [42, Tag::label(FAULT_LABEL).pack(), 14, 2, 0x1000, 0x2000];
+    assert_eq!(world.result(handler), (Some(Status::Ok), message));
+    world.call(handler, Op::GateReplyWait, &[REPLY | WAIT, 0, FaultAction::Resume as u64]);
+    assert!(world.current(0) == Some(thread));
+    assert_eq!(world.result(thread).1[3], 0xabcd, "its registers are as they were");
+    // A caller of the faulting thread does not wait for ever.
+    let own = world.gate(thread, 0);
+    let caller = world.thread(0);
+    world.call(caller, Op::GateCall, &[own]);
+    world.choose(thread);
+    world.kernel.fault(0, thread, [13, 0, 0, 0]);
+    world.finish();
+    world.call(handler, Op::GateReplyWait, &[REPLY | WAIT, 0, FaultAction::Stop as u64]);
+    assert_eq!(world.state(thread), ThreadState::Stopped);
+    assert_eq!(outcome(&world, caller), Some(Status::Aborted));
+    // Without a handler it is stopped, and the log says so.
+    let logged = machine(|machine| machine.logged.get());
+    world.choose(caller);
+    world.kernel.fault(0, caller, [6, 0, 0, 0]);
+    world.finish();
+    assert_eq!(world.state(caller), ThreadState::Stopped);
+    assert_eq!(machine(|machine| machine.logged.get()), logged + 1);
+    world.end();
+}
+
+#[test]
+fn handlers_of_handlers_all_stop_with_the_last() {
+    let mut world = start();
+    let chain: Vec<_> = (0..60).map(|_| world.thread(0)).collect();
+    for pair in chain.windows(2) {
+        let gate = world.gate(pair[1], 0);
+        let slot = world.give(ObjectRef::Thread(pair[0]));
+        world.call(pair[0], Op::ThreadBind, &[slot, abi::Binding::FaultGate as u64, gate]);
+        world.choose(pair[0]);
+        world.kernel.fault(0, pair[0], [14, 0, 0, 0]);
+        world.finish();
+        assert_eq!(world.state(pair[0]), ThreadState::Calling);
+    }
+    world.kernel.stop_thread(chain[59]);
+    world.finish();
+    assert!(chain.iter().all(|thread| world.state(*thread) == ThreadState::Stopped));
+    world.end();
+}
+
+#[test]
+fn a_server_also_wakes_for_its_notification() {
+    let mut world = start();
+    let server = waiting(&mut world, 1);
+    let (events, selector) = world.notification();
+    let slot = world.give(ObjectRef::Thread(server));
+    let other = world.thread(0);
+    world.call(other, Op::ThreadBind, &[slot, abi::Binding::Notification as u64, selector]);
+    assert_eq!(outcome(&world, other), Some(Status::Ok));
+    world.call(other, Op::ThreadBind, &[slot, abi::Binding::Notification as u64, selector]);
+    assert_eq!(outcome(&world, other), Some(Status::Busy));
+    world.call(other, Op::NotificationSignal, &[selector, 0b101]);
+    assert_eq!(world.result(server), (Some(Status::Ok), [NOTIFICATION_BADGE, 0, 0b101, 0, 0, 0]));
+    // While it is busy they add up.
+    world.call(other, Op::NotificationSignal, &[selector, 1]);
+    world.call(other, Op::NotificationSignal, &[selector, 2]);
+    world.call(server, Op::GateReplyWait, &[REPLY | WAIT]);
+    assert_eq!(world.result(server).1[2], 3);
+    world.call(server, Op::GateReplyWait, &[REPLY | WAIT]);
+    assert_eq!(world.state(server), ThreadState::Waiting);
+    world.drop_slot(selector);
+    assert!(world.kernel.memory.get(events).is_none());
+    world.end();
+}
+
+#[test]
+fn one_thread_sleeps_on_a_notification() {
+    let mut world = start();
+    let (_, selector) = world.notification();
+    let (first, second) = (world.thread(0), world.thread(0));
+    world.call(first, Op::NotificationWait, &[selector, FOREVER]);
+    world.call(second, Op::NotificationWait, &[selector, FOREVER]);
+    assert_eq!(outcome(&world, second), Some(Status::Busy));
+    world.call(second, Op::NotificationSignal, &[selector, 0]);
+    assert_eq!(world.state(first), ThreadState::Sleeping, "no event, no wake-up");
+    world.drop_slot(selector);
+    assert_eq!(outcome(&world, first), Some(Status::Aborted));
+    world.end();
+}
+
+#[test]
+fn a_vcpu_s_notification_reaches_its_cpu() {
+    let mut world = start();
+    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
+    world.give(ObjectRef::Vm(vm));
+    let (events, selector) = world.notification();
+    let new = |world: &World| {
+        let (factory, task) = (Some(world.factory), world.task);
+        world.kernel.new_vcpu(factory, task, vm, 0x5000, events)
+    };
+    let vcpu = new(&world).unwrap();
+    assert!(new(&world).is_err(), "the notification has its vCPU");
+    let slot = world.give(ObjectRef::Vcpu(vcpu));
+    let (runner, other) = (world.thread(1), world.thread(0));
+    world.call(runner, Op::VcpuRun, &[slot]);
+    assert!(world.at(runner).vcpu.get() == Some(vcpu));
+    assert_eq!(world.state(runner), ThreadState::Ready);
+    world.call(other, Op::VcpuRun, &[slot]);
+    assert_eq!(outcome(&world, other), Some(Status::BadCpu));
+    world.call(other, Op::VcpuState, &[slot, 1]);
+    assert_eq!(outcome(&world, other), Some(Status::Busy));
+    machine(|machine| machine.kicks.take());
+    world.call(other, Op::NotificationSignal, &[selector, 1]);
+    assert!(machine(|machine| machine.kicks.take()).contains(&1));
+    machine(|machine| machine.shootdowns.take());
+    world.drop_slot(slot);
+    assert_eq!(machine(|machine| machine.shootdowns.take()), [2]);
+    assert_eq!(outcome(&world, runner), Some(Status::Aborted));
+    assert!(translate(&world.kernel, SpaceRef::Task(world.task), 5).is_none());
+    world.end();
+}
+
+/// Puts items and windows into message pages.
+fn write_page(world: &World, thread: T, at: usize, words: &[u64]) {
+    let page = world.kernel.memory.words(world.at(thread).message);
+    for (place, word) in page[at..].iter().zip(words) {
+        place.store(*word, Ordering::Relaxed);
+    }
+}
+
+fn read_page(world: &World, thread: T, at: usize) -> u64 {
+    world.kernel.memory.words(world.at(thread).message)[at].load(Ordering::Relaxed)
+}
+
+#[test]
+fn items_arrive_in_the_receiver_s_windows() {
+    let mut world = start();
+    let other = world.new_task();
+    let extent = Extent { kind: abi::ItemKind::Memory, base: 0x100, physical: 0x100, order: 4 };
+    let own = SpaceRef::Task(world.task);
+    world.kernel.add_mapping(own, extent, rights::ALL, false, None).unwrap();
+    let server = world.thread_in(other, 0);
+    let (time, _) = world.sched(10, 1_000_000, 0);
+    world.kernel.bind_sched(server, time).unwrap();
+    world.start(server);
+    world.call(server, Op::GateReplyWait, &[WAIT]);
+    let gate = world.gate(server, 0);
+    let caller = world.thread(0);
+    write_page(&world, server, WINDOWS_AT, &[0x203, 20, 40, 2, 0, 0]);
+    let pages = Item::memory(2, rights::READ);
+    let capability = Item::capability(rights::ALL);
+    let items = [pages.pack(), 0x104, capability.pack(), 0, pages.pack(), 0x108];
+    write_page(&world, caller, ITEMS_AT, &items);
+    write_page(&world, caller, 0, &[11, 22, 33]);
+    let tag = Tag { words: 3, items: 3, label: 1 }.pack();
+    world.call(caller, Op::GateCall, &[gate, tag]);
+    assert_eq!(world.result(server).1[1], tag);
+    let there = SpaceRef::Task(other);
+    let (physical, access) = translate(&world.kernel, there, 0x204).expect("the first item");
+    assert!(physical == 0x104 && !access.write && !access.execute);
+    assert_eq!(translate(&world.kernel, there, 0x208).map(|(physical, _)| physical), Some(0x108));
+    assert!(world.kernel.capability(world.kernel.memory.at(other), 40).is_ok());
+    let placed = [1, 3, 5].map(|at| read_page(&world, server, ITEMS_AT + at));
+    assert_eq!(placed, [0x204, 40, 0x208]);
+    assert_eq!([0, 1, 2].map(|at| read_page(&world, server, at)), [11, 22, 33]);
+    world.call_here(Op::GateReplyWait, &[REPLY]);
+    check(&world.kernel);
+    world.end();
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let mut world = start();
+    let server = waiting(&mut world, 0);
+    let gate = world.gate(server, 0);
+    let caller = world.thread(0);
+    let refused = |world: &mut World, words: u8, items: u8| {
+        let tag = Tag { words, items, label: 0 }.pack();
+        world.call(caller, Op::GateCall, &[gate, tag]);
+        assert_eq!(world.state(server), ThreadState::Waiting, "the server is not bothered");
+        outcome(world, caller)
+    };
+    assert_eq!(refused(&mut world, 65, 0), Some(Status::Overflow));
+    assert_eq!(refused(&mut world, 0, 17), Some(Status::Overflow));
+    write_page(&world, caller, ITEMS_AT, &[Item::capability(rights::ALL).pack(), 0]);
+    assert_eq!(refused(&mut world, 0, 1), Some(Status::Overflow), "no window");
+    write_page(&world, server, WINDOWS_AT + 2, &[u64::MAX, u64::MAX]);
+    assert_eq!(refused(&mut world, 0, 1), Some(Status::Overflow));
+    write_page(&world, server, WINDOWS_AT + 2, &[400, 1]);
+    write_page(&world, caller, ITEMS_AT, &[u64::MAX, 0]);
+    assert_eq!(refused(&mut world, 0, 1), Some(Status::BadArgument));
+    write_page(&world, caller, ITEMS_AT, &[Item::capability(rights::ALL).pack(), 499]);
+    assert_eq!(refused(&mut world, 0, 1), Some(Status::BadCapability));
+    // A reply that does not fit goes back to the server, which may answer again.
+    world.call(caller, Op::GateCall, &[gate]);
+    world.call_here(
+        Op::GateReplyWait,
+        &[REPLY | WAIT, Tag { words: 99, items: 0, label: 0 }.pack()],
+    );
+    assert_eq!(outcome(&world, server), Some(Status::Overflow));
+    world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
+    assert_eq!(outcome(&world, caller), Some(Status::Ok));
+    assert_eq!(all::<Thread<Fake>>(&world.kernel.memory).len(), 2);
+    world.end();
+}
+
+#[test]
+fn a_queued_message_that_does_not_fit_goes_back_to_its_sender() {
+    let mut world = start();
+    let server = world.thread(0);
+    let gate = world.gate(server, 0);
+    let (bad, good) = (world.thread(0), world.thread(0));
+    let too_long = Tag { words: 99, items: 0, label: 0 }.pack();
+    world.call(bad, Op::GateCall, &[gate, too_long]);
+    world.call(good, Op::GateCall, &[gate, 0, 5]);
+    world.call(server, Op::GateReplyWait, &[WAIT]);
+    assert_eq!(outcome(&world, bad), Some(Status::Overflow));
+    assert!(world.at(server).caller.get() == Some(good));
+    world.end();
+}
