@@ -41,8 +41,11 @@ const CHILDREN: usize = FIRST_VM + MAX_VMS;
 
 /// Kernel memory of a server, in pages.
 const SERVER_QUOTA: u64 = 64;
-/// Kernel memory of a native program.
-const TASK_QUOTA: u64 = 256;
+/// Kernel memory of a native program: a fair share of what the others leave, within these bounds.
+const MIN_TASK_QUOTA: u64 = 40;
+const MAX_TASK_QUOTA: u64 = 256;
+/// Kernel memory that root keeps for its own mappings and capabilities.
+const OWN_QUOTA: u64 = 64;
 /// Kernel memory of a VMM: for one vCPU, for each further one, and for the tables of each GiB of guest memory, in
 /// two spaces.
 const VMM_QUOTA: u64 = 64;
@@ -50,7 +53,7 @@ const VCPU_QUOTA: u64 = 24;
 const GIB_QUOTA: u64 = 4;
 const SMALL_STACK: u64 = 48 << 10;
 /// The whole machine of a VMM is on its stack.
-const VMM_STACK: u64 = 40 << 10;
+const VMM_STACK: u64 = 36 << 10;
 const TASK_STACK: u64 = 64 << 10;
 /// Private memory of a native program.
 const TASK_MEMORY: u64 = 256 << 10;
@@ -266,13 +269,21 @@ impl<'a> Manager<'a> {
         })
     }
 
+    /// Pages of kernel memory for each native program.
+    fn task_quota(&self) -> u64 {
+        let servers = self.system.servers.len() as u64 * SERVER_QUOTA;
+        let vms: u64 = self.system.vms.iter().map(vmm_quota).sum();
+        let left = self.resources.boot.info.quota_pages.saturating_sub(OWN_QUOTA + servers + vms);
+        (left / self.system.tasks.len().max(1) as u64).clamp(MIN_TASK_QUOTA, MAX_TASK_QUOTA)
+    }
+
     fn start_task(&mut self, number: usize) -> Result<Child, StartError> {
         let task = &self.system.tasks[number - FIRST_TASK];
         let shape = Shape {
             number,
             cpu: task.cpu,
             priority: task.priority,
-            quota: TASK_QUOTA,
+            quota: self.task_quota(),
             stack: TASK_STACK,
             may_build: true,
         };
@@ -296,14 +307,13 @@ impl<'a> Manager<'a> {
         if let Some(&cpu) = cpus.iter().find(|&&cpu| cpu >= machine.cpus) {
             return Err(StartError::Cpu(cpu));
         }
-        let further = (cpus.len() as u64).saturating_sub(1);
         let shape = Shape {
             number,
             cpu: cpus.first().copied().unwrap_or(0),
             priority: vm.priority,
-            quota: VMM_QUOTA + VCPU_QUOTA * further + GIB_QUOTA * (vm.memory >> 30),
+            quota: vmm_quota(vm),
             stack: VMM_STACK,
-            may_build: further != 0,
+            may_build: cpus.len() > 1,
         };
         self.build(&shape, vm.binary, |root, child| {
             child.add_guest(&mut root.resources, vm.memory)?;
@@ -495,6 +505,12 @@ impl<'a> Manager<'a> {
         info!("outcome {}", self.outcome);
         leave(self.system.board == Board::QemuQ35, self.outcome)
     }
+}
+
+/// Pages of kernel memory for a VMM.
+fn vmm_quota(vm: &Vm) -> u64 {
+    let further = vm.vcpus.saturating_sub(1);
+    VMM_QUOTA + VCPU_QUOTA * u64::from(further) + GIB_QUOTA * (vm.memory >> 30)
 }
 
 fn make_alarm(thread: OwnThread) -> Result<Alarm, native_rt::Status> {
