@@ -4,11 +4,12 @@
 //! # Soundness
 //!
 //! All kernel objects live in one physical range that is never given to anybody else. Every frame
-//! of it has a class: free, raw, or slab of one [`Object`] type.
+//! of it has a class: free, raw, or slab of slots of one size, which objects of several types share.
 //!
 //! * A [`Handle`] names a slot and a generation. [`Memory::get`] checks that the frame is a slab of
-//!   exactly that type and that the slot carries that generation, so a stale handle yields `None`.
-//!   Generations are 40 bits, never used twice; when they run out, allocation fails.
+//!   slots of the type's size and that the slot carries that generation, so a stale handle yields `None`.
+//!   Generations are 40 bits, never used twice, for whatever type: the right generation is also the right
+//!   type. When they run out, allocation fails.
 //! * [`Memory::free`] only retires: the slot's bytes stay untouched until [`Memory::reclaim`], which
 //!   takes `&mut self` and so cannot run while any `&T` from `get` lives.
 //! * Raw frames are only reachable as arrays of atomics ([`Memory::words`]), and only while the
@@ -18,7 +19,7 @@
 
 use core::cell::{Cell, UnsafeCell};
 use core::marker::PhantomData;
-use core::mem::size_of;
+use core::mem::{MaybeUninit, size_of};
 use core::num::NonZeroU64;
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -29,8 +30,10 @@ const NONE: u32 = u32::MAX;
 const INDEX_BITS: u32 = 24;
 /// Slots are multiples of 16 bytes, so 24 bits of handle reach this many bytes.
 pub const MAX_BYTES: usize = 16 << INDEX_BITS;
-/// Number of slab classes.
+/// Number of types of object.
 pub const CLASSES: usize = 16;
+/// Number of sizes of slots: powers of two, up to a frame.
+const SIZES: usize = PAGE_SHIFT as usize + 1;
 
 const CLASS_FREE: u8 = 0xff;
 const CLASS_RAW: u8 = 0xfe;
@@ -41,7 +44,7 @@ const CLASS_FIXED: u8 = 0xfc;
 ///
 /// Values are never dropped, so they must not own anything; all mutable parts are `Cell`s.
 pub trait Object: Sized + 'static {
-    /// Slab class, below [`CLASSES`], different for every type.
+    /// Number of the type, below [`CLASSES`], different for every type.
     const CLASS: u8;
 }
 
@@ -84,7 +87,7 @@ pub struct Factory {
     parent: Option<Handle<Factory>>,
     /// Number of capabilities to this factory.
     pub caps: Cell<u32>,
-    partial: [Cell<u32>; CLASSES],
+    partial: [Cell<u32>; SIZES],
 }
 
 impl Object for Factory {
@@ -98,7 +101,7 @@ impl Factory {
             used: Cell::new(0),
             parent,
             caps: Cell::new(0),
-            partial: [const { Cell::new(NONE) }; CLASSES],
+            partial: [const { Cell::new(NONE) }; SIZES],
         }
     }
 
@@ -136,7 +139,14 @@ struct Slot<T> {
     generation: Cell<u64>,
     /// Next retired slot (index), or next free slot in the frame (offset).
     link: Cell<u32>,
-    value: UnsafeCell<T>,
+    /// [`Object::CLASS`] of what is or was in it.
+    class: Cell<u8>,
+    value: UnsafeCell<MaybeUninit<T>>,
+}
+
+impl<T> Slot<T> {
+    /// `log2` of the size of the slots that hold such values: the class of their frames.
+    const SIZE: u8 = size_of::<Self>().next_power_of_two().trailing_zeros() as u8;
 }
 
 /// The kernel's memory.
@@ -338,9 +348,9 @@ impl Memory {
     }
 
     fn slot<T: Object>(&self, index: u32) -> &Slot<T> {
-        // SAFETY: callers pass indices of slots in frames of class `T::CLASS` only; such slots were
-        // initialised when the frame became a slab, and keep their type until the frame is
-        // released in `reclaim`, which needs `&mut self`.
+        // SAFETY: callers pass indices of slots in frames of class `Slot::<T>::SIZE` only. The heads of such
+        // slots were initialised when the frame became a slab, and it stays one until it is released in
+        // `reclaim`, which needs `&mut self`. Whether the value is initialised only `get` and `alloc` need to know.
         unsafe { &*self.base.add((index as usize) << 4).cast() }
     }
 
@@ -352,7 +362,7 @@ impl Memory {
         let frame = index >> (PAGE_SHIFT - 4);
         // SAFETY: a handle is only made by `alloc`, so its frame is inside the table.
         let info = unsafe { &*self.base.cast::<FrameInfo>().add(frame as usize) };
-        if info.class.get() != T::CLASS {
+        if info.class.get() != Slot::<T>::SIZE {
             return None;
         }
         let slot = self.slot::<T>(index);
@@ -361,7 +371,7 @@ impl Memory {
         }
         // SAFETY: the slot is in use, so its value is initialised; it is not written or reused
         // before `reclaim`.
-        Some(unsafe { &*slot.value.get() })
+        Some(unsafe { (*slot.value.get()).assume_init_ref() })
     }
 
     /// The object; panics if it has been freed, which is a kernel bug where this is used.
@@ -385,9 +395,9 @@ impl Memory {
         if generation >> (64 - INDEX_BITS) != 0 {
             return Err(Status::NoQuota);
         }
-        let head = &account.partial[T::CLASS as usize];
+        let head = &account.partial[Slot::<T>::SIZE as usize];
         if head.get() == NONE {
-            let frame = self.take_frames(factory, 1, T::CLASS)?;
+            let frame = self.take_frames(factory, 1, Slot::<T>::SIZE)?;
             self.init_slab::<T>(frame);
             let info = self.info(frame);
             info.next.set(NONE);
@@ -402,18 +412,19 @@ impl Memory {
         info.free.set(slot.link.get() as u16);
         info.used.set(info.used.get() + 1);
         if info.free.get() == u16::MAX {
-            self.unlink(account, T::CLASS, frame);
+            self.unlink(account, Slot::<T>::SIZE, frame);
         }
         self.generation.set(generation + 1);
         // SAFETY: the slot is free: no reference to its value exists.
-        unsafe { slot.value.get().write(value) };
+        unsafe { slot.value.get().write(MaybeUninit::new(value)) };
+        slot.class.set(T::CLASS);
         slot.generation.set(generation);
         let raw = generation << INDEX_BITS | index as u64;
         Ok(Handle(NonZeroU64::new(raw).expect("generations start at 1"), PhantomData))
     }
 
     fn init_slab<T: Object>(&self, frame: u32) {
-        let size = size_of::<Slot<T>>();
+        let size = 1 << Slot::<T>::SIZE;
         let mut next = u16::MAX;
         for number in (0..FRAME / size).rev() {
             let offset = number * size;
@@ -422,6 +433,7 @@ impl Memory {
                 let slot: *mut Slot<T> = self.base.add(frame as usize * FRAME + offset).cast();
                 (&raw mut (*slot).generation).write(Cell::new(0));
                 (&raw mut (*slot).link).write(Cell::new(next as u32));
+                (&raw mut (*slot).class).write(Cell::new(0));
             }
             next = offset as u16;
         }
@@ -549,8 +561,8 @@ pub(crate) mod testing {
 
     /// Every object of a type.
     pub fn all<T: Object>(memory: &Memory) -> std::vec::Vec<Handle<T>> {
-        let size = size_of::<Slot<T>>();
-        let slabs = (0..memory.count).filter(|frame| memory.info(*frame).class.get() == T::CLASS);
+        let size = 1 << Slot::<T>::SIZE;
+        let slabs = (0..memory.count).filter(|frame| memory.info(*frame).class.get() == Slot::<T>::SIZE);
         slabs
             .flat_map(|frame| {
                 (0..FRAME / size)
@@ -559,7 +571,8 @@ pub(crate) mod testing {
             .filter_map(|index| {
                 let generation = memory.slot::<T>(index).generation.get();
                 let raw = generation << INDEX_BITS | index as u64;
-                (generation != 0).then(|| Handle(NonZeroU64::new(raw).unwrap(), PhantomData))
+                let is_one = generation != 0 && memory.slot::<T>(index).class.get() == T::CLASS;
+                is_one.then(|| Handle(NonZeroU64::new(raw).unwrap(), PhantomData))
             })
             .collect()
     }
