@@ -12,8 +12,8 @@ const EVERY_BACKEND: &[Backend] = &[Backend::NativeX86Npt];
 /// Systems in QEMU at the same time: each keeps a CPU of the host busy.
 const PARALLEL: usize = 2;
 
-/// The head of a description.
-const HEAD: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n";
+/// The head of a description. Virtual machines share CPUs where there is only one.
+const HEAD: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\nshare_cpus = true\n";
 
 /// Adds a virtual machine with Debian's kernel and a busybox RAM disk.
 fn linux(name: &str, command_line: &str, more: &str) -> String {
@@ -66,7 +66,12 @@ fn check_scenarios() -> Vec<Scenario> {
     const HELPER: &str = "essential = false";
     let crashers: String =
         CRASHES.iter().map(|kind| task(kind, "check-crasher", &[kind], HELPER)).collect();
-    let hostile = |seed, cpu| task("hostile", "check-hostile", &[seed, "1000000"], cpu);
+    // The hostile thread runs one below its program's priority: on equal terms with the neighbour.
+    let hostile = |seed, more: &str| {
+        let more = format!("essential = true\npriority = 33\n{more}");
+        task("hostile", "check-hostile", &[seed, "1000000"], &more)
+    };
+    let neighbour = task("neighbour", "check-neighbour", &[], "essential = false\npriority = 32");
     vec![
         Scenario {
             cpus: &[1, 4],
@@ -84,21 +89,14 @@ fn check_scenarios() -> Vec<Scenario> {
             texts: vec!["CHECK hostile ok".into(), "CHECK neighbour ok".into()],
             never: &["FAIL"],
             limit: 240,
-            ..base(
-                "hostile-beside-neighbour",
-                hostile("1", ESSENTIAL) + &task("neighbour", "check-neighbour", &[], HELPER),
-            )
+            ..base("hostile-beside-neighbour", hostile("1", "") + &neighbour)
         },
         Scenario {
             cpus: &[4],
             texts: vec!["CHECK hostile ok".into(), "CHECK neighbour ok".into()],
             never: &["FAIL"],
             limit: 240,
-            ..base(
-                "hostile-on-another-cpu",
-                hostile("2", "essential = true\ncpu = 1")
-                    + &task("neighbour", "check-neighbour", &[], HELPER),
-            )
+            ..base("hostile-on-another-cpu", hostile("2", "cpu = 1") + &neighbour)
         },
         Scenario {
             cpus: &[1, 4],
@@ -111,6 +109,96 @@ fn check_scenarios() -> Vec<Scenario> {
             ..base("crashing-tasks", crashers + &task("panic", "check-crasher", &["panic"], HELPER))
         },
     ]
+}
+
+/// Adds a virtual machine with a micro-guest.
+fn micro(name: &str, guest: &str, more: &str) -> String {
+    format!(
+        "\n[[vm]]\nname = \"{name}\"\nmemory = \"16M\"\n\
+         kernel = \"{{artifacts}}/guest-{guest}\"\n{more}\n"
+    )
+}
+
+/// Micro-guests: name, exit code, text on the console or in the log.
+const GUESTS: &[(&str, i32, &str)] = &[
+    ("hello", 0, "hello from a micro-guest"),
+    ("ports", 0, "vm guest ended: power-off"),
+    ("memory", 0, "vm guest ended: power-off"),
+    ("msr", 0, "vm guest ended: power-off"),
+    ("interrupts", 0, "vm guest ended: power-off"),
+    ("x2apic", 0, "vm guest ended: power-off"),
+    ("shadow", 0, "vm guest ended: power-off"),
+    ("fpu", 0, "vm guest ended: power-off"),
+    ("bigpages", 0, "vm guest ended: power-off"),
+    ("stress", 0, "vm guest ended: power-off"),
+    ("exits", 0, "VB hypercall"),
+    ("poweroff", 0, "vm guest ended: power-off"),
+    ("panic", 80, "vm guest ended: guest panic"),
+    ("triple", 81, "vm guest ended: guest fault"),
+    ("reset", 83, "vm guest ended: reset"),
+];
+
+/// Guests with one behaviour each, and what becomes of others beside them.
+fn guest_scenarios() -> Vec<Scenario> {
+    const CONSOLE: &str = "console = \"com1\"";
+    let mut scenarios: Vec<Scenario> = GUESTS
+        .iter()
+        .map(|&(name, code, text)| Scenario {
+            cpus: &[1, 4],
+            texts: vec![text.into()],
+            never: &["FAILED"],
+            code,
+            limit: 60,
+            ..base(name, micro("guest", name, CONSOLE))
+        })
+        .collect();
+    scenarios.extend([
+        Scenario {
+            // The looping guest never ends; the other one decides when the system does.
+            cpus: &[1, 4],
+            texts: vec!["vm worker ended: power-off".into()],
+            never: &["FAILED"],
+            ..base(
+                "looping-neighbour",
+                micro("looping", "spin", "essential = false")
+                    + &micro("worker", "stress", "console = \"com1\"\nessential = true"),
+            )
+        },
+        Scenario {
+            cpus: &[1, 4],
+            texts: vec![
+                "vm falling ended: guest fault code 81".into(),
+                "vm worker ended: power-off code 0".into(),
+            ],
+            never: &["FAILED"],
+            ..base(
+                "falling-neighbour",
+                micro("falling", "triple", "essential = false")
+                    + &micro("worker", "stress", "console = \"com1\"\nessential = true"),
+            )
+        },
+        Scenario {
+            texts: vec!["vm falling starts again".into()],
+            never: &["FAILED"],
+            ..base(
+                "restart-on-crash",
+                micro("falling", "triple", "essential = false\nrestart = \"on-crash\"")
+                    + &micro("worker", "stress", "console = \"com1\"\nessential = true"),
+            )
+        },
+        Scenario {
+            cpus: &[1, 4],
+            texts: vec!["CHECK hostile ok".into(), "vm worker ended: power-off code 0".into()],
+            never: &["FAIL"],
+            limit: 240,
+            ..base(
+                "hostile-beside-guest",
+                task("hostile", "check-hostile", &["3", "1000000"], "essential = true")
+                    + &micro("worker", "stress", "console = \"com1\"\nessential = true"),
+            )
+        },
+    ]);
+    scenarios
 }
 
 /// Machines that cannot run the guest that is asked for.
@@ -223,7 +311,7 @@ fn refusal(description: &str, code: i32, message: &str) -> Result<()> {
 }
 
 fn scenarios() -> Vec<Scenario> {
-    [check_scenarios(), machine_scenarios(), linux_scenarios()].concat()
+    [check_scenarios(), guest_scenarios(), machine_scenarios(), linux_scenarios()].concat()
 }
 
 /// What the summary shows of each test.
