@@ -21,7 +21,7 @@ pub mod tree;
 use core::cell::Cell;
 
 use arch::Arch;
-use object::{Irq, Task, Vm};
+use object::{Irq, Space, Task, Vm};
 use pool::{Handle, Memory};
 use sched::Cpu;
 
@@ -110,21 +110,19 @@ impl<A: Arch> Kernel<A> {
 
     /// The CPU no longer has a task's space loaded.
     pub fn left_space(&self, cpu: usize) {
-        if let Some(task) = self.cpus[cpu].space.take().and_then(|task| self.memory.get(task)) {
-            task.space.active.set(task.space.active.get() & !(1 << cpu));
-        }
+        self.cpus[cpu].space.set(None);
     }
 
-    /// Makes a task's space the one that is loaded on a CPU; returns its root table.
-    pub fn enter_space(&self, cpu: usize, handle: Handle<Task<A>>) -> u64 {
-        self.left_space(cpu);
-        let task = self.memory.at(handle);
-        task.space.active.set(task.space.active.get() | 1 << cpu);
+    /// Makes a task's space the one that is loaded on a CPU; its root table is to be loaded at once.
+    #[inline(always)]
+    pub fn enter_space(&self, cpu: usize, handle: Handle<Task<A>>) -> &Space<A> {
         self.cpus[cpu].space.set(Some(handle));
-        self.memory.physical(task.space.root)
+        &self.memory.at(handle).space
     }
 
     /// Keeps the promise of every [`table::Flush`] of this entry.
+    #[cold]
+    #[inline(never)]
     fn commit_flush(&self, cpu: usize) {
         let cpus = self.flush.take();
         if cpus & 1 << cpu != 0 {

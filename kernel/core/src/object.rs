@@ -154,7 +154,8 @@ pub struct Space<A: Arch> {
     pub port_map: Cell<Option<Frame>>,
     /// Incremented when the port map changes.
     pub port_generation: Cell<u64>,
-    /// CPUs that may hold translations of it: those whose current task space it is, or that run a vCPU of it.
+    /// Guest: CPUs that run a vCPU of it, which may hold translations of it. A task's are those whose
+    /// loaded space ([`crate::sched::Cpu::space`]) it is.
     pub active: Cell<u64>,
     /// Incremented by every unmapping; a vCPU that has seen an older one needs new translations.
     pub generation: Cell<u64>,

@@ -86,6 +86,7 @@ fn units(order: u8) -> u64 {
 impl<A: Arch> Kernel<A> {
     // ---- capabilities ------------------------------------------------------------------------
 
+    #[inline(always)]
     fn slot<'a>(
         &'a self,
         task: &'a Task<A>,
@@ -295,7 +296,7 @@ impl<A: Arch> Kernel<A> {
             }
         };
         if flush.is_needed() {
-            self.need_flush(space);
+            self.need_flush(to, space);
         }
         Ok(())
     }
@@ -317,11 +318,11 @@ impl<A: Arch> Kernel<A> {
             }
             space.port_map.set(Some(map));
         }
-        self.set_ports(space, extent, false);
+        self.set_ports(to, space, extent, false);
         Ok(())
     }
 
-    fn set_ports(&self, space: &Space<A>, extent: Extent, closed: bool) {
+    fn set_ports(&self, of: SpaceRef<A>, space: &Space<A>, extent: Extent, closed: bool) {
         let Some(map) = space.port_map.get() else { return };
         for port in extent.base..extent.base + units(extent.order) {
             let frame = self.memory.following(map, (port >> 15) as u32);
@@ -332,13 +333,19 @@ impl<A: Arch> Kernel<A> {
         }
         space.port_generation.set(space.port_generation.get() + 1);
         if closed {
-            self.need_flush(space);
+            self.need_flush(of, space);
         }
     }
 
-    fn need_flush(&self, space: &Space<A>) {
+    fn need_flush(&self, of: SpaceRef<A>, space: &Space<A>) {
         space.generation.set(space.generation.get() + 1);
-        self.flush.set(self.flush.get() | space.active.get());
+        let active = match of {
+            SpaceRef::Task(task) => (0..A::cpus())
+                .filter(|&cpu| self.cpus[cpu].space.get() == Some(task))
+                .fold(0, |cpus, cpu| cpus | 1 << cpu),
+            SpaceRef::Vm(_) => space.active.get(),
+        };
+        self.flush.set(self.flush.get() | active);
     }
 
     /// Removes a node without children, and what it stands for.
@@ -352,9 +359,9 @@ impl<A: Arch> Kernel<A> {
                 let slot = self.memory.get(task).and_then(|task| self.slot(task, node.base));
                 ended = slot.and_then(Cell::take).map(|capability| capability.object);
             }
-            (ItemKind::Port, space) => {
-                if let Some(space) = self.space(space) {
-                    self.set_ports(space, extent, true);
+            (ItemKind::Port, space_ref) => {
+                if let Some(space) = self.space(space_ref) {
+                    self.set_ports(space_ref, space, extent, true);
                     space.ports.remove(&self.memory, handle);
                 }
             }
@@ -371,7 +378,7 @@ impl<A: Arch> Kernel<A> {
                         }
                     };
                     if flush.is_needed() {
-                        self.need_flush(space);
+                        self.need_flush(space_ref, space);
                     }
                     space.memory.remove(&self.memory, handle);
                 }
@@ -741,7 +748,9 @@ impl<A: Arch> Kernel<A> {
             if self.dying_tasks.get() != Some(handle) {
                 continue;
             }
-            if !self.reap_space::<A::Host>(&task.space, A::user_entries(), A::PORT_FRAMES, budget) {
+            let of = SpaceRef::Task(handle);
+            let (entries, frames) = (A::user_entries(), A::PORT_FRAMES);
+            if !self.reap_space::<A::Host>(of, &task.space, entries, frames, budget) {
                 return false;
             }
             self.dying_tasks.set(task.dying_next.get());
@@ -749,7 +758,9 @@ impl<A: Arch> Kernel<A> {
         }
         while let Some(handle) = self.dying_vms.get() {
             let vm = self.memory.at(handle);
-            if !self.reap_space::<A::Nested>(&vm.space, 0..512, A::GUEST_PORT_FRAMES, budget) {
+            let of = SpaceRef::Vm(handle);
+            let frames = A::GUEST_PORT_FRAMES;
+            if !self.reap_space::<A::Nested>(of, &vm.space, 0..512, frames, budget) {
                 return false;
             }
             self.dying_vms.set(vm.dying_next.get());
@@ -760,6 +771,7 @@ impl<A: Arch> Kernel<A> {
 
     fn reap_space<F: table::Format>(
         &self,
+        of: SpaceRef<A>,
         space: &Space<A>,
         entries: core::ops::Range<usize>,
         port_frames: u32,
@@ -777,7 +789,7 @@ impl<A: Arch> Kernel<A> {
             return false;
         }
         // Whoever still has this space loaded leaves it before its root goes.
-        self.need_flush(space);
+        self.need_flush(of, space);
         self.memory.free_raw(space.root, 1);
         if let Some(map) = space.port_map.take() {
             self.memory.free_raw(map, port_frames);

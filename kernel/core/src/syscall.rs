@@ -67,32 +67,47 @@ impl<A: Arch> Kernel<A> {
         count(&self.counters.system_calls);
         let Some(handle) = self.cpus[cpu].current.get() else { return };
         let Some(thread) = self.memory.get(handle) else { return };
-        let Some(task) = self.memory.get(thread.task) else { return };
         let context = &thread.context;
-        let done = match Op::from_code(context.operation()) {
-            Some(Op::GateCall) => self
-                .gate_cap(task, context.argument(0), rights::CALL)
-                .and_then(|gate| self.gate_call(cpu, handle, gate))
-                .map(|()| Done::Later),
-            Some(Op::GateReplyWait) => {
-                self.gate_reply_wait(cpu, handle, context.argument(0)).map(|()| Done::Later)
-            }
-            Some(Op::VcpuRun) => self
-                .vcpu_cap(task, context.argument(0), rights::RUN)
-                .and_then(|vcpu| self.vcpu_run(handle, vcpu))
-                .map(|()| Done::Later),
-            Some(operation) => self.other_call(cpu, operation, handle, thread, task),
-            None => Err(Status::BadOperation),
+        const GATE_CALL: u64 = Op::GateCall as u64;
+        const GATE_REPLY_WAIT: u64 = Op::GateReplyWait as u64;
+        const VCPU_RUN: u64 = Op::VcpuRun as u64;
+        // What every exit of a guest needs is here, so that it becomes one function; it sets its status.
+        let done = match context.operation() {
+            GATE_CALL => self
+                .task_of(thread)
+                .and_then(|task| self.gate_cap(task, context.argument(0), rights::CALL))
+                .and_then(|gate| self.gate_call(cpu, handle, thread, gate)),
+            GATE_REPLY_WAIT => self.gate_reply_wait(cpu, handle, thread, context.argument(0)),
+            VCPU_RUN => self
+                .task_of(thread)
+                .and_then(|task| self.vcpu_cap(task, context.argument(0), rights::RUN))
+                .and_then(|vcpu| self.vcpu_run(handle, thread, vcpu)),
+            code => return self.rare_call(cpu, code, handle, thread),
         };
-        match done {
-            Ok(Done::Now) => context.set_status(Status::Ok),
-            Ok(Done::Later) => {}
-            Ok(Done::Again) => context.restart(),
-            Err(status) => context.set_status(status),
+        if let Err(status) = done {
+            context.set_status(status);
         }
     }
 
+    #[inline(always)]
+    fn task_of(&self, thread: &Thread<A>) -> Result<&Task<A>, Status> {
+        self.memory.get(thread.task).ok_or(Status::Aborted)
+    }
+
     #[inline(never)]
+    fn rare_call(&self, cpu: usize, code: u64, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+        let operation = Op::from_code(code).ok_or(Status::BadOperation);
+        let done = operation.and_then(|operation| {
+            self.other_call(cpu, operation, handle, thread, self.task_of(thread)?)
+        });
+        match done {
+            Ok(Done::Now) => thread.context.set_status(Status::Ok),
+            Ok(Done::Later) => {}
+            Ok(Done::Again) => thread.context.restart(),
+            Err(status) => thread.context.set_status(status),
+        }
+    }
+
     fn other_call(
         &self,
         cpu: usize,

@@ -219,6 +219,7 @@ impl<A: Arch> Kernel<A> {
 
     // ---- lending -------------------------------------------------------------------------------
 
+    #[inline(always)]
     fn lend(
         &self,
         name: Handle<Thread<A>>,
@@ -410,16 +411,47 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// `GateCall`.
+    #[inline(always)]
     pub fn gate_call(
         &self,
         cpu: usize,
         handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
         gate: Handle<Gate<A>>,
     ) -> Result<(), Status> {
         let gate = self.memory.get(gate).ok_or(Status::BadCapability)?;
         let server = gate.thread;
         let Some(partner) = self.memory.get(server) else { return Err(Status::Aborted) };
-        let thread = self.memory.at(handle);
+        let here = &self.cpus[cpu];
+        // The common case: the server waits on this CPU and goes on at once, on the caller's time. It is
+        // not the caller, who does not wait.
+        if partner.state.get() == ThreadState::Waiting
+            && partner.cpu == cpu
+            && here.current.get() == Some(handle)
+            && thread.sched.get().is_some()
+        {
+            self.deliver(thread, partner, gate.badge)?;
+            thread.state.set(ThreadState::Calling);
+            thread.server.set(Some(server));
+            partner.caller.set(Some(handle));
+            self.lend(handle, thread, server, partner);
+            partner.state.set(ThreadState::Ready);
+            here.current.set(Some(server));
+            return Ok(());
+        }
+        self.gate_call_slow(cpu, handle, thread, gate, partner)
+    }
+
+    #[inline(never)]
+    fn gate_call_slow(
+        &self,
+        cpu: usize,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        gate: &Gate<A>,
+        partner: &Thread<A>,
+    ) -> Result<(), Status> {
+        let server = gate.thread;
         if server == handle || partner.state.get() == ThreadState::Stopped {
             return Err(Status::Aborted);
         }
@@ -431,17 +463,8 @@ impl<A: Arch> Kernel<A> {
             thread.state.set(ThreadState::Calling);
             thread.server.set(Some(server));
             partner.caller.set(Some(handle));
-            if partner.cpu == cpu && thread.sched.get().is_some() {
-                self.lend(handle, thread, server, partner);
-                partner.state.set(ThreadState::Ready);
-                let here = &self.cpus[cpu];
-                if here.current.get() == Some(handle) {
-                    here.current.set(Some(server));
-                }
-            } else {
-                self.block(handle, ThreadState::Calling);
-                self.wake(server);
-            }
+            self.block(handle, ThreadState::Calling);
+            self.wake(server);
             return Ok(());
         }
         thread.badge.set(gate.badge);
@@ -455,22 +478,19 @@ impl<A: Arch> Kernel<A> {
 
     /// `GateReplyWait`. The status of a reply that cannot be delivered goes to the server, which may
     /// reply again.
+    #[inline(always)]
     pub fn gate_reply_wait(
         &self,
         cpu: usize,
         handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
         flags: u64,
     ) -> Result<(), Status> {
-        let thread = self.memory.at(handle);
         if let Some(caller) = thread.caller.get() {
             if flags & abi::reply_wait::REPLY != 0 {
                 self.reply(cpu, handle, thread, caller)?;
             } else if flags & abi::reply_wait::WAIT != 0 {
-                // Nobody will ever answer it.
-                thread.caller.set(None);
-                let faulted = Cell::new(None);
-                self.abort_call(handle, caller, &faulted);
-                self.stop_faulted(&faulted);
+                self.forget_caller(handle, thread, caller);
             }
         }
         if flags & abi::reply_wait::WAIT == 0 {
@@ -482,6 +502,21 @@ impl<A: Arch> Kernel<A> {
         Ok(())
     }
 
+    /// Nobody will ever answer this caller.
+    #[inline(never)]
+    fn forget_caller(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        caller: Handle<Thread<A>>,
+    ) {
+        thread.caller.set(None);
+        let faulted = Cell::new(None);
+        self.abort_call(handle, caller, &faulted);
+        self.stop_faulted(&faulted);
+    }
+
+    #[inline(always)]
     fn reply(
         &self,
         cpu: usize,
@@ -519,25 +554,54 @@ impl<A: Arch> Kernel<A> {
             // Whether the server goes on beside the caller, on its own time, is decided when it waits.
             return Ok(());
         }
+        self.resume_caller(handle, thread, caller, resumed);
+        here.resched.set(true);
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn resume_caller(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        caller: Handle<Thread<A>>,
+        resumed: bool,
+    ) {
         self.return_sched(thread, caller);
         if resumed {
             self.wake(caller);
         } else {
             self.stop_thread(caller);
         }
-        here.resched.set(true);
         self.wake(handle);
-        Ok(())
     }
 
     /// The server takes an event, the next caller, or waits.
+    #[inline(always)]
     fn wait_for_call(&self, cpu: usize, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+        let pending = thread.bound.get().is_some() || thread.queue_head.get().is_some();
+        if pending && self.take_pending(handle, thread) {
+            return;
+        }
+        let own = thread.sched.get();
+        thread.state.set(ThreadState::Waiting);
+        if let Some(own) = own {
+            self.unwanted(own);
+        }
+        if self.cpus[cpu].current.get() == Some(handle) {
+            self.cpus[cpu].resched.set(true);
+        }
+    }
+
+    /// The server goes on with an event or the next caller, if there is one.
+    #[inline(never)]
+    fn take_pending(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) -> bool {
         if let Some(bound) = thread.bound.get().and_then(|bound| self.memory.get(bound)) {
             let bits = bound.bits.take();
             if bits != 0 {
                 Self::deliver_events(thread, bits);
                 self.wake(handle);
-                return;
+                return true;
             }
         }
         while let Some(caller) = thread.queue_head.get() {
@@ -553,16 +617,9 @@ impl<A: Arch> Kernel<A> {
             thread.caller.set(Some(caller));
             // On its own time, or on that of who waits for it: first of all this caller's.
             self.wake(handle);
-            return;
+            return true;
         }
-        let own = thread.sched.get();
-        thread.state.set(ThreadState::Waiting);
-        if let Some(own) = own {
-            self.unwanted(own);
-        }
-        if self.cpus[cpu].current.get() == Some(handle) {
-            self.cpus[cpu].resched.set(true);
-        }
+        false
     }
 
     fn deliver_events(thread: &Thread<A>, bits: u64) {
@@ -574,13 +631,11 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Moves a message from `sender` to `receiver`, which gets status `Ok` and the badge.
+    #[inline(always)]
     fn deliver(&self, sender: &Thread<A>, receiver: &Thread<A>, badge: u64) -> Result<(), Status> {
         let to = &receiver.context;
-        if let Some(words) = sender.fault.get() {
-            to.set_result(1, Tag::label(abi::FAULT_LABEL).pack());
-            for (index, word) in words.into_iter().enumerate() {
-                to.set_result(2 + index, word);
-            }
+        if sender.fault.get().is_some() {
+            Self::deliver_fault(sender, receiver);
         } else {
             let from = &sender.context;
             let raw = from.argument(1);
@@ -597,7 +652,18 @@ impl<A: Arch> Kernel<A> {
         Ok(())
     }
 
+    #[cold]
+    #[inline(never)]
+    fn deliver_fault(sender: &Thread<A>, receiver: &Thread<A>) {
+        let to = &receiver.context;
+        to.set_result(1, Tag::label(abi::FAULT_LABEL).pack());
+        for (index, word) in sender.fault.get().into_iter().flatten().enumerate() {
+            to.set_result(2 + index, word);
+        }
+    }
+
     /// The part of a message that is in the message page: words and delegations.
+    #[inline(never)]
     fn deliver_page(
         &self,
         sender: &Thread<A>,
@@ -644,7 +710,7 @@ impl<A: Arch> Kernel<A> {
         let thread = self.memory.at(handle);
         if let Some(gate) = thread.fault_gate.get() {
             thread.fault.set(Some(words));
-            if self.gate_call(cpu, handle, gate).is_ok() {
+            if self.gate_call(cpu, handle, thread, gate).is_ok() {
                 return;
             }
             thread.fault.set(None);
@@ -780,8 +846,13 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// `VcpuRun`: the thread is in the guest from the next time it is chosen.
-    pub fn vcpu_run(&self, handle: Handle<Thread<A>>, name: Handle<Vcpu<A>>) -> Result<(), Status> {
-        let thread = self.memory.at(handle);
+    #[inline(always)]
+    pub fn vcpu_run(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        name: Handle<Vcpu<A>>,
+    ) -> Result<(), Status> {
         let vcpu = self.memory.get(name).ok_or(Status::BadCapability)?;
         if self.memory.get(vcpu.vm).is_none_or(|vm| vm.space.dying.get()) {
             return Err(Status::Aborted);

@@ -170,6 +170,8 @@ pub fn handle_pending(kernel: &Kernel<X86>, number: usize) {
 }
 
 /// Waits for an interrupt without the lock.
+#[cold]
+#[inline(never)]
 fn idle(mut kernel: Guard, number: usize) -> Guard {
     arm(local(number), kernel.cpus[number].deadline());
     loop {
@@ -213,24 +215,27 @@ pub fn leave(mut kernel: Guard, number: usize) -> *const Context {
     }
 }
 
+#[inline(always)]
 fn load_space(kernel: &Kernel<X86>, number: usize, task: Handle<Task<X86>>) {
-    let root = kernel.enter_space(number, task);
+    let space = kernel.enter_space(number, task);
     // SAFETY: every task's root has the kernel's part (`init_root`).
-    unsafe { write_cr3(root) };
-    let space = &kernel.memory.at(task).space;
+    unsafe { write_cr3(kernel.memory.physical(space.root)) };
     match space.port_map.get() {
         None => cpu::hide_ports(),
-        Some(map) => {
-            let shown = Some((task, space.port_generation.get()));
-            if local(number).ports.replace(shown) == shown {
-                cpu::unhide_ports();
-                return;
-            }
-            // SAFETY: the map is two raw frames in a row, which the kernel changes only under the lock.
-            let bits = unsafe { &*kernel.memory.address(map).cast::<[u8; cpu::IO_MAP_LENGTH]>() };
-            cpu::show_ports(bits);
-        }
+        Some(map) => show_ports(kernel, number, (task, space.port_generation.get()), map),
     }
+}
+
+/// Shows the ports of a task, and copies its map if it is not the one that was shown last.
+#[inline(never)]
+fn show_ports(kernel: &Kernel<X86>, number: usize, of: (Handle<Task<X86>>, u64), map: Frame) {
+    if local(number).ports.replace(Some(of)) == Some(of) {
+        cpu::unhide_ports();
+        return;
+    }
+    // SAFETY: the map is two raw frames in a row, which the kernel changes only under the lock.
+    let bits = unsafe { &*kernel.memory.address(map).cast::<[u8; cpu::IO_MAP_LENGTH]>() };
+    cpu::show_ports(bits);
 }
 
 /// Starts to run threads on this CPU.
