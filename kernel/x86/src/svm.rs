@@ -725,13 +725,15 @@ pub fn run(
                 return give(kernel, thread_name, name, kernel_exit::WINDOW, 0);
             }
             _ => {
-                let mut groups = 0;
-                if code == exit::NPF {
-                    groups = group::CONTROL | group::SEGMENTS;
-                }
                 state.exit_info1 = control.exit_info1;
                 state.exit_info2 = control.exit_info2;
                 let have = features();
+                // Where the processor does not say how long the instruction is, the VMM looks at it.
+                let groups = match code {
+                    exit::IOIO => 0,
+                    _ if have.nrip_save && code != exit::NPF => 0,
+                    _ => group::CONTROL | group::SEGMENTS,
+                };
                 state.next_rip = if have.nrip_save { control.n_rip } else { 0 };
                 state.bytes_len = 0;
                 if have.decode_assist && code == exit::NPF && control.exit_info1 & npf::FETCH == 0 {
