@@ -54,7 +54,8 @@ operations! {
     GateCall = 0 ("gate, tag, word0, word1, word2, word3") -> ("–, tag, word0, word1, word2, word3");
     /// Answers the caller being served (flag `REPLY`) and waits for the next one (flag `WAIT`).
     /// Returns the called gate's badge, or `NOTIFICATION_BADGE` with the events in `word0`
-    /// when the thread's bound notification was signalled.
+    /// when the thread's bound notification was signalled. `WAIT` without `REPLY` aborts the call being
+    /// served.
     GateReplyWait = 1 ("flags, tag, word0, word1, word2, word3") -> ("badge, tag, word0, word1, word2, word3");
     /// Sets bits in the event word and wakes who waits for it. Rights: notification `SIGNAL`.
     NotificationSignal = 2 ("notification, bits") -> ("");
@@ -64,7 +65,7 @@ operations! {
     NotificationWait = 3 ("notification, deadline") -> ("bits");
     /// Creates an object from a factory's quota and puts its capability, with all rights, into the
     /// caller's free slot `slot`. `kind` is a `Kind`; the arguments depend on it.
-    /// Task: number of capability slots (1..=65536).
+    /// Task: number of capability slots (1..=8192).
     /// Thread: task (`THREAD`), CPU number, address of the message page in that task.
     /// Gate: thread (`SERVE`), badge.
     /// Notification: none.

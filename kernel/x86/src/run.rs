@@ -9,6 +9,7 @@ use hw_x86::paging::cr0;
 use kernel_core::arch::{Arch, IrqSource};
 use kernel_core::object::{Irq, Task, Vcpu};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::space::STEPS;
 use kernel_core::{Kernel, count};
 
 use crate::cpu::{self, MAX_CPUS};
@@ -196,7 +197,12 @@ pub fn leave(mut kernel: Guard, number: usize) -> *const Context {
     loop {
         kernel.finish(number);
         let Some(handle) = kernel.cpus[number].current.get() else {
-            kernel = idle(kernel, number);
+            // Nobody wants the time: what is left of ended tasks goes first.
+            let mut budget = STEPS;
+            kernel.reap(&mut budget);
+            if budget == STEPS {
+                kernel = idle(kernel, number);
+            }
             continue;
         };
         let thread = kernel.memory.at(handle);
