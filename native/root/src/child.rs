@@ -202,18 +202,18 @@ impl Child {
         Ok(program.entry)
     }
 
-    /// Maps private pages.
+    /// Maps private pages, one by one: programs give and take single pages, and the kernel does both only
+    /// with whole mappings.
     fn add_pages(
         &mut self,
         resources: &mut Resources,
         address: u64,
         bytes: u64,
-    ) -> Result<Window, StartError> {
+    ) -> Result<(), StartError> {
         let pages = bytes / PAGE_SIZE;
         let window = resources.memory.take(self.number, pages).ok_or(StartError::Memory)?;
-        self.task.map(window, address, rights::READ | rights::WRITE)?;
         self.bytes += bytes;
-        Ok(window)
+        map_pages(self.task, window, address)
     }
 
     fn add_range(&mut self, kind: RangeKind, base: u64, length: u64) -> Result<(), StartError> {
@@ -324,6 +324,15 @@ impl Child {
         drop_slots(&mut resources.slots, &self.slots);
         resources.memory.give_all(self.number);
     }
+}
+
+/// Maps a window into a task page by page, readable and writable.
+fn map_pages(task: Task, window: Window, address: u64) -> Result<(), StartError> {
+    for offset in (0..window.length()).step_by(PAGE_SIZE as usize) {
+        let page = window.part(offset, PAGE_SIZE).ok_or(StartError::Memory)?;
+        task.map(page, address + offset, rights::READ | rights::WRITE)?;
+    }
+    Ok(())
 }
 
 /// Empties slots, the last taken first, so that the factory goes after what was made from it.

@@ -108,7 +108,12 @@ pub fn load(
         if !window.write(segment.vaddr - first, elf.data(&segment)) {
             return Err(LoadError::Memory);
         }
-        task.map(window, first, rights::READ | rights::WRITE).map_err(LoadError::Map)?;
+        // Page by page: a program takes single pages out of this, as guards below stacks, and the kernel
+        // takes mappings back as they were made.
+        for offset in (0..length).step_by(PAGE_SIZE as usize) {
+            let page = window.part(offset, PAGE_SIZE).ok_or(LoadError::Memory)?;
+            task.map(page, first + offset, rights::READ | rights::WRITE).map_err(LoadError::Map)?;
+        }
     }
     Ok(Program { entry: elf.entry(), bytes })
 }
