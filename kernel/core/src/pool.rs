@@ -7,7 +7,7 @@
 //! of it has a class: free, raw, or slab of slots of one size, which objects of several types share.
 //!
 //! * A [`Handle`] names a slot and a generation. [`Memory::get`] checks that the frame is a slab of
-//!   slots of the type's size and that the slot carries that generation, so a stale handle yields `None`.
+//!   slots of the type's size and that the slot carries that very handle, so a stale one yields `None`.
 //!   Generations are 40 bits, never used twice, for whatever type: the right generation is also the right
 //!   type. When they run out, allocation fails.
 //! * [`Memory::free`] only retires: the slot's bytes stay untouched until [`Memory::reclaim`], which
@@ -28,6 +28,7 @@ use abi::{PAGE_SHIFT, Status};
 const FRAME: usize = abi::PAGE_SIZE as usize;
 const NONE: u32 = u32::MAX;
 const INDEX_BITS: u32 = 24;
+const GENERATION_BITS: u32 = 64 - INDEX_BITS;
 /// Slots are multiples of 16 bytes, so 24 bits of handle reach this many bytes.
 pub const MAX_BYTES: usize = 16 << INDEX_BITS;
 /// Number of types of object.
@@ -48,7 +49,7 @@ pub trait Object: Sized + 'static {
     const CLASS: u8;
 }
 
-/// Name of an object: slot and generation.
+/// Name of an object: slot (the high bits, so that one shift yields it) and generation.
 pub struct Handle<T>(NonZeroU64, PhantomData<*const T>);
 
 impl<T> Clone for Handle<T> {
@@ -70,6 +71,12 @@ impl<T> core::fmt::Debug for Handle<T> {
 }
 
 impl<T> Handle<T> {
+    /// Slot, in units of 16 bytes from the start of memory.
+    #[inline(always)]
+    fn index(self) -> u32 {
+        (self.0.get() >> GENERATION_BITS) as u32
+    }
+
     /// A number that differs between all objects that ever existed.
     pub fn id(self) -> u64 {
         self.0.get()
@@ -124,7 +131,6 @@ impl Factory {
 }
 
 struct FrameInfo {
-    class: Cell<u8>,
     used: Cell<u16>,
     /// First free slot of a slab, as byte offset in the frame; `u16::MAX` if full.
     free: Cell<u16>,
@@ -135,8 +141,8 @@ struct FrameInfo {
 
 #[repr(C, align(16))]
 struct Slot<T> {
-    /// Generation; 0 while free or retired.
-    generation: Cell<u64>,
+    /// Handle; 0 while free or retired.
+    name: Cell<u64>,
     /// Next retired slot (index), or next free slot in the frame (offset).
     link: Cell<u32>,
     /// [`Object::CLASS`] of what is or was in it.
@@ -147,6 +153,12 @@ struct Slot<T> {
 impl<T> Slot<T> {
     /// `log2` of the size of the slots that hold such values: the class of their frames.
     const SIZE: u8 = size_of::<Self>().next_power_of_two().trailing_zeros() as u8;
+}
+
+/// Where the table of frames is: behind the classes of all frames, one byte each, which are apart so
+/// that [`Memory::get`] finds them by the frame's number alone.
+const fn table_offset(frames: usize) -> usize {
+    frames.next_multiple_of(align_of::<FrameInfo>())
 }
 
 /// The kernel's memory.
@@ -186,16 +198,17 @@ impl Memory {
     /// else uses it.
     pub unsafe fn new(base: *mut u8, physical: u64, bytes: usize) -> Option<Self> {
         let count = bytes.min(MAX_BYTES) / FRAME;
-        let fixed = (count * size_of::<FrameInfo>()).div_ceil(FRAME);
+        let table = table_offset(count);
+        let fixed = (table + count * size_of::<FrameInfo>()).div_ceil(FRAME);
         if count < fixed + 8 {
             return None;
         }
         for index in 0..count {
             let class = if index < fixed { CLASS_FIXED } else { CLASS_FREE };
-            // SAFETY: the caller gives us the range; the table fits its `fixed` first frames.
+            // SAFETY: the caller gives us the range; classes and table fit its `fixed` first frames.
             unsafe {
-                base.cast::<FrameInfo>().add(index).write(FrameInfo {
-                    class: Cell::new(class),
+                base.add(index).cast::<Cell<u8>>().write(Cell::new(class));
+                base.add(table).cast::<FrameInfo>().add(index).write(FrameInfo {
                     used: Cell::new(0),
                     free: Cell::new(u16::MAX),
                     next: Cell::new(NONE),
@@ -235,8 +248,15 @@ impl Memory {
 
     fn info(&self, frame: u32) -> &FrameInfo {
         assert!(frame < self.count);
+        let table = table_offset(self.count as usize);
         // SAFETY: in bounds of the table that `new` initialised; only `Cell`s inside.
-        unsafe { &*self.base.cast::<FrameInfo>().add(frame as usize) }
+        unsafe { &*self.base.add(table).cast::<FrameInfo>().add(frame as usize) }
+    }
+
+    fn class(&self, frame: u32) -> &Cell<u8> {
+        assert!(frame < self.count);
+        // SAFETY: in bounds of the classes that `new` initialised.
+        unsafe { &*self.base.add(frame as usize).cast() }
     }
 
     fn owner(&self, frame: u32) -> &Factory {
@@ -266,12 +286,12 @@ impl Memory {
             if index == 0 {
                 run = 0;
             }
-            run = if self.info(index).class.get() == CLASS_FREE { run + 1 } else { 0 };
+            run = if self.class(index).get() == CLASS_FREE { run + 1 } else { 0 };
             if run == frames {
                 let first = index + 1 - frames;
                 for frame in first..=index {
                     let info = self.info(frame);
-                    info.class.set(class);
+                    self.class(frame).set(class);
                     info.owner.set(factory);
                     info.used.set(0);
                 }
@@ -287,7 +307,7 @@ impl Memory {
     fn release_frame(&self, frame: u32) {
         self.owner(frame).sell(1);
         let info = self.info(frame);
-        info.class.set(CLASS_FREE);
+        self.class(frame).set(CLASS_FREE);
         info.owner.set(None);
         self.free.set(self.free.get() + 1);
         self.hint.set(frame.min(self.hint.get()));
@@ -308,15 +328,15 @@ impl Memory {
     pub fn free_raw(&self, first: Frame, count: u32) {
         for frame in first.0..first.0 + count {
             let info = self.info(frame);
-            assert!(info.class.get() == CLASS_RAW);
-            info.class.set(CLASS_RAW_RETIRED);
+            assert!(self.class(frame).get() == CLASS_RAW);
+            self.class(frame).set(CLASS_RAW_RETIRED);
             info.next.set(self.retired_raw.replace(frame));
         }
     }
 
     /// The contents of a raw frame.
     pub fn words(&self, frame: Frame) -> &[AtomicU64; 512] {
-        assert!(self.info(frame.0).class.get() == CLASS_RAW);
+        assert!(self.class(frame.0).get() == CLASS_RAW);
         // SAFETY: the frame is in range (checked by `info`) and raw, so it holds no typed value;
         // it stays raw or retired until `reclaim`, which needs `&mut self`.
         unsafe { &*self.base.add(frame.0 as usize * FRAME).cast() }
@@ -330,7 +350,7 @@ impl Memory {
     /// The raw frame `offset` frames after `first`, of an allocation of several.
     pub fn following(&self, first: Frame, offset: u32) -> Frame {
         let frame = Frame(first.0 + offset);
-        assert!(self.info(frame.0).class.get() == CLASS_RAW);
+        assert!(self.class(frame.0).get() == CLASS_RAW);
         frame
     }
 
@@ -338,7 +358,7 @@ impl Memory {
     /// frames that the kernel allocated).
     pub fn frame_at(&self, physical: u64) -> Frame {
         let frame = (physical.wrapping_sub(self.physical) >> PAGE_SHIFT) as u32;
-        assert!(self.info(frame).class.get() == CLASS_RAW);
+        assert!(self.class(frame).get() == CLASS_RAW);
         Frame(frame)
     }
 
@@ -357,16 +377,15 @@ impl Memory {
     /// The object, unless it has been freed.
     #[inline(always)]
     pub fn get<T: Object>(&self, handle: Handle<T>) -> Option<&T> {
-        let raw = handle.0.get();
-        let index = raw as u32 & ((1 << INDEX_BITS) - 1);
+        let index = handle.index();
         let frame = index >> (PAGE_SHIFT - 4);
-        // SAFETY: a handle is only made by `alloc`, so its frame is inside the table.
-        let info = unsafe { &*self.base.cast::<FrameInfo>().add(frame as usize) };
-        if info.class.get() != Slot::<T>::SIZE {
+        // SAFETY: a handle is only made by `alloc`, so its frame has a class.
+        let class: &Cell<u8> = unsafe { &*self.base.add(frame as usize).cast() };
+        if class.get() != Slot::<T>::SIZE {
             return None;
         }
         let slot = self.slot::<T>(index);
-        if slot.generation.get() != raw >> INDEX_BITS {
+        if slot.name.get() != handle.0.get() {
             return None;
         }
         // SAFETY: the slot is in use, so its value is initialised; it is not written or reused
@@ -392,7 +411,7 @@ impl Memory {
         }
         let account = self.factory(factory)?;
         let generation = self.generation.get();
-        if generation >> (64 - INDEX_BITS) != 0 {
+        if generation >> GENERATION_BITS != 0 {
             return Err(Status::NoQuota);
         }
         let head = &account.partial[Slot::<T>::SIZE as usize];
@@ -418,8 +437,8 @@ impl Memory {
         // SAFETY: the slot is free: no reference to its value exists.
         unsafe { slot.value.get().write(MaybeUninit::new(value)) };
         slot.class.set(T::CLASS);
-        slot.generation.set(generation);
-        let raw = generation << INDEX_BITS | index as u64;
+        let raw = (index as u64) << GENERATION_BITS | generation;
+        slot.name.set(raw);
         Ok(Handle(NonZeroU64::new(raw).expect("generations start at 1"), PhantomData))
     }
 
@@ -431,7 +450,7 @@ impl Memory {
             // SAFETY: the frame was just taken for this class and holds nothing; the slot lies in it.
             unsafe {
                 let slot: *mut Slot<T> = self.base.add(frame as usize * FRAME + offset).cast();
-                (&raw mut (*slot).generation).write(Cell::new(0));
+                (&raw mut (*slot).name).write(Cell::new(0));
                 (&raw mut (*slot).link).write(Cell::new(next as u32));
                 (&raw mut (*slot).class).write(Cell::new(0));
             }
@@ -459,9 +478,9 @@ impl Memory {
         if self.get(handle).is_none() {
             return;
         }
-        let index = handle.0.get() as u32 & ((1 << INDEX_BITS) - 1);
+        let index = handle.index();
         let slot = self.slot::<T>(index);
-        slot.generation.set(0);
+        slot.name.set(0);
         slot.link.set(self.retired.replace(index));
     }
 
@@ -503,13 +522,13 @@ impl Memory {
         }
         while self.retired.get() != NONE {
             let index = self.retired.get();
-            // Every slot begins with generation and link, whatever its type.
+            // Every slot begins with name and link, whatever its type.
             let frame = index >> (PAGE_SHIFT - 4);
             // SAFETY: a retired slot is in a slab; its head has this layout for every type.
             let slot: &Slot<[u8; 0]> = unsafe { &*self.base.add((index as usize) << 4).cast() };
             self.retired.set(slot.link.get());
             let info = self.info(frame);
-            let class = info.class.get();
+            let class = self.class(frame).get();
             slot.link.set(info.free.get() as u32);
             let was_full = info.free.get() == u16::MAX;
             info.free.set(((index << 4) & (FRAME as u32 - 1)) as u16);
@@ -562,40 +581,39 @@ pub(crate) mod testing {
     /// Every object of a type.
     pub fn all<T: Object>(memory: &Memory) -> std::vec::Vec<Handle<T>> {
         let size = 1 << Slot::<T>::SIZE;
-        let slabs = (0..memory.count).filter(|frame| memory.info(*frame).class.get() == Slot::<T>::SIZE);
+        let slabs = (0..memory.count).filter(|frame| memory.class(*frame).get() == Slot::<T>::SIZE);
         slabs
             .flat_map(|frame| {
                 (0..FRAME / size)
                     .map(move |number| (frame << (PAGE_SHIFT - 4)) + ((number * size) >> 4) as u32)
             })
             .filter_map(|index| {
-                let generation = memory.slot::<T>(index).generation.get();
-                let raw = generation << INDEX_BITS | index as u64;
-                let is_one = generation != 0 && memory.slot::<T>(index).class.get() == T::CLASS;
-                is_one.then(|| Handle(NonZeroU64::new(raw).unwrap(), PhantomData))
+                let slot = memory.slot::<T>(index);
+                let raw = NonZeroU64::new(slot.name.get())?;
+                (slot.class.get() == T::CLASS).then_some(Handle(raw, PhantomData))
             })
             .collect()
     }
 
     /// Frames of the table of frames.
     pub fn fixed(memory: &Memory) -> u32 {
-        let infos = (0..memory.count).map(|frame| memory.info(frame));
-        infos.filter(|info| info.class.get() == CLASS_FIXED).count() as u32
+        (0..memory.count).filter(|&frame| memory.class(frame).get() == CLASS_FIXED).count() as u32
     }
 
     /// Checks that quotas add up: what a factory has used is the frames that it owns and the
     /// quotas of the factories made from it.
     pub fn audit(memory: &Memory) {
-        let infos = || (0..memory.count).map(|frame| memory.info(frame));
-        let free = infos().filter(|info| info.class.get() == CLASS_FREE).count();
+        let frames = 0..memory.count;
+        let free = frames.clone().filter(|&frame| memory.class(frame).get() == CLASS_FREE).count();
         assert_eq!(memory.free.get() as usize, free);
         let factories = all::<Factory>(memory);
         let used = |name: Option<Handle<Factory>>| {
-            let taken = |info: &&FrameInfo| {
-                !matches!(info.class.get(), CLASS_FREE | CLASS_FIXED) && info.owner.get() == name
+            let taken = |&frame: &u32| {
+                !matches!(memory.class(frame).get(), CLASS_FREE | CLASS_FIXED)
+                    && memory.info(frame).owner.get() == name
             };
             let passed_on = factories.iter().map(|other| memory.at(*other));
-            infos().filter(taken).count() as u32
+            frames.clone().filter(taken).count() as u32
                 + passed_on.filter(|other| other.parent == name).map(|f| f.quota.get()).sum::<u32>()
         };
         assert_eq!(memory.root.used.get(), used(None));

@@ -306,14 +306,22 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// A context's holder does not want to run any more.
+    #[inline(always)]
     pub fn unwanted(&self, handle: Handle<SchedContext<A>>) {
-        if let Some(sched) = self.memory.get(handle) {
-            if sched.state.get() == SchedState::Running {
-                self.charge(sched.cpu.get());
-                self.cpus[sched.cpu.get()].sched.set(None);
-            }
-            self.unready(handle);
+        if let Some(sched) = self.memory.get(handle)
+            && sched.state.get() != SchedState::Idle
+        {
+            self.rest(handle, sched);
         }
+    }
+
+    #[inline(never)]
+    fn rest(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) {
+        if sched.state.get() == SchedState::Running {
+            self.charge(sched.cpu.get());
+            self.cpus[sched.cpu.get()].sched.set(None);
+        }
+        self.unready(handle);
     }
 
     /// Charges the running context for the time since the last charge.

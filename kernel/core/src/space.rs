@@ -95,8 +95,10 @@ impl<A: Arch> Kernel<A> {
         if selector >= task.slots {
             return None;
         }
-        let page = task.pages[selector as usize / SLOTS_PER_PAGE].get()?;
-        Some(&self.memory.at(page).slots[selector as usize % SLOTS_PER_PAGE])
+        // Short numbers, for a cheap division: `MAX_SLOTS` fits.
+        let (selector, per_page) = (selector as u16, SLOTS_PER_PAGE as u16);
+        let page = task.pages.get(usize::from(selector / per_page))?.get()?;
+        Some(&self.memory.at(page).slots[usize::from(selector % per_page)])
     }
 
     /// The capability at a selector.

@@ -224,15 +224,15 @@ impl<A: Arch> Kernel<A> {
         &self,
         name: Handle<Thread<A>>,
         caller: &Thread<A>,
+        sched: Handle<SchedContext<A>>,
         server_name: Handle<Thread<A>>,
         server: &Thread<A>,
     ) {
-        if let Some(sched) = caller.sched.take() {
-            server.sched.set(Some(sched));
-            server.lender.set(Some(name));
-            if let Some(sched) = self.memory.get(sched) {
-                sched.holder.set(Some(server_name));
-            }
+        caller.sched.set(None);
+        server.sched.set(Some(sched));
+        server.lender.set(Some(name));
+        if let Some(sched) = self.memory.get(sched) {
+            sched.holder.set(Some(server_name));
         }
     }
 
@@ -332,7 +332,9 @@ impl<A: Arch> Kernel<A> {
                 for _ in 0..hops {
                     let thread = self.memory.at(lender);
                     let Some(server) = thread.server.get() else { return };
-                    self.lend(lender, thread, server, self.memory.at(server));
+                    if let Some(sched) = thread.sched.get() {
+                        self.lend(lender, thread, sched, server, self.memory.at(server));
+                    }
                     lender = server;
                 }
                 return self.wake(end);
@@ -428,13 +430,13 @@ impl<A: Arch> Kernel<A> {
         if partner.state.get() == ThreadState::Waiting
             && partner.cpu == cpu
             && here.current.get() == Some(handle)
-            && thread.sched.get().is_some()
+            && let Some(sched) = thread.sched.get()
         {
             self.deliver(thread, partner, gate.badge)?;
             thread.state.set(ThreadState::Calling);
             thread.server.set(Some(server));
             partner.caller.set(Some(handle));
-            self.lend(handle, thread, server, partner);
+            self.lend(handle, thread, sched, server, partner);
             partner.state.set(ThreadState::Ready);
             here.current.set(Some(server));
             return Ok(());

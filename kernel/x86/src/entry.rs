@@ -188,12 +188,10 @@ unsafe extern "C" fn syscall_entry() {
         "mov [rsp - 136], r15",
         "mov rsp, gs:[8]",
         "call {handler}",
-        "jmp {leave}",
         data = const selector::USER_DATA,
         code = const selector::USER_CODE,
         syscall = const SYSCALL,
         handler = sym syscall_handler,
-        leave = sym leave_kernel,
     )
 }
 
@@ -237,6 +235,7 @@ unsafe extern "C" fn leave_kernel() {
 ///
 /// # Safety
 /// `context` is a thread's; nothing on this stack is used again.
+#[inline(always)]
 pub unsafe fn leave_to(context: *const Context) -> ! {
     // SAFETY: the caller's contract.
     unsafe {
@@ -376,11 +375,14 @@ extern "C" fn kernel_exception(vector: u64, error: u64, rip: u64) -> ! {
     panic!("exception {vector} in the kernel at {rip:#x}, error code {error:#x}");
 }
 
-extern "C" fn syscall_handler() -> *const Context {
+/// Does not return, so that no registers need to be brought back that `leave_kernel` loads anyway.
+extern "C" fn syscall_handler() -> ! {
     let number = cpu::current().id as usize;
     let kernel = run::lock(number);
     kernel.system_call(number);
-    run::leave(kernel, number)
+    let context = run::leave(kernel, number);
+    // SAFETY: a thread's context; the next entry starts on an empty stack.
+    unsafe { leave_to(context) }
 }
 
 /// A device interrupt or an exception in user mode.
