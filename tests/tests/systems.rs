@@ -178,6 +178,19 @@ fn guest_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
+            cpus: &[1, 4],
+            texts: vec![
+                "vm broken ended: fault code 70".into(),
+                "vm worker ended: power-off code 0".into(),
+            ],
+            never: &["FAILED"],
+            ..base(
+                "crashing-vmm",
+                micro("broken", "hello", "vmm = \"check-crasher\"\nessential = false")
+                    + &micro("worker", "stress", "console = \"com1\"\nessential = true"),
+            )
+        },
+        Scenario {
             texts: vec!["vm falling starts again".into()],
             never: &["FAILED"],
             ..base(

@@ -117,6 +117,8 @@ pub struct Vm {
     pub initrd: Option<Spanned<InitrdSource>>,
     command_line: String,
     console: Option<u8>,
+    /// Another VMM than [`VMM_BINARY`].
+    vmm: Option<Spanned<String>>,
     priority: u8,
     restart: Restart,
     on_reset: OnReset,
@@ -308,12 +310,7 @@ impl Checker<'_> {
 
     fn task(&mut self, task: description::Task, names: &mut Names) -> Task {
         names.add(&task.name, &mut self.problems);
-        let binary = task.binary.get_ref();
-        if !is_name(binary) {
-            let message = format!("`{binary}` is no program of the build");
-            let problem = Problem::new(task.binary.span(), message);
-            self.problems.push(problem.help("name it without a folder, as in \"check-hostile\""));
-        }
+        self.binary(&task.binary);
         if let Some(argument) = task.args.get(compiled::MAX_ARGUMENTS) {
             let message = format!("a task has at most {} arguments", compiled::MAX_ARGUMENTS);
             self.problems.push(Problem::new(argument.span(), message));
@@ -325,6 +322,14 @@ impl Checker<'_> {
             priority: self.priority(task.priority, DEFAULT_PRIORITY),
             essential: task.essential.unwrap_or(true),
             binary: task.binary,
+        }
+    }
+
+    fn binary(&mut self, name: &Spanned<String>) {
+        if !is_name(name.get_ref()) {
+            let message = format!("`{}` is no program of the build", name.get_ref());
+            let problem = Problem::new(name.span(), message);
+            self.problems.push(problem.help("name it without a folder, as in \"check-hostile\""));
         }
     }
 
@@ -362,6 +367,9 @@ impl Checker<'_> {
             };
             Spanned::new(initrd.span(), source)
         });
+        if let Some(vmm) = &vm.vmm {
+            self.binary(vmm);
+        }
         let uses_console = vm.console.is_some_and(|console| *console.get_ref() == Console::Com1);
         Vm {
             name: vm.name.into_inner(),
@@ -372,6 +380,7 @@ impl Checker<'_> {
             initrd,
             command_line,
             console: console.filter(|_| uses_console),
+            vmm: vm.vmm,
             priority: self.priority(vm.priority, DEFAULT_PRIORITY),
             restart: vm.restart,
             on_reset: vm.on_reset,
@@ -569,7 +578,10 @@ impl Plan {
     pub fn binaries(&self) -> Vec<(&str, Option<Range<usize>>)> {
         let mut binaries: Vec<(&str, Option<Range<usize>>)> = Vec::new();
         let servers = self.servers.iter().map(|_| (CONSOLE_BINARY, None));
-        let vms = self.vms.iter().map(|_| (VMM_BINARY, None));
+        let vms = self.vms.iter().map(|vm| match &vm.vmm {
+            Some(vmm) => (vmm.get_ref().as_str(), Some(vmm.span())),
+            None => (VMM_BINARY, None),
+        });
         let tasks = self
             .tasks
             .iter()
@@ -703,7 +715,7 @@ impl Plan {
             memory: vm.memory.get_ref().0,
             vcpus: vm.vcpus,
             pins: vm.pins.iter().copied().collect(),
-            binary: VMM_BINARY,
+            binary: vm.vmm.as_ref().map_or(VMM_BINARY, |vmm| vmm.get_ref().as_str()),
             kernel,
             initrd: initrd.as_deref(),
             command_line: &vm.command_line,

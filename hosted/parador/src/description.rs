@@ -134,6 +134,8 @@ pub struct Vm {
     pub cmdline: Option<Spanned<String>>,
     /// What the first serial port is connected to.
     pub console: Option<Spanned<Console>>,
+    /// A program of the build that serves as its VMM instead of Parador's own.
+    pub vmm: Option<Spanned<String>>,
     /// 0 to 63.
     pub priority: Option<Spanned<u32>>,
     /// Which ends start it again.
