@@ -73,20 +73,32 @@ impl<A: Arch> Kernel<A> {
         const VCPU_RUN: u64 = Op::VcpuRun as u64;
         // What every exit of a guest needs is here, so that it becomes one function; it sets its status.
         let done = match context.operation() {
-            GATE_CALL => self
-                .task_of(thread)
-                .and_then(|task| self.gate_cap(task, context.argument(0), rights::CALL))
-                .and_then(|gate| self.gate_call(cpu, handle, thread, gate)),
+            GATE_CALL => self.call_by_name(cpu, handle, thread),
             GATE_REPLY_WAIT => self.gate_reply_wait(cpu, handle, thread, context.argument(0)),
-            VCPU_RUN => self
-                .task_of(thread)
-                .and_then(|task| self.vcpu_cap(task, context.argument(0), rights::RUN))
-                .and_then(|vcpu| self.vcpu_run(handle, thread, vcpu)),
+            VCPU_RUN => self.run_by_name(handle, thread),
             code => return self.rare_call(cpu, code, handle, thread),
         };
         if let Err(status) = done {
             context.set_status(status);
         }
+    }
+
+    #[inline(always)]
+    fn call_by_name(
+        &self,
+        cpu: usize,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+    ) -> Result<(), Status> {
+        let gate =
+            self.gate_cap(self.task_of(thread)?, thread.context.argument(0), rights::CALL)?;
+        self.gate_call(cpu, handle, thread, gate)
+    }
+
+    #[inline(always)]
+    fn run_by_name(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) -> Result<(), Status> {
+        let vcpu = self.vcpu_cap(self.task_of(thread)?, thread.context.argument(0), rights::RUN)?;
+        self.vcpu_run(handle, thread, vcpu)
     }
 
     #[inline(always)]
