@@ -141,7 +141,8 @@ mod tests {
     fn round_trip() {
         let mut offsets = [0; 2];
         let header =
-            write_header(&[("root", 5000), ("system", 1)], |index, at| offsets[index] = at).unwrap();
+            write_header(&[("root", 5000), ("system", 1)], |index, at| offsets[index] = at)
+                .unwrap();
         assert_eq!(offsets, [4096, 12288]);
         let parsed = Header::parse(&header, 12289).unwrap();
         assert_eq!(parsed.find("system"), Some(File { name: "system", offset: 12288, length: 1 }));

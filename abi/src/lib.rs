@@ -22,7 +22,7 @@ pub mod bundle;
 pub mod ops;
 pub mod vcpu;
 
-pub use ops::{Op, OpDoc, OPERATIONS};
+pub use ops::{OPERATIONS, Op, OpDoc};
 
 /// Version of this interface; the boot page carries it. Incremented by every incompatible change.
 pub const ABI_VERSION: u32 = 1;

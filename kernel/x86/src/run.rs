@@ -114,9 +114,8 @@ struct Locals([Local; MAX_CPUS]);
 unsafe impl Sync for Locals {}
 
 static LOCALS: Locals = Locals(
-    [const {
-        Local { armed: Cell::new(u64::MAX), ports: Cell::new(None), guest: svm::Local::new() }
-    }; MAX_CPUS],
+    [const { Local { armed: Cell::new(u64::MAX), ports: Cell::new(None), guest: svm::Local::new() } };
+        MAX_CPUS],
 );
 
 /// The state of CPU `number`, which is the caller's.
@@ -393,4 +392,3 @@ pub fn wait_until_published() {
         core::hint::spin_loop();
     }
 }
-

@@ -28,7 +28,7 @@ use kernel_core::{Kernel, count};
 
 use crate::cpu::MAX_CPUS;
 use crate::features::features;
-use crate::io::{rdmsr, read_cr0, wrmsr, write_cr0, write_xcr0};
+use crate::io::{rdmsr, read_cr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
 use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
 
@@ -673,7 +673,11 @@ pub fn run(
         if (control.intercept3 & intercept3::VINTR != 0) != window {
             control.intercept3 ^= intercept3::VINTR;
             control.v_intr = v_intr::INTR_MASKING
-                | if window { v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIFT } else { 0 };
+                | if window {
+                    v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIFT
+                } else {
+                    0
+                };
             frames.unclean.set(true);
         }
         control.event_inj = state.inject;
@@ -758,7 +762,8 @@ fn interrupted_event(info: u64) -> u64 {
         return 0;
     }
     let by_instruction = info & event::TYPE_MASK == event::TYPE_SOFT
-        || info & event::TYPE_MASK == event::TYPE_EXCEPTION && matches!(info & event::VECTOR, 3 | 4);
+        || info & event::TYPE_MASK == event::TYPE_EXCEPTION
+            && matches!(info & event::VECTOR, 3 | 4);
     if by_instruction { 0 } else { info }
 }
 
