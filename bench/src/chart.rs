@@ -39,7 +39,7 @@ pub fn ratios(title: &str, legends: &[&str], groups: &[Group]) -> Result<String>
         bottom + 40.0
     )?;
     for (index, legend) in legends.iter().enumerate() {
-        let at = 12.0 + 150.0 * index as f64;
+        let at = 12.0 + 170.0 * index as f64;
         let colour = COLOURS[index % COLOURS.len()];
         writeln!(
             out,

@@ -20,7 +20,7 @@ use report::{Figure, short};
 use runs::Output;
 use serde_json::{Map, Value, json};
 use statistics::Statistics;
-use std::process::Command;
+use std::process::{Command, ExitCode};
 
 /// Runs of every system.
 const RUNS: usize = 2;
@@ -38,17 +38,30 @@ const EXITS_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[
 const GATE_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[task]]\n\
     name = \"gatebench\"\nbinary = \"check-gatebench\"\nessential = true\n";
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    match measure() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure() -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
     let ram_disk = guest::ram_disk()?;
-    let description = runs::guest_description(&ram_disk);
+    let description = runs::guest_description(&ram_disk, "");
     let kernel = runs::guest_kernel(&description)?;
 
     let exits = repeat("micro-guest", || runs::system(EXITS_SYSTEM))?;
     let gate = repeat("gate call", || runs::system(GATE_SYSTEM))?;
     let bare = repeat("Linux on the bare machine", || runs::bare(&kernel, &ram_disk))?;
     let guest = repeat("Linux in a virtual machine", || runs::system(&description))?;
-    let statistics = Statistics::read(&first(&guest)?.log)?;
+    println!("running Linux in a virtual machine, boot only");
+    let boot = runs::system(&runs::guest_description(&ram_disk, " bench=boot "))?;
+    let boot_statistics = Statistics::read(&boot.log)?;
+    let statistics = Statistics::read(&first(&guest)?.log)?.since(&boot_statistics);
 
     let mut figures = exit_figures(&exits)?;
     figures.push(Figure {
@@ -83,7 +96,8 @@ fn main() -> Result<()> {
         limit: 12_000.0,
         spread: 0.0,
     });
-    statistics.print();
+    boot_statistics.print("boot");
+    statistics.print("the benchmark");
     print_boot(&bare, &guest)?;
     report::print(&figures);
     report::write_json(&figures)?;

@@ -60,12 +60,12 @@ impl Output {
     }
 }
 
-/// The description of a system with the measured guest.
-pub fn guest_description(ram_disk: &Path) -> String {
+/// The description of a system with the measured guest. `more` is added to its command line.
+pub fn guest_description(ram_disk: &Path, more: &str) -> String {
     format!(
         "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[vm]]\nname = \"guest\"\n\
          memory = \"{MEMORY}M\"\nkernel = \"debian\"\ninitrd = \"{}\"\n\
-         cmdline = \"{COMMAND_LINE}\"\nconsole = \"com1\"\n",
+         cmdline = \"{COMMAND_LINE}{more}\"\nconsole = \"com1\"\n",
         ram_disk.display()
     )
 }

@@ -38,15 +38,32 @@ impl Statistics {
         Ok(statistics)
     }
 
+    /// What was counted after `before`, which is the same course cut short.
+    pub fn since(&self, before: &Self) -> Self {
+        let earlier = |name: &String| {
+            before.exits.iter().find(|(other, _)| other == name).map_or(0, |(_, count)| *count)
+        };
+        Self {
+            entries: self.entries - before.entries,
+            settled: self.settled - before.settled,
+            bytes: self.bytes,
+            exits: self
+                .exits
+                .iter()
+                .map(|(name, count)| (name.clone(), count.saturating_sub(earlier(name))))
+                .collect(),
+        }
+    }
+
     /// Prints the exits by reason, most frequent first.
-    pub fn print(&self) {
+    pub fn print(&self, phase: &str) {
         println!(
-            "\nworld switches during boot and benchmark: {:.0}, settled by the kernel: {:.0}",
+            "\nworld switches during {phase}: {:.0}, of these settled by the kernel: {:.0}",
             self.entries, self.settled
         );
         let mut exits = self.exits.clone();
         exits.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
-        for (reason, count) in &exits {
+        for (reason, count) in exits.iter().filter(|(_, count)| *count > 0) {
             println!("  {count:>10}  {reason}");
         }
     }
@@ -63,5 +80,8 @@ mod tests {
         assert_eq!((statistics.entries, statistics.settled, statistics.bytes), (7.0, 2.0, 4096.0));
         assert_eq!(statistics.exits, [("cpuid".to_owned(), 3), ("port".to_owned(), 2)]);
         assert!(Statistics::read("nothing").is_err());
+        let before = Statistics::read("statistics: entries=3 cpuid=1").unwrap();
+        let after = statistics.since(&before);
+        assert_eq!((after.entries, after.exits[0].1, after.exits[1].1), (4.0, 2, 2));
     }
 }
