@@ -53,6 +53,43 @@ impl std::ops::AddAssign for Lines {
     }
 }
 
+/// Counts the lines of all Rust and assembly below a directory. Files that are modules for unit tests
+/// only count as such.
+pub fn lines_below(directory: &Path) -> Result<Lines> {
+    let files = files(directory, &["rs", "s", "S"])?;
+    let mut tests = Vec::new();
+    for file in &files {
+        tests.extend(test_modules(&read(file)?).iter().map(|name| module_file(file, name)));
+    }
+    let mut sum = Lines::default();
+    for file in &files {
+        let count = lines(&read(file)?);
+        sum += if tests.contains(file) {
+            Lines { code: 0, tests: count.code + count.tests, ..count }
+        } else {
+            count
+        };
+    }
+    Ok(sum)
+}
+
+/// Names of the modules in files of their own that a file declares for unit tests.
+fn test_modules(text: &str) -> Vec<String> {
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    let declared = lines.windows(2).filter(|pair| pair[0] == "#[cfg(test)]");
+    declared
+        .filter_map(|pair| pair[1].strip_suffix(';')?.split_once("mod "))
+        .map(|(_, name)| name.to_owned())
+        .collect()
+}
+
+/// Where the module `name` that `file` declares is.
+fn module_file(file: &Path, name: &str) -> PathBuf {
+    let is_root = ["lib.rs", "main.rs", "mod.rs"].iter().any(|root| file.ends_with(root));
+    let folder = if is_root { file.with_file_name("") } else { file.with_extension("") };
+    folder.join(name).with_extension("rs")
+}
+
 /// Counts the lines of Rust or assembly text. Unit tests are what follows `#[cfg(test)]` on an
 /// inline module at the left margin, up to its closing brace.
 pub fn lines(text: &str) -> Lines {
@@ -173,6 +210,15 @@ mod tests {
     fn code_after_tests_counts() {
         let text = "#[cfg(test)]\nmod tests {\n}\nfn a() {}\n#[cfg(test)]\nextern crate std;\n";
         assert_eq!(lines(text), Lines { total: 6, code: 3, tests: 3 });
+    }
+
+    #[test]
+    fn finds_test_modules() {
+        let text = "mod a;\n#[cfg(test)]\nmod tests;\n#[cfg(test)]\npub(crate) mod testing;\n#[cfg(test)]\nmod inline {\n}\n";
+        assert_eq!(test_modules(text), ["tests", "testing"]);
+        let file = |from: &str| module_file(Path::new(from), "tests");
+        assert_eq!(file("src/lib.rs"), Path::new("src/tests.rs"));
+        assert_eq!(file("src/pool.rs"), Path::new("src/pool/tests.rs"));
     }
 
     #[test]
