@@ -4,7 +4,7 @@ use talc::TalcLock;
 use talc::source::Claim;
 
 /// Bytes of the heap, in the program's own memory.
-pub const SIZE: usize = 12 << 10;
+pub const SIZE: usize = 8 << 10;
 
 #[global_allocator]
 static ALLOCATOR: TalcLock<spin::Mutex<()>, Claim> = {
