@@ -81,7 +81,7 @@ impl FetchCache {
     }
 
     /// The address after the present instruction, which is `pattern`; `None` if it is another one.
-    #[inline]
+    #[inline(always)]
     pub fn next_rip(
         &mut self,
         vcpu: &mut impl Backend,
@@ -130,21 +130,24 @@ impl FetchCache {
     }
 }
 
-#[inline]
+#[inline(always)]
 fn slot(rip: u64) -> usize {
     (rip ^ rip >> 8) as usize % ENTRIES
 }
 
 /// At least the first four bytes at an address, as far as its page goes; 0 where there is no memory.
-#[inline]
+#[inline(always)]
 fn first_bytes(memory: &GuestMemory, address: u64) -> u64 {
     // Aligned words are read at once and never cross a page.
     let (base, shift) = (address & !7, 8 * (address & 7));
     let low = memory.read::<u64>(base).unwrap_or(0) >> shift;
-    if shift <= 32 || base & 0xfff == 0xff8 {
-        return low;
-    }
-    low | memory.read::<u64>(base + 8).unwrap_or(0) << (64 - shift)
+    if shift <= 32 { low } else { low | second_bytes(memory, base + 8) << (64 - shift) }
+}
+
+/// The word at `address`, unless it is in the next page.
+#[cold]
+fn second_bytes(memory: &GuestMemory, address: u64) -> u64 {
+    if address & 0xfff == 0 { 0 } else { memory.read(address).unwrap_or(0) }
 }
 
 /// Number of prefix bytes (APM vol. 3, section 1.2).

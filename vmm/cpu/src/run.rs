@@ -11,7 +11,7 @@ use hw_x86::paging::{cr0, xcr0};
 use crate::MAX_VCPUS;
 use crate::backend::{Backend, Event, Gpr, Reg, Seg, Segment};
 use crate::board::{Board, Emulated, Outcome, Unknown};
-use crate::cpuid::{CpuView, Patch};
+use crate::cpuid::{CpuView, Patch, Values};
 use crate::exit::{EXIT_NAMES, Exit, IoExit, MemoryFault};
 use crate::length::{FetchCache, Pattern, prefixes};
 use crate::msr::Msrs;
@@ -121,7 +121,8 @@ impl Cpu {
         }
     }
 
-    #[inline]
+    /// One entry and what it leads to. The frequent exits are inlined all the way, the others are calls.
+    #[inline(always)]
     fn step<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) -> Flow {
         if self.attention || board.attention(self.index) {
             self.prepare(vcpu, board)?;
@@ -146,6 +147,7 @@ impl Cpu {
     }
 
     /// Everything that has to be right before the guest is entered.
+    #[inline(never)]
     fn prepare<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) -> Flow {
         self.attention = false;
         if !self.started {
@@ -215,13 +217,12 @@ impl Cpu {
         self.nmi || interrupt
     }
 
+    #[inline(always)]
     fn cpuid<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
         let (number, subleaf) = (vcpu.gpr(Gpr::Rax) as u32, vcpu.gpr(Gpr::Rcx) as u32);
         let (mut values, patch) = board.cpuid().lookup(number, subleaf);
         if patch != Patch::None {
-            let cr4 = vcpu.get(Reg::Cr4);
-            let view = CpuView { apic_id: self.index as u32, cr4, xcr0: self.xcr0 };
-            values = board.cpuid().patch(values, patch, view);
+            values = self.patch_cpuid(vcpu, board, values, patch);
         }
         let Some(next) = self.fetch.next_rip(vcpu, board.memory(), Pattern::CPUID) else {
             return self.lost(vcpu, board);
@@ -233,6 +234,20 @@ impl Cpu {
         retire(vcpu, next);
     }
 
+    #[inline(never)]
+    fn patch_cpuid<B: Backend, M: Board>(
+        &self,
+        vcpu: &mut B,
+        board: &M,
+        values: Values,
+        patch: Patch,
+    ) -> Values {
+        let cr4 = vcpu.get(Reg::Cr4);
+        let view = CpuView { apic_id: self.index as u32, cr4, xcr0: self.xcr0 };
+        board.cpuid().patch(values, patch, view)
+    }
+
+    #[inline(always)]
     fn port<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, io: IoExit) {
         // The processor always says where the instruction after `IN` and `OUT` is (EXITINFO2).
         if io.next_rip == 0 {
@@ -250,6 +265,7 @@ impl Cpu {
         retire(vcpu, io.next_rip);
     }
 
+    #[inline(never)]
     fn msr<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, write: bool) {
         let pattern = if write { Pattern::WRMSR } else { Pattern::RDMSR };
         let Some(next) = self.fetch.next_rip(vcpu, board.memory(), pattern) else {
@@ -271,6 +287,7 @@ impl Cpu {
         }
     }
 
+    #[inline(never)]
     fn rare<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, exit: Exit) -> Flow {
         match exit {
             Exit::Io(io) => {
@@ -474,12 +491,19 @@ fn accepts_interrupt(vcpu: &mut impl Backend) -> bool {
 }
 
 /// The present instruction is complete: what its completion does beside its effect.
-#[inline]
+#[inline(always)]
 fn retire(vcpu: &mut impl Backend, next: u64) {
     vcpu.set(Reg::Rip, next);
-    if vcpu.get(Reg::InterruptShadow) != 0 {
-        vcpu.set(Reg::InterruptShadow, 0);
+    let shadow = vcpu.get(Reg::InterruptShadow) != 0;
+    if shadow || vcpu.get(Reg::Rflags) & RFLAGS_TF != 0 {
+        retire_marked(vcpu);
     }
+}
+
+/// After an instruction in an interrupt shadow, which ends, or in single-step mode.
+#[cold]
+fn retire_marked(vcpu: &mut impl Backend) {
+    vcpu.set(Reg::InterruptShadow, 0);
     if vcpu.get(Reg::Rflags) & RFLAGS_TF != 0 {
         let dr6 = vcpu.get(Reg::Dr6);
         vcpu.set(Reg::Dr6, dr6 | DR6_SINGLE_STEP);
