@@ -16,7 +16,9 @@ use core::arch::x86_64::__cpuid_count;
 
 use abi::rights;
 use native_rt::start::{exit, file, guest_memory, windows};
-use native_rt::{Factory, Gate, Message, Notification, Space, Status, Vcpu, Vm, error, info, time};
+use native_rt::{
+    Factory, Gate, Message, Notification, Space, Status, Vcpu, Vm, error, info, time, warn,
+};
 use proto::control::{STARTED, Statistics, code};
 use proto::start::{RangeKind, Role, Start, Vmm, event, slot};
 use proto::system::OnReset;
@@ -133,6 +135,9 @@ fn run(
             return Err(code::BAD_CONFIG);
         }
     }
+    if plan.on_reset == OnReset::Exit {
+        release_files(start);
+    }
     let config = PcConfig {
         vcpus: 1,
         clock: TscClock::new(start.clock.tsc_khz, time::tsc()),
@@ -141,7 +146,7 @@ fn run(
         kvmclock: true,
     };
     let mut host = NativeHost { console };
-    let mut pc = Pc::new(config, memory, host_cpuid);
+    let mut pc = Pc::<MAX_VCPUS>::new(config, memory, host_cpuid);
     let notification = Notification::at(slot::NOTIFICATION);
     let outcome = loop {
         let events = match pc.run(0, vcpu, &mut host) {
@@ -168,6 +173,17 @@ fn run(
         *sum += count;
     }
     Ok(outcome)
+}
+
+/// Gives the files up, and the page tables that map them: the guest will not be loaded again.
+fn release_files(start: &Start) {
+    for kind in [RangeKind::Kernel, RangeKind::Initrd] {
+        for window in windows(start, kind) {
+            if let Err(status) = window.release() {
+                warn!("a file cannot be given up: {status:?}");
+            }
+        }
+    }
 }
 
 fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {

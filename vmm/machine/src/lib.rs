@@ -37,7 +37,7 @@ pub use vmm_cpu::{Outcome, Pause};
 /// What a machine is made of.
 #[derive(Clone, Copy, Debug)]
 pub struct PcConfig {
-    /// Virtual CPUs, 1 to [`vmm_cpu::MAX_VCPUS`].
+    /// Virtual CPUs, 1 to as many as the [`Pc`] has room for.
     pub vcpus: u8,
     /// Machine time: the host's counter frequency, and its value when the machine starts.
     pub clock: TscClock,

@@ -33,28 +33,28 @@ use crate::{Host, PcConfig};
 const PORT_RANGES: usize = 17;
 const FOUR_GIB: u64 = 1 << 32;
 
-/// A machine with its virtual CPUs.
-pub struct Pc<'m> {
-    machine: Machine<'m>,
+/// A machine with room for `CPUS` virtual CPUs, at most [`MAX_VCPUS`].
+pub struct Pc<'m, const CPUS: usize = MAX_VCPUS> {
+    machine: Machine<'m, CPUS>,
     maps: Maps,
-    cpus: [Cpu; MAX_VCPUS],
+    cpus: [Cpu; CPUS],
 }
 
 /// Everything but the CPUs.
-struct Machine<'m> {
+struct Machine<'m, const CPUS: usize> {
     memory: &'m GuestMemory,
     cpuid: CpuidTable,
     start_unix: u64,
     vcpus: usize,
     chips: Chips,
-    apics: [LocalApic; MAX_VCPUS],
+    apics: [LocalApic; CPUS],
     /// An I/O APIC input in mode ExtINT asks a CPU to take its vector from the 8259.
     ext_int: u32,
     /// The 8259's output when the board looked last.
     intr: bool,
     nmi: u32,
     init: u32,
-    startup: [Option<u8>; MAX_VCPUS],
+    startup: [Option<u8>; CPUS],
     wires: Wires,
 }
 
@@ -136,7 +136,7 @@ fn page_of_words(base: u64, length: u64, chip: Chip) -> Map<1> {
     map
 }
 
-impl<'m> Pc<'m> {
+impl<'m, const CPUS: usize> Pc<'m, CPUS> {
     /// A machine in the state after power-on, its memory as the caller has filled it. `host_cpuid` gives the
     /// host's `CPUID` answers for a leaf and a subleaf.
     pub fn new(
@@ -144,7 +144,8 @@ impl<'m> Pc<'m> {
         memory: &'m GuestMemory,
         host_cpuid: impl Fn(u32, u32) -> Values,
     ) -> Self {
-        let vcpus = usize::from(config.vcpus).clamp(1, MAX_VCPUS);
+        const { assert!(CPUS >= 1 && CPUS <= MAX_VCPUS) };
+        let vcpus = usize::from(config.vcpus).clamp(1, CPUS);
         let tsc_khz = u32::try_from(config.clock.khz()).unwrap_or(u32::MAX);
         let cpuid = CpuidConfig {
             vcpus: vcpus as u8,
@@ -198,7 +199,7 @@ impl<'m> Pc<'m> {
             intr: false,
             nmi: 0,
             init: 0,
-            startup: [None; MAX_VCPUS],
+            startup: [None; CPUS],
             wires: Wires::new(config.clock),
         };
         let maps = Maps {
@@ -220,7 +221,7 @@ impl<'m> Pc<'m> {
     /// The serial line has bytes, or takes bytes again.
     pub fn input<H: Host>(&mut self, host: &mut H) {
         let Self { machine, maps, .. } = self;
-        let mut board = PcBoard { machine, maps, host, running: MAX_VCPUS };
+        let mut board = PcBoard { machine, maps, host, running: CPUS };
         board.with_chip(Chip::Uart, |chip, env| chip.wake(WAKE_INPUT, env));
     }
 
@@ -230,12 +231,12 @@ impl<'m> Pc<'m> {
         let Machine { chips, wires, .. } = &mut *machine;
         let mut env = ChipEnv { wires, host: &mut *host, chip: Chip::Pm as usize };
         chips.pm.press_power_button(&mut env);
-        PcBoard { machine, maps, host, running: MAX_VCPUS }.carry_on();
+        PcBoard { machine, maps, host, running: CPUS }.carry_on();
     }
 
     /// Exits of a virtual CPU by reason, named by [`EXIT_NAMES`].
     pub fn exits(&self, index: usize) -> &[u64; EXIT_NAMES.len()] {
-        self.cpus[index.min(MAX_VCPUS - 1)].exits()
+        self.cpus[index.min(CPUS - 1)].exits()
     }
 
     /// What the guest did that the machine does not know.
@@ -245,15 +246,15 @@ impl<'m> Pc<'m> {
 }
 
 /// The machine together with its outside, while a virtual CPU runs.
-struct PcBoard<'a, 'm, H> {
-    machine: &'a mut Machine<'m>,
+struct PcBoard<'a, 'm, H, const CPUS: usize> {
+    machine: &'a mut Machine<'m, CPUS>,
     maps: &'a Maps,
     host: &'a mut H,
     /// The CPU that runs, which needs no kick.
     running: usize,
 }
 
-impl<H: Host> PcBoard<'_, '_, H> {
+impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
     /// Calls a chip, then carries on its effects.
     #[inline]
     fn with_chip<R>(
@@ -484,7 +485,7 @@ const fn key(kind: u64, what: u64) -> u64 {
     kind << 56 | (what & ((1 << 56) - 1))
 }
 
-impl<H: Host> Board for PcBoard<'_, '_, H> {
+impl<H: Host, const CPUS: usize> Board for PcBoard<'_, '_, H, CPUS> {
     #[inline]
     fn memory(&self) -> &GuestMemory {
         self.machine.memory
@@ -672,12 +673,12 @@ impl<H: Host> Board for PcBoard<'_, '_, H> {
 }
 
 /// The devices as the emulator reaches them from one CPU.
-struct CpuBus<'b, 'a, 'm, H> {
-    board: &'b mut PcBoard<'a, 'm, H>,
+struct CpuBus<'b, 'a, 'm, H, const CPUS: usize> {
+    board: &'b mut PcBoard<'a, 'm, H, CPUS>,
     cpu: usize,
 }
 
-impl<H: Host> Devices for CpuBus<'_, '_, '_, H> {
+impl<H: Host, const CPUS: usize> Devices for CpuBus<'_, '_, '_, H, CPUS> {
     fn read(&mut self, address: u64, size: u8) -> u64 {
         let (board, cpu) = (&mut *self.board, self.cpu);
         let maps = board.maps;
