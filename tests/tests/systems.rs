@@ -151,6 +151,8 @@ fn guest_scenarios() -> Vec<Scenario> {
             never: &["FAILED"],
             code,
             limit: 60,
+            // See docs/CAVEATS.md: in wall-clock time a loaded host sometimes loses this guest's timer.
+            machine: Machine { counted: name == "x2apic", ..Machine::default() },
             ..base(name, micro("guest", name, CONSOLE))
         })
         .collect();
