@@ -71,13 +71,18 @@ fn main(start: &Start<'static>) -> u64 {
     let mut statistics = Statistics::ZERO;
     // Root goes on in any case.
     let _ = Gate::at(slot::CONTROL).call(Message::new(STARTED, [0; 4]));
+    let mut resets = 0u32;
     loop {
         let outcome = match run(start, plan, &memory, &mut vcpu, &console, &mut statistics) {
             Ok(outcome) => outcome,
             Err(code) => return code,
         };
         if outcome == Outcome::Reset && plan.on_reset == OnReset::Reset {
-            info!("reset");
+            resets = resets.wrapping_add(1);
+            // A guest may do nothing else than reset.
+            if resets.is_power_of_two() {
+                info!("reset number {resets}");
+            }
             continue;
         }
         console.finish(Notification::at(slot::NOTIFICATION));
