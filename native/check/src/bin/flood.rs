@@ -7,21 +7,27 @@ use native_check::{Report, number};
 use native_rt::{Factory, OwnThread, Status, drop_capability, error, info};
 use proto::start::{Start, slot};
 
-/// Pages of the quota that is exhausted.
-const QUOTA: u64 = 24;
 const FACTORY: u64 = slot::FREE;
 const FIRST: u64 = slot::FREE + 1;
-const KINDS: [&str; 6] = ["task", "gate", "notification", "factory", "sched-context", "vm"];
+/// Kinds of objects, and the pages of the quota that is exhausted with each.
+const KINDS: [(&str, u64); 6] = [
+    ("task", 24),
+    ("gate", 1),
+    ("notification", 1),
+    ("factory", 24),
+    ("sched-context", 1),
+    ("vm", 24),
+];
 
 native_rt::entry!(main);
 
 fn main(start: &Start<'static>) -> u64 {
     let mut report = Report::default();
     let rounds = number(start, 0, 10);
-    for (kind, name) in KINDS.iter().enumerate() {
-        let result = flood(kind, rounds);
+    for (kind, (name, pages)) in KINDS.iter().enumerate() {
+        let result = flood(kind, *pages, rounds);
         if let Ok(count) = result {
-            info!("{count} objects of kind {name} in {QUOTA} pages");
+            info!("{count} objects of kind {name} in {pages} pages");
         }
         report.case(name, result.map(drop));
     }
@@ -40,9 +46,9 @@ fn make(factory: Factory, kind: usize, at: u64) -> Result<(), Status> {
 }
 
 /// Fills and empties the quota; returns how many objects fit.
-fn flood(kind: usize, rounds: u64) -> Result<u64, &'static str> {
+fn flood(kind: usize, pages: u64, rounds: u64) -> Result<u64, &'static str> {
     let factory =
-        Factory::at(slot::FACTORY).factory(FACTORY, QUOTA).map_err(|_| "cannot split the quota")?;
+        Factory::at(slot::FACTORY).factory(FACTORY, pages).map_err(|_| "cannot split the quota")?;
     let mut first = None;
     for round in 0..rounds {
         let mut count = 0;
