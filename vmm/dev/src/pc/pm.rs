@@ -4,6 +4,7 @@
 //! Features: PM timer (32 bits, derived from time) with its overflow event, power button, soft-off (S5),
 //! 16 general-purpose events, SCI (line 0, level). The machine is always in ACPI mode: `SCI_EN` is
 //! set and there is no SMI command port (`SMI_CMD` is 0 in the FADT).
+//! The enable bit of the clock's event is stored, since kernels read it back; the event never comes.
 //! Missing (reported): sleep states other than S5, global lock, bus master and RTC events, sleep button.
 //! Documentation: ACPI 6.5, sections 4.8.2, 4.8.3 and 4.8.4.
 
@@ -35,8 +36,10 @@ pub mod spec {
     pub const TMR: u16 = 1 << 0;
     /// Event: the power button was pressed.
     pub const PWRBTN: u16 = 1 << 8;
-    /// The events that exist.
-    pub const EVENTS: u16 = TMR | PWRBTN;
+    /// Event: the clock's alarm, which can be enabled but never comes.
+    pub const RTC: u16 = 1 << 10;
+    /// The events that can be enabled.
+    pub const EVENTS: u16 = TMR | PWRBTN | RTC;
 
     /// Control: the machine is in ACPI mode.
     pub const SCI_EN: u16 = 1 << 0;
