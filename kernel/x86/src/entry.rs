@@ -56,7 +56,7 @@ pub struct Registers {
 #[derive(Default)]
 pub struct Context(UnsafeCell<Registers>);
 
-const _: () = assert!(size_of::<Context>() == 176 && size_of::<Context>() % 16 == 0);
+const _: () = assert!(size_of::<Context>() == 176 && size_of::<Context>().is_multiple_of(16));
 const _: () = assert!(offset_of!(Registers, vector) == 120);
 
 macro_rules! register {

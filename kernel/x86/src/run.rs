@@ -91,8 +91,7 @@ fn serve_shootdown(number: usize) {
 
 /// Gives the lock back.
 #[inline(always)]
-pub fn unlock(guard: Guard) {
-    core::mem::forget(guard);
+pub fn unlock(_guard: Guard) {
     LOCKED.store(false, Ordering::Release);
 }
 
@@ -310,9 +309,9 @@ impl Arch for X86 {
 
     fn init_root(root: &[AtomicU64; 512]) {
         let kernel = memory::direct(memory::kernel_root()).cast::<u64>();
-        for slot in memory::FIRST_SLOT..memory::FIRST_SLOT + memory::SLOTS {
+        for (slot, entry) in root.iter().enumerate().skip(memory::FIRST_SLOT).take(memory::SLOTS) {
             // SAFETY: the kernel's root table, whose used entries never change after boot.
-            root[slot].store(unsafe { kernel.add(slot).read() }, Ordering::Relaxed);
+            entry.store(unsafe { kernel.add(slot).read() }, Ordering::Relaxed);
         }
     }
 

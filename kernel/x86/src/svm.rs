@@ -220,14 +220,20 @@ impl VcpuFrames {
     }
 
     #[inline(always)]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "a frame outside `self`; every user follows the rule below"
+    )]
     fn vmcb(&self) -> &mut Vmcb {
         // SAFETY: a frame of this vCPU alone, zeroed when allocated (all fields are integers). References are
-        // short-lived, within one function of this module, by the CPU that runs the vCPU or holds the lock.
+        // short-lived: within one function of this module, by the CPU that runs the vCPU or holds the lock, and
+        // none is used again after another was taken.
         unsafe { &mut *self.vmcb }
     }
 
     /// The state page. The VMM may write it at any time, so each field is read once.
     #[inline(always)]
+    #[expect(clippy::mut_from_ref, reason = "a frame outside `self`; the rule is that of `vmcb`")]
     fn state(&self) -> &mut VcpuState {
         // SAFETY: as for the VMCB; all fields are integers, any value is valid. The VMM's own thread is in the
         // kernel; if another of its threads writes meanwhile, it races only for its own guest's values.
@@ -341,9 +347,9 @@ impl VcpuFrames {
 
     /// Takes over the groups that the VMM changed. `Err`: an XCR0 that the machine does not have.
     #[inline(always)]
-    fn write_groups(&self, dirty: u64) -> Result<(), Status> {
+    fn write_groups(&self, state: &VcpuState, dirty: u64) -> Result<(), Status> {
         const SHADOW: u64 = 1;
-        let (state, Vmcb { control, save }) = (self.state(), self.vmcb());
+        let Vmcb { control, save } = self.vmcb();
         if dirty & group::IP != 0 {
             save.rip = state.rip;
             save.rsp = state.rsp;
@@ -351,14 +357,14 @@ impl VcpuFrames {
             control.interrupt_shadow = state.interrupt_shadow & SHADOW;
         }
         if dirty & !(group::IP | group::INJECT) != 0 {
-            self.write_rare_groups(dirty)?;
+            self.write_rare_groups(state, dirty)?;
         }
         Ok(())
     }
 
     #[cold]
-    fn write_rare_groups(&self, dirty: u64) -> Result<(), Status> {
-        let (state, Vmcb { control, save }) = (self.state(), self.vmcb());
+    fn write_rare_groups(&self, state: &VcpuState, dirty: u64) -> Result<(), Status> {
+        let Vmcb { control, save } = self.vmcb();
         self.unclean.set(true);
         if dirty & group::CONTROL != 0 {
             save.cr0 = state.cr0;
@@ -629,7 +635,7 @@ pub fn run(
         let dirty = state.dirty;
         if dirty != 0 {
             state.dirty = 0;
-            if let Err(status) = frames.write_groups(dirty) {
+            if let Err(status) = frames.write_groups(state, dirty) {
                 kernel.vcpu_return(thread, Some(vcpu), status);
                 return kernel;
             }
