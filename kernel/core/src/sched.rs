@@ -3,7 +3,8 @@
 //! # Invariants
 //!
 //! * A scheduling context is in exactly one state: idle, queued, running on its CPU, or depleted.
-//! * It runs its `holder`: the thread bound to it, or the server that works for that thread.
+//! * It runs its `holder`: the thread bound to it, or the server that works for that thread. While it runs, that
+//!   is the CPU's `current`, and the field is brought up to date when it stops: calls and replies are frequent.
 //! * On every CPU the queued context of the highest priority that has budget runs, first come
 //!   first served; a context that has used up its budget goes to the tail of its priority (round robin) or
 //!   waits for the start of its next period.
@@ -60,7 +61,7 @@ pub struct SchedContext<A: Arch> {
     pub cpu: Cell<usize>,
     /// Thread that it is bound to.
     pub owner: Link<Thread<A>>,
-    /// Thread that runs on it.
+    /// Thread that runs on it, while the state is not `Running`.
     pub holder: Link<Thread<A>>,
     /// Where it is.
     pub state: Cell<SchedState>,
@@ -318,8 +319,10 @@ impl<A: Arch> Kernel<A> {
     #[inline(never)]
     fn rest(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) {
         if sched.state.get() == SchedState::Running {
+            let cpu = &self.cpus[sched.cpu.get()];
             self.charge(sched.cpu.get());
-            self.cpus[sched.cpu.get()].sched.set(None);
+            sched.holder.set(cpu.current.get());
+            cpu.sched.set(None);
         }
         self.unready(handle);
     }
@@ -353,8 +356,9 @@ impl<A: Arch> Kernel<A> {
             && let Some(sched) = self.memory.get(handle)
         {
             sched.state.set(SchedState::Idle);
-            let wanted = sched
-                .holder
+            sched.holder.set(cpu.current.get());
+            let wanted = cpu
+                .current
                 .get()
                 .and_then(|holder| self.memory.get(holder))
                 .is_some_and(|holder| holder.state.get() == ThreadState::Ready);

@@ -344,6 +344,14 @@ pub fn check_mappings(kernel: &Kernel<Fake>) {
     }
 }
 
+/// Who runs on a scheduling context.
+fn holder(kernel: &Kernel<Fake>, sched: &SchedContext<Fake>) -> Option<Handle<Thread<Fake>>> {
+    match sched.state.get() {
+        SchedState::Running => kernel.cpus[sched.cpu.get()].current.get(),
+        _ => sched.holder.get(),
+    }
+}
+
 fn on_lending_path(
     kernel: &Kernel<Fake>,
     from: Handle<Thread<Fake>>,
@@ -409,7 +417,7 @@ pub fn check_threads(kernel: &Kernel<Fake>) {
         // Time.
         if let Some(sched) = thread.sched.get() {
             let sched = memory.at(sched);
-            assert!(sched.holder.get() == Some(handle), "runs on what it holds");
+            assert!(holder(kernel, sched) == Some(handle), "runs on what it holds");
             assert_eq!(sched.state.get() != SchedState::Idle, state == ThreadState::Ready);
         } else if state == ThreadState::Ready {
             assert!(thread.own_sched.get().is_none(), "its own time is not forgotten");
@@ -426,7 +434,7 @@ pub fn check_threads(kernel: &Kernel<Fake>) {
         if let Some(own) = thread.own_sched.get() {
             let sched = memory.at(own);
             assert!(sched.owner.get() == Some(handle));
-            let holder = sched.holder.get().expect("bound time has a holder");
+            let holder = holder(kernel, sched).expect("bound time has a holder");
             if state != ThreadState::Calling {
                 assert!(holder == handle, "only callers lend");
             }

@@ -219,21 +219,17 @@ impl<A: Arch> Kernel<A> {
 
     // ---- lending -------------------------------------------------------------------------------
 
+    /// The caller's time is the server's now. A context that is not running is still to be told its holder.
     #[inline(always)]
     fn lend(
-        &self,
         name: Handle<Thread<A>>,
         caller: &Thread<A>,
         sched: Handle<SchedContext<A>>,
-        server_name: Handle<Thread<A>>,
         server: &Thread<A>,
     ) {
         caller.sched.set(None);
         server.sched.set(Some(sched));
         server.lender.set(Some(name));
-        if let Some(sched) = self.memory.get(sched) {
-            sched.holder.set(Some(server_name));
-        }
     }
 
     /// Gives a lent scheduling context back to the caller, if it was this one who lent it.
@@ -333,7 +329,8 @@ impl<A: Arch> Kernel<A> {
                     let thread = self.memory.at(lender);
                     let Some(server) = thread.server.get() else { return };
                     if let Some(sched) = thread.sched.get() {
-                        self.lend(lender, thread, sched, server, self.memory.at(server));
+                        Self::lend(lender, thread, sched, self.memory.at(server));
+                        self.memory.at(sched).holder.set(Some(server));
                     }
                     lender = server;
                 }
@@ -436,7 +433,7 @@ impl<A: Arch> Kernel<A> {
             thread.state.set(ThreadState::Calling);
             thread.server.set(Some(server));
             partner.caller.set(Some(handle));
-            self.lend(handle, thread, sched, server, partner);
+            Self::lend(handle, thread, sched, partner);
             partner.state.set(ThreadState::Ready);
             here.current.set(Some(server));
             return Ok(());
@@ -545,12 +542,10 @@ impl<A: Arch> Kernel<A> {
             && resumed
             && here.current.get() == Some(handle)
             && let Some(sched) = thread.sched.get()
-            && let Some(context) = self.memory.get(sched)
         {
             thread.lender.set(None);
             thread.sched.set(thread.own_sched.get());
             partner.sched.set(Some(sched));
-            context.holder.set(Some(caller));
             partner.state.set(ThreadState::Ready);
             here.current.set(Some(caller));
             // Whether the server goes on beside the caller, on its own time, is decided when it waits.
