@@ -269,6 +269,11 @@ fn linux_scenarios() -> Vec<Scenario> {
             ..base("linux-reboot", linux("linux", "", on_console))
         },
         Scenario {
+            code: 47,
+            texts: vec!["vm linux ended: exit code 47".into()],
+            ..base("linux-code", linux("linux", r#"parador.run=\"exit 47\""#, on_console))
+        },
+        Scenario {
             machine: Machine { disc: true, ..Machine::default() },
             steps: vec![Step::Console(" # "), Step::Type("poweroff\n")],
             ..base("linux-from-disc", linux("linux", "", on_console))

@@ -6,9 +6,10 @@
 /// Where the program is in the guest.
 pub const NAME: &str = "sbin/machine-exit";
 
-/// `machine-exit CODE`: writes CODE to port 0xf4. Returns 1 if the machine goes on.
+/// `machine-exit CODE`: writes CODE to port 0x501, the debug exit port of `vmm_machine::layout` (and
+/// the default of QEMU's device). Returns 1 if the machine goes on.
 #[rustfmt::skip]
-const CODE: [u8; 63] = [
+const CODE: [u8; 67] = [
     0x48, 0x8b, 0x74, 0x24, 0x10,   //    mov    rsi, [rsp + 16]      argv[1]
     0x31, 0xdb,                     //    xor    ebx, ebx
     0x0f, 0xb6, 0x06,               // 1: movzx  eax, byte ptr [rsi]  decimal digits
@@ -19,12 +20,13 @@ const CODE: [u8; 63] = [
     0x48, 0xff, 0xc6,               //    inc    rsi
     0xeb, 0xee,                     //    jmp    1b
     0xb8, 0xad, 0x00, 0x00, 0x00,   // 2: mov    eax, 173             ioperm(
-    0xbf, 0xf4, 0x00, 0x00, 0x00,   //    mov    edi, 0xf4              from,
+    0xbf, 0x01, 0x05, 0x00, 0x00,   //    mov    edi, 0x501             from,
     0xbe, 0x01, 0x00, 0x00, 0x00,   //    mov    esi, 1                 number,
     0xba, 0x01, 0x00, 0x00, 0x00,   //    mov    edx, 1                 on)
     0x0f, 0x05,                     //    syscall
     0x89, 0xd8,                     //    mov    eax, ebx
-    0xe6, 0xf4,                     //    out    0xf4, al
+    0xba, 0x01, 0x05, 0x00, 0x00,   //    mov    edx, 0x501
+    0xee,                           //    out    dx, al
     0xb8, 0x3c, 0x00, 0x00, 0x00,   //    mov    eax, 60              exit(
     0xbf, 0x01, 0x00, 0x00, 0x00,   //    mov    edi, 1                 1)
     0x0f, 0x05,                     //    syscall
@@ -70,11 +72,23 @@ pub fn program() -> Vec<u8> {
 mod tests {
     use super::*;
     use crate::guest::is_static_program;
+    use vmm_machine::layout::DEBUG_EXIT;
 
     #[test]
     fn it_is_a_static_program() {
         let program = program();
         assert_eq!(program.len() as u64, HEADERS + CODE.len() as u64);
         assert!(is_static_program(&program));
+    }
+
+    #[test]
+    fn it_uses_the_port_of_the_machine() {
+        const MOV_EDI: u8 = 0xbf;
+        const MOV_EDX: u8 = 0xba;
+        for instruction in [MOV_EDI, MOV_EDX] {
+            let [low, high] = DEBUG_EXIT.to_le_bytes();
+            let load = [instruction, low, high, 0, 0];
+            assert_eq!(CODE.windows(5).filter(|bytes| *bytes == load).count(), 1);
+        }
     }
 }

@@ -15,9 +15,9 @@ const EPITAPH_MAGIC: u64 = u64::from_le_bytes(*b"EPITAPH\0");
 /// Most bytes of the stack that are looked at, and most return addresses shown.
 const STACK_LENGTH: u64 = 4096;
 const STACK_SHOWN: usize = 16;
-/// QEMU's isa-debug-exit, and what tests expect there.
+/// QEMU's isa-debug-exit, and what `parador` expects there: larger than what root makes of any exit code.
 const DEBUG_EXIT_PORT: u16 = 0xf4;
-const DEBUG_EXIT_VALUE: u8 = 0x3f;
+const DEBUG_EXIT_VALUE: u8 = 0x7f;
 
 /// Why the kernel died, for whoever looks at its memory afterwards.
 #[repr(C)]
