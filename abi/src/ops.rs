@@ -81,11 +81,19 @@ operations! {
     Create = 4 ("factory, kind, slot, arg0, arg1, arg2") -> ("");
     /// Delegates `item` from the caller's space at `source` to the space of `target` (a Task or, for
     /// memory and ports, a Vm; selector `SELF` names the caller's own task) at `destination`.
-    /// Bases count pages, selectors or ports. Nothing must be mapped at the destination (`Busy`).
+    /// Bases count pages, selectors or ports and are multiples of the item's size. All of the source
+    /// must be there (`BadArgument`) and nothing at the destination (`Busy`). `BadRights`: a page
+    /// that the kernel placed. `Overflow`: more than 64 mappings or capabilities, or more than 250
+    /// delegations in a row. To grant, no mapping in the range may be larger than the item, and nothing
+    /// may have been delegated from it (`Busy`). All or nothing, but when the quota ends in
+    /// the middle of several mappings, those before stay.
     /// Rights: target `MAP`; capabilities `DELEGATE`.
     Delegate = 5 ("target, item, source, destination") -> ("");
     /// Takes back everything that was delegated, at any remove, from the given range of the caller's
-    /// own space; with flag bit 0 also from the caller's space itself. An object whose last
+    /// own space; with flag bit 0 (`UNMAP_SELF`) also from the caller's space itself. What is not
+    /// there counts as taken back. `UNMAP_SELF` removes whole mappings of memory and ports only:
+    /// `BadArgument` where the range cuts one, `BadRights` where the kernel placed the page; what
+    /// lies above it in the range is gone then. An object whose last
     /// capability goes is destroyed. May be preempted and then continues by itself.
     Unmap = 6 ("item, base, flags") -> ("");
     /// Starts (or restarts) a stopped thread at `ip` with stack `sp`; `argument` arrives in `rdi`.
@@ -117,7 +125,7 @@ operations! {
 /// Selector that names the caller's own task in [`Op::Delegate`].
 pub const SELF: u64 = u64::MAX;
 
-/// Flag of [`Op::Unmap`]: also remove the caller's own mappings or capabilities.
+/// Flag of [`Op::Unmap`]: also remove the caller's own mappings, each as a whole, or capabilities.
 pub const UNMAP_SELF: u64 = 1;
 
 #[cfg(test)]
