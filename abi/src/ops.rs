@@ -72,12 +72,14 @@ operations! {
     /// Irq: platform (`MAKE_IRQ`), global interrupt number, flags (bit 0 level triggered, bit 1 active
     /// low, bit 2 message-signalled: the number is then ignored and `arg0`/`arg1` of `IrqControl` query
     /// give address and data).
-    /// Factory: quota in pages, taken from this factory.
-    /// SchedContext: priority (0..=63, 63 first), budget in ns, period in ns (0 or = budget: round robin).
+    /// Factory: quota in pages, taken from this factory; the highest priority of scheduling contexts made from it,
+    /// at most this factory's.
+    /// SchedContext: priority (0..=63, 63 first; at most the factory's highest), budget in ns, period in ns
+    /// (0 or = budget: round robin).
     /// Vm: mode (0 nested paging).
     /// Vcpu: vm (`VCPU`), address of the state page in the caller's task, notification (`WAIT`) whose
     /// events make `VcpuRun` return.
-    /// Rights: factory `CREATE`.
+    /// `BadRights` also for a priority above the factory's highest. Rights: factory `CREATE`.
     Create = 4 ("factory, kind, slot, arg0, arg1, arg2") -> ("");
     /// Delegates `item` from the caller's space at `source` to the space of `target` (a Task or, for
     /// memory and ports, a Vm; selector `SELF` names the caller's own task) at `destination`.
@@ -114,7 +116,8 @@ operations! {
     /// and unmasks it (action 1), masks it (action 2), or returns message address and data (action 3).
     /// Rights: irq `IRQ`.
     IrqControl = 12 ("irq, action, notification, bit") -> ("address, data");
-    /// Changes priority, budget and period. Rights: scheduling context `SCHEDULE`.
+    /// Changes priority (up to the highest of the factory that it was made from), budget and period.
+    /// `BadRights`: the priority is too high. Rights: scheduling context `SCHEDULE`.
     SchedControl = 13 ("sched_context, priority, budget, period") -> ("");
     /// Writes the log, resets the machine, reads counters (`PlatformAction`). Rights: see there.
     PlatformControl = 14 ("platform, action, argument") -> ("value");

@@ -59,6 +59,8 @@ pub mod slot {
     pub const DEVICE: u64 = 7;
     /// Server: root's notification, right `SIGNAL`.
     pub const ROOT: u64 = 8;
+    /// Native program: the scheduling context of its first thread.
+    pub const SCHED: u64 = 9;
     /// First free slot.
     pub const FREE: u64 = 16;
     /// Number of slots of a task.

@@ -91,6 +91,8 @@ pub struct Frame(u32);
 pub struct Factory {
     quota: Cell<u32>,
     used: Cell<u32>,
+    /// Highest priority of scheduling contexts made from it.
+    pub max_priority: u64,
     parent: Option<Handle<Factory>>,
     /// Number of capabilities to this factory.
     pub caps: Cell<u32>,
@@ -102,10 +104,11 @@ impl Object for Factory {
 }
 
 impl Factory {
-    const fn new(quota: u32, parent: Option<Handle<Factory>>) -> Self {
+    const fn new(quota: u32, max_priority: u64, parent: Option<Handle<Factory>>) -> Self {
         Self {
             quota: Cell::new(quota),
             used: Cell::new(0),
+            max_priority,
             parent,
             caps: Cell::new(0),
             partial: [const { Cell::new(NONE) }; SIZES],
@@ -186,7 +189,7 @@ impl Memory {
             generation: Cell::new(1),
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
-            root: Factory::new(0, None),
+            root: Factory::new(0, u64::MAX, None),
         }
     }
 
@@ -227,7 +230,7 @@ impl Memory {
             generation: Cell::new(1),
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
-            root: Factory::new(free, None),
+            root: Factory::new(free, u64::MAX, None),
         })
     }
 
@@ -263,7 +266,7 @@ impl Memory {
         self.info(frame).owner.get().and_then(|handle| self.get(handle)).unwrap_or(&self.root)
     }
 
-    fn factory(&self, factory: Option<Handle<Factory>>) -> Result<&Factory, Status> {
+    pub(crate) fn factory(&self, factory: Option<Handle<Factory>>) -> Result<&Factory, Status> {
         match factory {
             None => Ok(&self.root),
             Some(handle) => self.get(handle).ok_or(Status::BadCapability),
@@ -484,15 +487,21 @@ impl Memory {
         slot.link.set(self.retired.replace(index));
     }
 
-    /// Makes a factory with `quota` frames taken from `parent`.
+    /// Makes a factory with `quota` frames taken from `parent`, and a highest priority of at most that of the parent
+    /// (`BadRights`).
     pub fn new_factory(
         &self,
         parent: Option<Handle<Factory>>,
         quota: u32,
+        max_priority: u64,
     ) -> Result<Handle<Factory>, Status> {
         let account = self.factory(parent)?;
+        if max_priority > account.max_priority {
+            return Err(Status::BadRights);
+        }
         account.buy(quota)?;
-        self.alloc(parent, Factory::new(quota, parent)).inspect_err(|_| account.sell(quota))
+        let factory = Factory::new(quota, max_priority, parent);
+        self.alloc(parent, factory).inspect_err(|_| account.sell(quota))
     }
 
     /// Ends a factory that nobody names any more, once everything bought from it is gone:
@@ -654,7 +663,7 @@ mod tests {
     fn quota_is_exact_and_comes_back() {
         let mut memory = testing::memory(64);
         let before = memory.free_frames();
-        let factory = memory.new_factory(None, 5).unwrap();
+        let factory = memory.new_factory(None, 5, 63).unwrap();
         memory.at(factory).caps.set(1);
         let handles: Vec<_> = (0..)
             .map_while(|_| memory.alloc(Some(factory), Large([const { Cell::new(0) }; 300])).ok())
@@ -676,9 +685,9 @@ mod tests {
     #[test]
     fn factory_lives_until_its_objects_are_gone() {
         let mut memory = testing::memory(64);
-        let parent = memory.new_factory(None, 20).unwrap();
+        let parent = memory.new_factory(None, 20, 63).unwrap();
         memory.at(parent).caps.set(1);
-        let child = memory.new_factory(Some(parent), 10).unwrap();
+        let child = memory.new_factory(Some(parent), 10, 63).unwrap();
         let raw = memory.alloc_raw(Some(child), 3).unwrap();
         memory.end_factory(child);
         assert!(memory.get(child).is_some(), "frames are still out");
@@ -691,7 +700,7 @@ mod tests {
     #[test]
     fn random_objects_against_a_map() {
         let mut memory = testing::memory(256);
-        let factory = memory.new_factory(None, 100).unwrap();
+        let factory = memory.new_factory(None, 100, 63).unwrap();
         memory.at(factory).caps.set(1);
         let mut model: Vec<(Handle<Small>, u64)> = Vec::new();
         let mut seed = 1u64;

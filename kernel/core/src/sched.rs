@@ -47,6 +47,8 @@ pub struct SchedContext<A: Arch> {
     pub caps: Cell<u32>,
     /// Priority, 63 first.
     pub priority: Cell<usize>,
+    /// Highest priority that it may be given.
+    pub max_priority: u64,
     /// Budget per period, in ticks.
     pub budget: Cell<u64>,
     /// Period, in ticks; 0: round robin with `budget` as time slice.
@@ -142,11 +144,13 @@ impl<A: Arch> Default for Cpu<A> {
 }
 
 impl<A: Arch> Kernel<A> {
-    /// Checks and converts parameters: priority, budget and period in nanoseconds.
+    /// Checks and converts parameters: priority, budget and period in nanoseconds. `BadRights`: above the highest
+    /// priority.
     fn sched_parameters(
         priority: u64,
         budget: u64,
         period: u64,
+        max_priority: u64,
     ) -> Result<(usize, u64, u64), Status> {
         let period = if period == budget { 0 } else { period };
         let valid = priority < PRIORITIES as u64
@@ -155,15 +159,25 @@ impl<A: Arch> Kernel<A> {
         if !valid {
             return Err(Status::BadArgument);
         }
+        if priority > max_priority {
+            return Err(Status::BadRights);
+        }
         Ok((priority as usize, A::ticks(budget), A::ticks(period)))
     }
 
     /// A scheduling context that belongs to nobody yet.
-    pub fn new_sched(priority: u64, budget: u64, period: u64) -> Result<SchedContext<A>, Status> {
-        let (priority, budget, period) = Self::sched_parameters(priority, budget, period)?;
+    pub fn new_sched(
+        priority: u64,
+        budget: u64,
+        period: u64,
+        max_priority: u64,
+    ) -> Result<SchedContext<A>, Status> {
+        let (priority, budget, period) =
+            Self::sched_parameters(priority, budget, period, max_priority)?;
         Ok(SchedContext {
             caps: Cell::new(0),
             priority: Cell::new(priority),
+            max_priority,
             budget: Cell::new(budget),
             period: Cell::new(period),
             left: Cell::new(budget),
@@ -187,8 +201,9 @@ impl<A: Arch> Kernel<A> {
         budget: u64,
         period: u64,
     ) -> Result<(), Status> {
-        let (priority, budget, period) = Self::sched_parameters(priority, budget, period)?;
         let sched = self.memory.at(handle);
+        let (priority, budget, period) =
+            Self::sched_parameters(priority, budget, period, sched.max_priority)?;
         let state = sched.state.get();
         if state == SchedState::Running {
             // The time until now is not the new budget's.

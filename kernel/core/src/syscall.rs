@@ -245,10 +245,11 @@ impl<A: Arch> Kernel<A> {
             }
             Kind::Factory => {
                 let quota = u32::try_from(arg(3)).map_err(|_| Status::NoQuota)?;
-                ObjectRef::Factory(memory.new_factory(factory, quota)?)
+                ObjectRef::Factory(memory.new_factory(factory, quota, arg(4))?)
             }
             Kind::SchedContext => {
-                let sched = Self::new_sched(arg(3), arg(4), arg(5))?;
+                let max_priority = memory.factory(factory)?.max_priority;
+                let sched = Self::new_sched(arg(3), arg(4), arg(5), max_priority)?;
                 ObjectRef::SchedContext(memory.alloc(factory, sched)?)
             }
             Kind::Vm => {

@@ -496,7 +496,7 @@ pub const NORMAL: u64 = 10;
 impl World {
     pub fn new() -> Self {
         let kernel = kernel(4096);
-        let factory = kernel.memory.new_factory(None, 3000).unwrap();
+        let factory = kernel.memory.new_factory(None, 3000, 63).unwrap();
         let task = kernel.new_task(Some(factory), 512).unwrap();
         let mut world = Self { kernel, factory, task, next_page: 0, next_slot: 0 };
         world.give(ObjectRef::Task(task));
@@ -546,7 +546,7 @@ impl World {
         budget: u64,
         period: u64,
     ) -> (Handle<SchedContext<Fake>>, u64) {
-        let sched = Kernel::<Fake>::new_sched(priority, budget, period).unwrap();
+        let sched = Kernel::<Fake>::new_sched(priority, budget, period, 63).unwrap();
         let sched = self.kernel.memory.alloc(Some(self.factory), sched).unwrap();
         let slot = self.give(ObjectRef::SchedContext(sched));
         (sched, slot)

@@ -7,6 +7,7 @@ use hw_tables::elf::{self, Elf};
 use kernel_core::Kernel;
 use kernel_core::object::{ObjectRef, SpaceRef, Task};
 use kernel_core::pool::{Handle, MAX_BYTES, Memory};
+use kernel_core::sched::PRIORITIES;
 use kernel_core::space::Extent;
 
 use crate::boot::Machine;
@@ -26,6 +27,8 @@ const KEPT_FRAMES: u32 = 16;
 const ROOT_SLOTS: u64 = 4096;
 /// Root runs before its children, in slices of 10 ms.
 const ROOT_PRIORITY: u64 = 48;
+/// Root may give every priority.
+const MAX_PRIORITY: u64 = PRIORITIES as u64 - 1;
 const ROOT_SLICE_NS: u64 = 10_000_000;
 
 /// Why root cannot be started: a sentence for the log.
@@ -93,14 +96,15 @@ fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), Complai
     }
 
     let available = memory.root().available().saturating_sub(KEPT_FRAMES);
-    let factory = memory.new_factory(None, available).map_err(quota)?;
+    let factory = memory.new_factory(None, available, MAX_PRIORITY).map_err(quota)?;
     let payer = Some(factory);
     let task = kernel.new_task(payer, ROOT_SLOTS).map_err(quota)?;
     load(kernel, machine, task, file, &elf)?;
     give_stack(kernel, machine, task)?;
 
     let thread = kernel.new_thread(payer, task, 0, boot::ROOT_MESSAGE_PAGE).map_err(quota)?;
-    let sched = Kernel::<X86>::new_sched(ROOT_PRIORITY, ROOT_SLICE_NS, 0).map_err(quota)?;
+    let sched =
+        Kernel::<X86>::new_sched(ROOT_PRIORITY, ROOT_SLICE_NS, 0, MAX_PRIORITY).map_err(quota)?;
     let sched = memory.alloc(payer, sched).map_err(quota)?;
     for (selector, object) in [
         (slot::TASK, ObjectRef::Task(task)),

@@ -91,7 +91,7 @@ pub struct Shape {
     pub number: usize,
     /// CPU of its first thread.
     pub cpu: u32,
-    /// Priority of its first thread.
+    /// Priority of its first thread, and the highest that it can give to others.
     pub priority: u8,
     /// Pages of kernel memory for it.
     pub quota: u64,
@@ -146,7 +146,7 @@ impl Child {
         shape: &Shape,
     ) -> Result<Self, StartError> {
         let own = Factory::at(boot::slot::FACTORY);
-        let factory = own.factory(take(slots, held)?, shape.quota)?;
+        let factory = own.factory(take(slots, held)?, shape.quota, shape.priority)?;
         let task = factory.task(take(slots, held)?, slot::COUNT)?;
         let thread = factory.thread(take(slots, held)?, task, shape.cpu, MESSAGE_PAGE)?;
         let sched = factory.sched_context(take(slots, held)?, shape.priority, TURN, 0)?;
@@ -173,6 +173,7 @@ impl Child {
             task.give(task.selector(), slot::TASK, all)?;
             let all = rights::CONTROL | rights::SERVE;
             task.give(thread.selector(), slot::THREAD, all)?;
+            task.give(sched.selector(), slot::SCHED, rights::SCHEDULE)?;
         }
         Ok(Self {
             number: shape.number,

@@ -188,9 +188,9 @@ impl Factory {
         self.create(Kind::Irq, slot, [platform.0, gsi as u64, flags]).map(|()| Irq(slot))
     }
 
-    /// Splits a factory with `pages` pages of quota off.
-    pub fn factory(self, slot: Selector, pages: u64) -> Result<Factory, Status> {
-        self.create(Kind::Factory, slot, [pages, 0, 0]).map(|()| Factory(slot))
+    /// Splits a factory off, with `pages` pages of quota and a highest priority.
+    pub fn factory(self, slot: Selector, pages: u64, max_priority: u8) -> Result<Factory, Status> {
+        self.create(Kind::Factory, slot, [pages, max_priority as u64, 0]).map(|()| Factory(slot))
     }
 
     /// Makes a scheduling context; budget and period in ns, 0 period for round robin.

@@ -110,12 +110,12 @@ fn new_parameters_are_not_charged_for_the_past() {
 fn absurd_parameters_are_refused() {
     let bad = [(64, 100_000, 0), (1, MIN_BUDGET_NS - 1, 0), (1, 100_000, 99_999)];
     for (priority, budget, period) in bad {
-        let result = Kernel::<Fake>::new_sched(priority, budget, period);
+        let result = Kernel::<Fake>::new_sched(priority, budget, period, 63);
         assert_eq!(result.err(), Some(Status::BadArgument));
     }
-    assert!(Kernel::<Fake>::new_sched(1, MAX_PERIOD_NS + 1, 0).is_err());
-    assert!(Kernel::<Fake>::new_sched(1, MIN_BUDGET_NS, MAX_PERIOD_NS + 1).is_err());
-    assert!(Kernel::<Fake>::new_sched(63, MIN_BUDGET_NS, MAX_PERIOD_NS).is_ok());
+    assert!(Kernel::<Fake>::new_sched(1, MAX_PERIOD_NS + 1, 0, 63).is_err());
+    assert!(Kernel::<Fake>::new_sched(1, MIN_BUDGET_NS, MAX_PERIOD_NS + 1, 63).is_err());
+    assert!(Kernel::<Fake>::new_sched(63, MIN_BUDGET_NS, MAX_PERIOD_NS, 63).is_ok());
 }
 
 #[test]
@@ -377,5 +377,25 @@ fn another_cpu_is_asked_to_choose() {
     assert_eq!(machine(|machine| machine.shootdowns.take()), [2], "it must leave user mode now");
     world.finish();
     assert!(world.current(1).is_none());
+    world.end();
+}
+
+#[test]
+fn priorities_have_a_ceiling() {
+    let world = World::new();
+    let result = Kernel::<Fake>::new_sched(11, 100_000, 0, 10);
+    assert_eq!(result.err(), Some(Status::BadRights));
+    let sched = Kernel::<Fake>::new_sched(10, 100_000, 0, 10).unwrap();
+    let sched = world.kernel.memory.alloc(None, sched).unwrap();
+    let raised = world.kernel.change_sched(sched, 11, 100_000, 0);
+    assert_eq!(raised, Err(Status::BadRights));
+    assert_eq!(world.kernel.memory.at(sched).priority.get(), 10);
+    world.kernel.change_sched(sched, 9, 100_000, 0).unwrap();
+    world.kernel.change_sched(sched, 10, 100_000, 0).unwrap();
+    world.kernel.end_sched(sched);
+    let low = world.kernel.memory.new_factory(None, 4, 10).unwrap();
+    let higher = world.kernel.memory.new_factory(Some(low), 2, 11);
+    assert_eq!(higher.err(), Some(Status::BadRights));
+    world.kernel.memory.end_factory(low);
     world.end();
 }

@@ -321,7 +321,7 @@ fn against_the_model(seed: u64) {
     let mut random = Random(seed);
     let mut kernel = kernel(8192);
     let all_free = kernel.memory.free_frames();
-    let factory = kernel.memory.new_factory(None, 6000).unwrap();
+    let factory = kernel.memory.new_factory(None, 6000, 63).unwrap();
     kernel.memory.at(factory).caps.set(1);
     let tasks: Vec<_> = (0..TASKS).map(|_| task(&kernel, Some(factory))).collect();
     let vm = kernel.new_vm(Some(factory)).unwrap();
@@ -434,7 +434,7 @@ fn a_lack_of_quota_leaves_everything_consistent() {
         let giver = task(&kernel, None);
         give_memory(&kernel, giver, 0, 10);
         kernel.insert_capability(giver, 0, ObjectRef::Platform, rights::ALL, None).unwrap();
-        let factory = kernel.memory.new_factory(None, quota).unwrap();
+        let factory = kernel.memory.new_factory(None, quota, 63).unwrap();
         kernel.memory.at(factory).caps.set(1);
         let Ok(taker) = kernel.new_task(Some(factory), 512) else {
             assert!(quota < 2);

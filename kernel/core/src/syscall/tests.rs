@@ -204,7 +204,7 @@ fn plausible_creation(world: &World, random: &mut Random, thread: &Thread<Fake>)
             let platform = find(|object| matches!(object, ObjectRef::Platform));
             [platform, random.below(30), random.below(8)]
         }
-        Kind::Factory => [random.below(100), 0, 0],
+        Kind::Factory => [random.below(100), random.below(70), 0],
         Kind::SchedContext => [random.below(64), 50_000, random.pick(&[0, 200_000])],
         Kind::Vcpu => {
             let vm = find(|object| matches!(object, ObjectRef::Vm(_)));
@@ -231,7 +231,7 @@ fn revive(world: &mut World, random: &mut Random) {
             world.kernel.stop_thread(thread);
         }
         if random.once_in(4)
-            && let Ok(sched) = Kernel::<Fake>::new_sched(random.below(64), 30_000, 0)
+            && let Ok(sched) = Kernel::<Fake>::new_sched(random.below(64), 30_000, 0, 63)
             && let Ok(sched) = world.kernel.memory.alloc(Some(world.factory), sched)
         {
             let free = (100..500).find(|slot| {

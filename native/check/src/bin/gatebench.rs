@@ -52,9 +52,7 @@ fn make_server(start: &Start, slot: u64, with_time: bool) -> Result<Gate, Status
     task.map(code, code.base(), abi::rights::READ | abi::rights::EXECUTE)?;
     let thread = factory.thread(slot + 1, task, start.cpu, MESSAGE_PAGE)?;
     if with_time {
-        // Above us, so that it waits for calls before the first one.
-        let priority = start.priority.saturating_add(1).min(63);
-        let sched = factory.sched_context(slot + 2, priority, TURN, 0)?;
+        let sched = factory.sched_context(slot + 2, start.priority, TURN, 0)?;
         thread.bind_sched(sched)?;
     }
     thread.start(entry, 0, 0)?;

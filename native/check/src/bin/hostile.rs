@@ -13,7 +13,8 @@ use abi::{Item, ItemKind, Op, PAGE_SHIFT, PAGE_SIZE, USER_END};
 use native_check::{Random, Report, number};
 use native_rt::thread::{Making, Stack, restart, spawn};
 use native_rt::{
-    Factory, Notification, Page, SchedContext, Serves, Status, error, info, probe, time,
+    Factory, Notification, Page, SchedContext, Serves, Status, drop_capability, error, info, probe,
+    time,
 };
 use proto::start::{MEMORY, STACK_TOP, START_PAGE, Start, slot};
 
@@ -60,6 +61,8 @@ fn main(start: &Start<'static>) -> u64 {
 
 /// Runs the worker until it has made all calls; returns how often it had to be restarted.
 fn watch(start: &Start, seed: u64) -> Result<u64, Status> {
+    // The worker must not take this thread's time away.
+    drop_capability(slot::SCHED)?;
     let factory = Factory::at(slot::FACTORY);
     let priority = start.priority;
     let sched = factory.sched_context(SCHED, priority, TURN, 0)?;

@@ -29,6 +29,11 @@ native_rt::entry!(main);
 
 fn main(start: &Start<'static>) -> u64 {
     let mut report = Report::default();
+    // Below the highest priority that we can give to others, so that these can run before us.
+    let below = start.priority.saturating_sub(1);
+    if SchedContext::at(slot::SCHED).set(below, TURN, 0).is_err() {
+        report.case("own-priority", Err("cannot lower it"));
+    }
     let mut tests =
         Tests { start, factory: Factory::at(slot::FACTORY), slots: Slots::new(slot::FREE) };
     for (name, case) in cases() {
@@ -41,7 +46,7 @@ fn main(start: &Start<'static>) -> u64 {
 type NamedCase<'a> = (&'static str, fn(&mut Tests<'a>) -> Case);
 
 /// All cases, in order.
-fn cases<'a>() -> [NamedCase<'a>; 17] {
+fn cases<'a>() -> [NamedCase<'a>; 18] {
     [
         ("notification-is-sticky", Tests::sticky),
         ("notification-times-out", Tests::timeout),
@@ -58,6 +63,7 @@ fn cases<'a>() -> [NamedCase<'a>; 17] {
         ("memory-in-a-message", Tests::memory),
         ("memory-granted-and-revoked", Tests::grant),
         ("stopped-server-aborts-its-caller", Tests::abort),
+        ("priorities-have-a-ceiling", Tests::ceiling),
         ("priority-preempts", Tests::priority),
         ("budget-is-a-limit", Tests::budget),
     ]
@@ -128,8 +134,9 @@ impl Tests<'_> {
         Ok((thread, gate))
     }
 
+    /// A priority above our own, and the highest that we can give.
     fn above(&self) -> u8 {
-        self.start.priority.saturating_add(1).min(63)
+        self.start.priority
     }
 
     // ---- notifications -----------------------------------------------------------------------
@@ -225,9 +232,9 @@ impl Tests<'_> {
     fn quota(&mut self) -> Case {
         const PAGES: u64 = 4;
         let at = self.slot()?;
-        let small = ready("split the quota", self.factory.factory(at, PAGES))?;
+        let small = ready("split the quota", self.factory.factory(at, PAGES, 0))?;
         let inner = self.slot()?;
-        let too_much = small.factory(inner, PAGES + 1).map(drop);
+        let too_much = small.factory(inner, PAGES + 1, 0).map(drop);
         same("more than there is", too_much, Err(Status::NoQuota))?;
         let task = small.task(inner, abi::PAGE_SIZE).map(drop);
         let refused = matches!(task, Ok(()) | Err(Status::NoQuota | Status::BadArgument));
@@ -370,6 +377,18 @@ impl Tests<'_> {
     }
 
     // ---- scheduling --------------------------------------------------------------------------
+
+    fn ceiling(&mut self) -> Case {
+        let too_high = self.above() + 1;
+        let at = self.slot()?;
+        let made = self.factory.sched_context(at, too_high, TURN, 0).map(drop);
+        same("made too high", made, Err(Status::BadRights))?;
+        let split = self.factory.factory(at, 1, too_high).map(drop);
+        same("a factory for more", split, Err(Status::BadRights))?;
+        let sched = self.sched(self.above(), TURN, 0)?;
+        same("raised", sched.set(too_high, TURN, 0), Err(Status::BadRights))?;
+        same("lowered", sched.set(0, TURN, 0), Ok(()))
+    }
 
     fn priority(&mut self) -> Case {
         static STACK: Stack<{ 16 << 10 }> = Stack::new();
