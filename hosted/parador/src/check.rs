@@ -47,6 +47,8 @@ const UNFETCHED_FILES: u64 = 20 << 20;
 const MEMORY_STEP: u64 = 64 << 20;
 /// QEMU's limit for the q35 board with default settings.
 const MAX_CPUS: u32 = 288;
+/// What the VMM of this version can run; the format of descriptions has more.
+const VMM_VCPUS: u32 = 1;
 /// Guest memory is mapped in large pages and given in multiples of this, in bytes.
 const GUEST_MEMORY_STEP: u64 = 1 << 20;
 
@@ -348,6 +350,11 @@ impl Checker<'_> {
                 request.vcpus
             );
             self.problems.push(Problem::new(request.span.clone(), message));
+        } else if request.vcpus > VMM_VCPUS {
+            let message = format!("{} vCPUs: the VMM runs {VMM_VCPUS} so far", request.vcpus);
+            let problem = Problem::new(request.span.clone(), message);
+            self.problems
+                .push(problem.help("set cpus = 1; several virtual machines use several CPUs"));
         }
         let command_line = match &vm.cmdline {
             Some(text) => {
