@@ -22,6 +22,7 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
+use vmm_boot::Kernel;
 
 /// Name of the console server that is added when a virtual machine uses COM1 and none is described.
 const CONSOLE_NAME: &str = "console";
@@ -778,15 +779,15 @@ impl Vm {
                 return 0;
             }
         };
-        match guest::inspect(&bytes) {
-            Err(reason) => {
-                let message = format!("the kernel {} {reason}", path.display());
+        match Kernel::detect(&bytes) {
+            Err(error) => {
+                let message = format!("{}: {error}", path.display());
                 problems.push(Problem::new(span, message).help(
                     "give a whole bzImage for x86-64 (vmlinuz), a PVH ELF file, or \"debian\"",
                 ));
             }
             Ok(kernel) => {
-                let least = kernel.least_memory(initrd);
+                let least = guest::least_memory(&kernel, initrd);
                 if self.memory.get_ref().0 < least {
                     problems.push(self.too_little_memory(least));
                 }

@@ -17,6 +17,7 @@ const TYPE_SHARED: u16 = 3;
 const MACHINE_X86_64: u16 = 62;
 const MACHINE_AARCH64: u16 = 183;
 const SEGMENT_LOAD: u32 = 1;
+const SEGMENT_INTERPRETER: u32 = 3;
 const SEGMENT_NOTE: u32 = 4;
 
 /// Bit of [`Segment::flags`]: executable.
@@ -170,6 +171,11 @@ impl<'a> Elf<'a> {
         self.entry
     }
 
+    /// Whether it names another program to load it (`PT_INTERP`): it is linked dynamically.
+    pub fn has_interpreter(&self) -> bool {
+        self.of_type(SEGMENT_INTERPRETER).next().is_some()
+    }
+
     /// The loadable segments, in file order.
     pub fn segments(&self) -> impl Iterator<Item = Segment> + use<'a> {
         self.of_type(SEGMENT_LOAD)
@@ -271,6 +277,7 @@ mod tests {
             file(&[(SEGMENT_LOAD, 0, 0x10_0000, 4, 64), (SEGMENT_NOTE, 4, 0, 20, 20)], &contents);
         let elf = Elf::parse(&file).unwrap();
         assert_eq!((elf.machine(), elf.entry()), (Machine::X86_64, 0x10_0020));
+        assert!(!elf.has_interpreter());
         let segments: Vec<_> = elf.segments().collect();
         assert_eq!(segments.len(), 1);
         assert_eq!(segments[0].physical(), 0x10_0000..0x10_0040);
@@ -279,6 +286,12 @@ mod tests {
         assert_eq!(elf.data(&segments[0]), b"code");
         let notes: Vec<_> = elf.notes().collect();
         assert_eq!(notes, [Note { name: b"Xen", kind: 18, desc: &[0, 0, 0x10, 0] }]);
+    }
+
+    #[test]
+    fn dynamic_programs() {
+        let file = file(&[(SEGMENT_INTERPRETER, 0, 0, 4, 4)], b"ld.\0");
+        assert!(Elf::parse(&file).unwrap().has_interpreter());
     }
 
     #[test]

@@ -235,12 +235,12 @@ fn files() {
     refused(
         &ONE_VM.replace("\"kernel\"", "\"short\""),
         65,
-        "system.toml:7:10: error: the kernel short is cut short: it has 1200 bytes, its header says 2048",
+        "system.toml:7:10: error: short: the kernel is cut short: it has 1200 of at least 2048 bytes",
     );
     refused(
         &ONE_VM.replace("\"kernel\"", "\"text\""),
         65,
-        "system.toml:7:10: error: the kernel text is neither a bzImage nor an ELF file",
+        "system.toml:7:10: error: text: the kernel is neither a bzImage nor an ELF file",
     );
     assert_eq!(check(&vm("initrd = \"initrd\"")).0, 0);
 }

@@ -119,6 +119,7 @@ pub fn bzimage() -> Vec<u8> {
     image[0x1fe..0x200].copy_from_slice(&[0x55, 0xaa]);
     image[0x202..0x206].copy_from_slice(b"HdrS");
     image[0x206..0x208].copy_from_slice(&0x020f_u16.to_le_bytes());
+    image[0x234] = 1;
     image[0x236] = 1;
     image[0x258..0x260].copy_from_slice(&(16_u64 << 20).to_le_bytes());
     image[0x260..0x264].copy_from_slice(&(1_u32 << 20).to_le_bytes());
