@@ -1,15 +1,21 @@
-//! Page tables of tasks and of guest-physical spaces: long-mode tables with the user bit
-//! (APM vol. 2 §5.3; nested tables use the same format and demand the user bit, §15.25.5).
+//! Long-mode page tables (APM vol. 2 §5.3): those of tasks and guest-physical spaces, and the kernel's own.
 
 use hw_x86::paging::entry;
 use kernel_core::table::{Access, Format};
 
 use crate::features::features;
 
-/// The format.
-pub struct UserFormat;
+/// Long-mode tables. `LEAF` are bits of every leaf, `TABLE` those of every entry that points to a table.
+pub struct LongMode<const LEAF: u64, const TABLE: u64>;
 
-impl Format for UserFormat {
+/// Tables of tasks and of guest-physical spaces. Nested tables use the same format and demand the user bit
+/// (APM vol. 2 §15.25.5).
+pub type UserFormat = LongMode<{ entry::USER }, { entry::USER }>;
+
+/// Tables of the kernel's own half, the same in every address space.
+pub type KernelFormat = LongMode<{ entry::GLOBAL }, 0>;
+
+impl<const LEAF: u64, const TABLE: u64> Format for LongMode<LEAF, TABLE> {
     const ROOT_LEVEL: u32 = 3;
 
     fn max_leaf_level() -> u32 {
@@ -18,7 +24,7 @@ impl Format for UserFormat {
 
     fn leaf(physical: u64, access: Access, level: u32) -> u64 {
         // Accessed and dirty are set at once: nobody asks for them, and setting them costs a walk.
-        let mut bits = entry::PRESENT | entry::USER | entry::ACCESSED | entry::DIRTY;
+        let mut bits = entry::PRESENT | LEAF | entry::ACCESSED | entry::DIRTY;
         bits |= if access.write { entry::WRITE } else { 0 };
         bits |= if access.execute { 0 } else { entry::NX };
         bits |= if access.device { entry::UNCACHED } else { 0 };
@@ -27,7 +33,7 @@ impl Format for UserFormat {
     }
 
     fn table(physical: u64) -> u64 {
-        physical | entry::PRESENT | entry::WRITE | entry::USER | entry::ACCESSED
+        physical | entry::PRESENT | TABLE | entry::WRITE | entry::ACCESSED
     }
 
     fn is_present(raw: u64) -> bool {

@@ -14,7 +14,6 @@ pub mod cpu;
 #[cfg(target_os = "none")]
 pub mod entry;
 pub mod features;
-#[cfg(target_os = "none")]
 pub mod format;
 pub mod idt;
 pub mod io;

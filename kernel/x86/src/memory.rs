@@ -4,13 +4,13 @@
 //! both writable and executable; RAM is write-back and everything else below 4 GiB uncached; nothing is
 //! accessible from CPL 3. RAM above the reach of the direct map is not used.
 
-use crate::features::features;
+use crate::format::KernelFormat;
 use crate::ranges::{Range, RangeSet};
 use abi::Status;
 use core::cell::RefCell;
 use core::sync::atomic::{AtomicU64, Ordering};
-use hw_x86::paging::{ENTRIES, entry, level_shift};
-use kernel_core::table::{Access, Format, Tables, map};
+use hw_x86::paging::{ENTRIES, level_shift};
+use kernel_core::table::{Access, Tables, map};
 
 /// Where the image is linked, less its physical address.
 pub const IMAGE_OFFSET: u64 = 0xffff_8000_0000_0000;
@@ -98,42 +98,6 @@ impl BootMemory {
         holes.insert(Range::new(0, FOUR_GIB));
         self.ram.as_slice().iter().for_each(|&range| holes.remove(range));
         holes
-    }
-}
-
-/// Long-mode tables for the kernel's own half.
-pub struct KernelFormat;
-
-impl Format for KernelFormat {
-    const ROOT_LEVEL: u32 = 3;
-
-    fn max_leaf_level() -> u32 {
-        if features().huge_pages { 2 } else { 1 }
-    }
-
-    fn leaf(physical: u64, access: Access, level: u32) -> u64 {
-        let mut bits = entry::PRESENT | entry::ACCESSED | entry::DIRTY | entry::GLOBAL;
-        bits |= if access.write { entry::WRITE } else { 0 };
-        bits |= if access.execute { 0 } else { entry::NX };
-        bits |= if access.device { entry::UNCACHED } else { 0 };
-        bits |= if level > 0 { entry::LARGE } else { 0 };
-        physical | bits
-    }
-
-    fn table(physical: u64) -> u64 {
-        physical | entry::PRESENT | entry::WRITE | entry::ACCESSED
-    }
-
-    fn is_present(raw: u64) -> bool {
-        raw & entry::PRESENT != 0
-    }
-
-    fn is_leaf(raw: u64, level: u32) -> bool {
-        level == 0 || raw & entry::LARGE != 0
-    }
-
-    fn address(raw: u64) -> u64 {
-        raw & entry::ADDRESS
     }
 }
 
@@ -281,6 +245,7 @@ const _: () = {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kernel_core::table::Format;
 
     fn ram(entries: &[(u64, u64, bool)]) -> Vec<(u64, u64)> {
         let set = normalise(|| {
