@@ -56,7 +56,7 @@ pub struct System<'a> {
 pub enum Board {
     /// QEMU's `q35` with `isa-debug-exit` at port 0xf4: the outcome is written there, then the machine ends.
     QemuQ35,
-    /// Any PC with SVM and nested paging; at the end it is powered off or halted.
+    /// Any PC with SVM and nested paging; at the end the log says so and the machine stays on.
     Pc,
 }
 

@@ -61,12 +61,15 @@ fn main(boot: Boot) -> ! {
     Manager::new(&boot, header, &system, clock, thread).run()
 }
 
-/// Ends the machine, or at least root: `on_qemu` writes the outcome where QEMU takes it as its own.
+/// Ends the machine, or at least root: `on_qemu` writes the outcome where QEMU takes it as its own. Other
+/// machines stay on: switching a PC off takes an interpreter of ACPI's machine language.
 fn leave(on_qemu: bool, outcome: u64) -> ! {
     if on_qemu && let Some(port) = Ports::new(EXIT_PORT, 1) {
         port.write(0, EXIT_BASE.wrapping_add(outcome.min(code::RESET) as u8));
     }
-    info!("nothing left to do: the machine may be switched off");
+    info!(
+        "the system has ended with code {outcome}: nothing runs any more, switch the machine off"
+    );
     loop {
         // A notification that nobody has: root sleeps for good.
         let _ = native_rt::Notification::at(manager::NOTIFICATION).wait(abi::FOREVER);
