@@ -459,9 +459,9 @@ impl Checker<'_> {
             total = total.saturating_add(request.vcpus);
             if request.vcpus > count {
                 let message = format!(
-                    "`{}` has {} vCPUs, the machine has {}",
+                    "`{}` has {}, the machine has {}",
                     request.name,
-                    request.vcpus,
+                    plural(request.vcpus, "vCPU"),
                     plural(count, "CPU")
                 );
                 let problem = Problem::new(request.span.clone(), message);
@@ -602,9 +602,20 @@ impl Plan {
         binaries
     }
 
-    /// Refuses the description for something found after [`check`].
-    pub fn refuse(&self, problem: Problem) -> Failure {
-        self.source.refuse(vec![problem])
+    /// Checks that the programs that the description names are in the folder `programs`.
+    pub fn check_programs(&self, programs: &Path) -> Result<(), Failure> {
+        let missing = |name: &str| !programs.join(name).is_file();
+        let problems: Vec<Problem> = self
+            .binaries()
+            .into_iter()
+            .filter_map(|(name, span)| Some((name, span.filter(|_| missing(name))?)))
+            .map(|(name, span)| {
+                let message = format!("no program `{name}` in {}", programs.display());
+                Problem::missing(span, message)
+                    .help("correct the name, or build the program: `cargo xtask build`")
+            })
+            .collect();
+        if problems.is_empty() { Ok(()) } else { Err(self.source.refuse(problems)) }
     }
 
     /// Files that are there without fetching or making anything.

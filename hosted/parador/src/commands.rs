@@ -5,6 +5,7 @@ use crate::description::{Board, Size};
 use crate::emulate;
 use crate::failure::{self, Failure};
 use crate::image::{self, Image};
+use crate::programs::Programs;
 use crate::steps::Steps;
 use clap::{Args, Parser, Subcommand};
 use std::ffi::OsString;
@@ -38,6 +39,9 @@ enum SystemCommand {
     Check {
         /// The description, a TOML file.
         file: PathBuf,
+        /// Folder of finished programs [default: those built in the source tree, if any].
+        #[arg(long, value_name = "FOLDER", env = "PARADOR_ARTIFACTS")]
+        artifacts: Option<PathBuf>,
     },
     /// Build a bootable image from a system description.
     #[command(after_help = "\
@@ -136,8 +140,21 @@ const ISO: &str = "boot.iso";
 pub fn run(cli: Cli) -> Result<u8, Failure> {
     let Command::System(command) = cli.command;
     match command {
-        SystemCommand::Check { file } => {
-            print!("{}", check::check(&file, Overrides::default())?);
+        SystemCommand::Check { file, artifacts } => {
+            let plan = check::check(&file, Overrides::default())?;
+            // A description can be judged where Parador itself is not, or not yet; but a folder that was
+            // named exists.
+            let programs = match (Programs::find(artifacts.as_deref()), artifacts) {
+                (Ok(programs), _) => programs.finished(),
+                (Err(failure), Some(_)) => return Err(failure),
+                (Err(_), None) => None,
+            };
+            programs.iter().try_for_each(|folder| plan.check_programs(folder))?;
+            print!("{plan}");
+            match programs {
+                Some(folder) => println!("  programs all there, in {}", folder.display()),
+                None => println!("  programs not built yet: `system build` looks for them"),
+            }
             Ok(0)
         }
         SystemCommand::Build { file, place, iso } => {

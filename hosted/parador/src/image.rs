@@ -9,7 +9,6 @@ use crate::failure::{self, Failure};
 use crate::fetch::{self, Fetched};
 use crate::initramfs;
 use crate::interrupt::Interruptible;
-use crate::problem::Problem;
 use crate::programs::{self, Programs};
 use crate::steps::Steps;
 use crate::supervise::{self, AtEnd};
@@ -80,6 +79,7 @@ pub fn build(
     let interruptible = Interruptible::new()?;
     let programs = Programs::find(options.artifacts.as_deref())?;
     let artifacts = steps.run("programs", |step| programs.build(step))?;
+    plan.check_programs(&artifacts)?;
 
     let staging = stage(folder, &interruptible)?;
     let files = boot_files(plan, &programs, staging.path(), steps, &interruptible)?;
@@ -186,15 +186,12 @@ fn contents(
 ) -> Result<Vec<(String, Content)>, Failure> {
     let mut contents = Vec::new();
     let root = (bundle::ROOT_NAME, None);
-    for (name, span) in [root].into_iter().chain(plan.binaries()) {
+    for (name, _) in [root].into_iter().chain(plan.binaries()) {
         let path = artifacts.join(name);
         if !path.is_file() {
             let message = format!("no program `{name}` in {}", artifacts.display());
-            return Err(match span {
-                Some(span) => plan.refuse(Problem::missing(span, message)),
-                None => Failure::new(failure::MISSING_FILE, message)
-                    .help("build Parador's programs with `cargo xtask build`"),
-            });
+            return Err(Failure::new(failure::MISSING_FILE, message)
+                .help("build Parador's programs with `cargo xtask build`"));
         }
         contents.push((name.to_owned(), Content::File(path)));
     }

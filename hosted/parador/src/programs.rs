@@ -50,13 +50,21 @@ impl Programs {
         }
     }
 
+    /// The folder with the programs, if they are there without building.
+    pub fn finished(&self) -> Option<PathBuf> {
+        match self {
+            Self::Folder(folder) => Some(folder.clone()),
+            Self::SourceTree(tree) => Some(artifacts(tree)).filter(|folder| folder.is_dir()),
+        }
+    }
+
     /// The folder with the programs, after building them if there is a source tree. Returns what was done, too.
     pub fn build(&self, step: &Step) -> Result<(PathBuf, String), Failure> {
         match self {
             Self::Folder(folder) => Ok((folder.clone(), format!("from {}", folder.display()))),
             Self::SourceTree(tree) => {
                 build_tree(tree, step)?;
-                Ok((target(tree).join("artifacts"), "built".to_owned()))
+                Ok((artifacts(tree), "built".to_owned()))
             }
         }
     }
@@ -97,6 +105,10 @@ fn target(tree: &Path) -> PathBuf {
         Some(folder) => tree.join(folder),
         None => tree.join("target"),
     }
+}
+
+fn artifacts(tree: &Path) -> PathBuf {
+    target(tree).join("artifacts")
 }
 
 /// Lines of a failed build that are shown.

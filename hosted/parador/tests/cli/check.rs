@@ -246,6 +246,14 @@ fn files() {
 }
 
 #[test]
+fn programs() {
+    let task = |binary: &str| format!("{ONE_VM}[[task]]\nname = \"t\"\nbinary = \"{binary}\"\n");
+    refused(&task("nowhere"), 66, "system.toml:11:10: error: no program `nowhere` in programs");
+    refused(&vm("vmm = \"other\""), 66, "system.toml:9:7: error: no program `other` in programs");
+    assert_eq!(check(&task("check-hostile")).0, 0);
+}
+
+#[test]
 fn other_values() {
     refused(&vm("priority = 64"), 65, "system.toml:9:12: error: priorities are 0 to 63");
     refused(
