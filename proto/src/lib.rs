@@ -11,9 +11,15 @@
 pub mod bytes;
 pub mod console;
 pub mod control;
+pub mod disk;
 pub mod log;
+pub mod net;
+pub mod ring;
+pub mod session;
 pub mod start;
 pub mod system;
+#[cfg(test)]
+mod testing;
 
 /// Label of a reply to a message that the receiver understood.
 pub const DONE: u64 = 0;

@@ -1,0 +1,787 @@
+//! Disk session: block requests from a client to a disk server, in shared memory ([`session`](crate::session)).
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 0–4095 | header, request ring (client puts), completion ring (server puts) |
+//! | 4096… | data buffers; the client alone decides which request uses which |
+//!
+//! The disk reads and writes the buffers itself: neither kernel nor server copies data. The server answers every
+//! request once, in any order; requests under way at the same time have no order among them. A write is answered when
+//! the disk has taken it, a [`Operation::Flush`] when everything that was answered before it came is on stable storage.
+//!
+//! A server that was restarted knows nothing of what was under way, so the client sends all that again: every
+//! operation may be carried out twice without harm, as the data stays in its buffer until it is answered.
+//!
+//! Request: word 0 operation (byte 0), id (bytes 2–3), sectors (bytes 4–7); word 1 first sector; word 2 offset of the
+//! data. Completion: id (bytes 0–1), status (byte 2).
+
+use core::sync::atomic::AtomicU64;
+
+use crate::ring::{self, Broken, Consumer, Producer};
+use crate::session::{ClientLink, Connection, HEADER, INFO, ServerLink};
+
+/// Bytes of a sector.
+pub const SECTOR: u64 = 512;
+/// Most requests of a client under way.
+pub const SLOTS: usize = 64;
+/// Offset of the first data buffer.
+pub const DATA: u64 = 4096;
+/// Unit in which a client gives data buffers to its requests.
+pub const BUFFER: u64 = 4096;
+/// Most buffers of a session.
+pub const MAX_BUFFERS: usize = 128;
+/// Usual length of a session's memory in bytes.
+pub const SESSION_BYTES: u64 = DATA + 63 * BUFFER;
+
+const REQUEST_WORDS: usize = 3;
+const REQUESTS: usize = HEADER;
+const COMPLETIONS: usize = REQUESTS + ring::words(REQUEST_WORDS, SLOTS);
+const WORDS: usize = COMPLETIONS + ring::words(1, SLOTS);
+const _: () = assert!(8 * WORDS as u64 <= DATA);
+
+/// What a request asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Operation {
+    /// Sectors to the data buffer.
+    Read = 1,
+    /// The data buffer to sectors.
+    Write = 2,
+    /// Everything answered so far to stable storage. Sectors and data are 0.
+    Flush = 3,
+    /// The sectors' contents do not matter any more. No data.
+    Discard = 4,
+    /// Zeros to sectors. No data.
+    WriteZeroes = 5,
+}
+
+impl Operation {
+    /// The operation with this number.
+    pub const fn from_code(code: u8) -> Option<Self> {
+        Some(match code {
+            1 => Self::Read,
+            2 => Self::Write,
+            3 => Self::Flush,
+            4 => Self::Discard,
+            5 => Self::WriteZeroes,
+            _ => return None,
+        })
+    }
+
+    /// Whether data is moved.
+    pub const fn has_data(self) -> bool {
+        matches!(self, Self::Read | Self::Write)
+    }
+
+    /// Whether the disk's contents change.
+    pub const fn changes(self) -> bool {
+        matches!(self, Self::Write | Self::Discard | Self::WriteZeroes)
+    }
+}
+
+/// What became of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Status {
+    /// Done.
+    Ok = 0,
+    /// The disk failed. Of a write, any part may have been done.
+    Failed = 1,
+    /// Beyond the client's part of the disk, or no proper request. Nothing was done.
+    Invalid = 2,
+    /// A change of a read-only disk. Nothing was done.
+    ReadOnly = 3,
+    /// An operation that the disk does not know. Nothing was done.
+    Unsupported = 4,
+}
+
+impl Status {
+    /// The status with this number; unknown ones are failures.
+    pub const fn from_code(code: u8) -> Self {
+        match code {
+            0 => Self::Ok,
+            2 => Self::Invalid,
+            3 => Self::ReadOnly,
+            4 => Self::Unsupported,
+            _ => Self::Failed,
+        }
+    }
+}
+
+/// A request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// What to do.
+    pub operation: Operation,
+    /// Names the request in its completion.
+    pub id: u16,
+    /// Number of sectors.
+    pub sectors: u32,
+    /// First sector, from the start of the client's part of the disk.
+    pub sector: u64,
+    /// Offset of the data in the session's memory, a multiple of [`SECTOR`]; 0 if there is none.
+    pub offset: u64,
+}
+
+impl Request {
+    fn pack(&self) -> [u64; REQUEST_WORDS] {
+        let first =
+            self.operation as u64 | u64::from(self.id) << 16 | u64::from(self.sectors) << 32;
+        [first, self.sector, self.offset]
+    }
+
+    fn id(words: [u64; REQUEST_WORDS]) -> u16 {
+        (words[0] >> 16) as u16
+    }
+
+    fn unpack(words: [u64; REQUEST_WORDS]) -> Option<Self> {
+        Some(Self {
+            operation: Operation::from_code(words[0] as u8)?,
+            id: Self::id(words),
+            sectors: (words[0] >> 32) as u32,
+            sector: words[1],
+            offset: words[2],
+        })
+    }
+
+    /// Bytes of data.
+    pub fn bytes(&self) -> u64 {
+        if self.operation.has_data() { u64::from(self.sectors) * SECTOR } else { 0 }
+    }
+}
+
+/// What a server tells about a client's part of the disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Info {
+    /// Its length.
+    pub sectors: u64,
+    /// It cannot be changed.
+    pub read_only: bool,
+    /// [`Operation::Discard`] has a use.
+    pub discard: bool,
+    /// [`Operation::WriteZeroes`] is known.
+    pub write_zeroes: bool,
+    /// Most sectors of one request; at least 8.
+    pub max_sectors: u32,
+    /// Most requests that the disk works on at once: a hint.
+    pub depth: u32,
+}
+
+impl Info {
+    fn pack(&self) -> [u64; INFO] {
+        let flags = u64::from(self.read_only)
+            | u64::from(self.discard) << 1
+            | u64::from(self.write_zeroes) << 2;
+        [self.sectors, flags, self.max_sectors.into(), self.depth.into(), 0, 0, 0, 0]
+    }
+
+    fn unpack(words: [u64; INFO]) -> Self {
+        let small = |word: u64| u32::try_from(word).unwrap_or(u32::MAX);
+        Self {
+            sectors: words[0],
+            read_only: words[1] & 1 != 0,
+            discard: words[1] & 2 != 0,
+            write_zeroes: words[1] & 4 != 0,
+            max_sectors: small(words[2]).max(8),
+            depth: small(words[3]).max(1),
+        }
+    }
+
+    /// What is wrong with a request to such a disk, apart from its data.
+    pub fn check(&self, request: &Request) -> Result<(), Status> {
+        if request.operation == Operation::Flush {
+            return Ok(());
+        }
+        let end = request.sector.checked_add(request.sectors.into());
+        if request.sectors == 0
+            || end.is_none_or(|end| end > self.sectors)
+            || (request.operation.has_data() && request.sectors > self.max_sectors)
+        {
+            return Err(Status::Invalid);
+        }
+        match request.operation {
+            operation if operation.changes() && self.read_only => Err(Status::ReadOnly),
+            Operation::Discard if !self.discard => Err(Status::Unsupported),
+            Operation::WriteZeroes if !self.write_zeroes => Err(Status::Unsupported),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Data buffers: a part of the session's memory that belongs to a client's request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Buffer {
+    /// Offset in the session's memory.
+    pub offset: u64,
+    /// Length in bytes.
+    pub length: u64,
+}
+
+/// Answer to a request, for the client's user.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Completion {
+    /// What the user called the request.
+    pub tag: u64,
+    /// What became of it.
+    pub status: Status,
+}
+
+#[derive(Clone, Copy)]
+struct Pending {
+    request: Request,
+    tag: u64,
+    /// Order of submission.
+    number: u64,
+    /// In the ring of this connection.
+    sent: bool,
+}
+
+/// The client's side: keeps requests until they are answered, over restarts of the server.
+pub struct Client<'m> {
+    memory: &'m [AtomicU64],
+    link: ClientLink<'m>,
+    requests: Producer<'m, REQUEST_WORDS, SLOTS>,
+    completions: Consumer<'m, 1, SLOTS>,
+    pending: [Option<Pending>; SLOTS],
+    next_number: u64,
+    /// Buffers in use.
+    buffers: u128,
+    buffer_count: usize,
+    must_signal: bool,
+}
+
+impl<'m> Client<'m> {
+    /// The client of a session of `length` bytes whose first words are `memory`. `None` if it is too short.
+    pub fn new(memory: &'m [AtomicU64], length: u64) -> Option<Self> {
+        let buffers = length.checked_sub(DATA)? / BUFFER;
+        Some(Self {
+            memory,
+            link: ClientLink::new(memory)?,
+            requests: Producer::new(memory.get(REQUESTS..)?)?,
+            completions: Consumer::new(memory.get(COMPLETIONS..)?)?,
+            pending: [None; SLOTS],
+            next_number: 0,
+            buffers: 0,
+            buffer_count: buffers.min(MAX_BUFFERS as u64) as usize,
+            must_signal: false,
+        })
+    }
+
+    /// The disk, if the server has been reached. Its size stays the same over restarts of the server.
+    pub fn info(&self) -> Option<Info> {
+        self.link.info().map(Info::unpack)
+    }
+
+    /// Takes adjacent buffers for `bytes` bytes of data; `None` if there are none, for now or at all. They are kept
+    /// until [`release`](Self::release).
+    pub fn allocate(&mut self, bytes: u64) -> Option<Buffer> {
+        let count = bytes.div_ceil(BUFFER);
+        if count == 0 || count > self.buffer_count as u64 {
+            return None;
+        }
+        let mask = u128::MAX >> (128 - count);
+        let first = (0..=self.buffer_count - count as usize)
+            .find(|first| self.buffers & mask << first == 0)?;
+        self.buffers |= mask << first;
+        Some(Buffer { offset: DATA + first as u64 * BUFFER, length: count * BUFFER })
+    }
+
+    /// Gives buffers back, when the request is answered and the data was taken out.
+    pub fn release(&mut self, buffer: Buffer) {
+        let first = buffer.offset.saturating_sub(DATA) / BUFFER;
+        for index in first..first + buffer.length / BUFFER {
+            if index < MAX_BUFFERS as u64 {
+                self.buffers &= !(1 << index);
+            }
+        }
+    }
+
+    /// Whether another request can be submitted.
+    pub fn has_room(&self) -> bool {
+        self.pending.iter().any(Option::is_none)
+    }
+
+    /// Number of requests that are not answered yet.
+    pub fn under_way(&self) -> usize {
+        self.pending.iter().flatten().count()
+    }
+
+    /// Submits a request, or keeps it until the server is there. `offset` is where the data is in the session's memory,
+    /// 0 without data. `false` if too many are under way.
+    ///
+    /// Afterwards, or after several, [`take_signal`](Self::take_signal) tells whether to signal the server.
+    #[must_use]
+    pub fn submit(
+        &mut self,
+        operation: Operation,
+        sector: u64,
+        sectors: u32,
+        offset: u64,
+        tag: u64,
+    ) -> bool {
+        let Some(id) = self.pending.iter().position(Option::is_none) else { return false };
+        let request = Request { operation, id: id as u16, sectors, sector, offset };
+        self.pending[id] = Some(Pending { request, tag, number: self.next_number, sent: false });
+        self.next_number += 1;
+        if self.link.is_connected() {
+            self.send(id);
+        }
+        true
+    }
+
+    fn send(&mut self, id: usize) {
+        let Some(pending) = &mut self.pending[id] else { return };
+        match self.requests.put(pending.request.pack()) {
+            Ok(true) => {
+                pending.sent = true;
+                self.must_signal |= self.requests.must_signal();
+            }
+            // The ring has a place for every request; a server for which it has not breaks the rules.
+            Ok(false) | Err(Broken) => self.link.give_up(),
+        }
+    }
+
+    /// Sends everything that was not answered, in the order of submission.
+    fn send_all(&mut self) {
+        self.pending.iter_mut().flatten().for_each(|pending| pending.sent = false);
+        while self.link.is_connected() {
+            let unsent = |(id, pending): (usize, &Option<Pending>)| {
+                pending.filter(|pending| !pending.sent).map(|pending| (pending.number, id))
+            };
+            let Some((_, id)) = self.pending.iter().enumerate().filter_map(unsent).min() else {
+                break;
+            };
+            self.send(id);
+        }
+        self.must_signal = true;
+    }
+
+    /// The next answer; looks after the connection too. To be called when the server has signalled, until there is none.
+    pub fn poll(&mut self) -> Option<Completion> {
+        match self.link.poll() {
+            Connection::Down => return None,
+            Connection::Asked => {
+                self.must_signal = true;
+                return None;
+            }
+            Connection::Fresh => {
+                self.requests.restart();
+                self.completions.restart();
+                self.send_all();
+            }
+            Connection::Up => {}
+        }
+        // As many nonsensical answers as fit the ring; more can only come from a server that runs wild.
+        for _ in 0..SLOTS {
+            let [word] = match self.completions.take() {
+                Ok(Some(entry)) => entry,
+                Ok(None) => return None,
+                Err(Broken) => {
+                    self.link.give_up();
+                    return None;
+                }
+            };
+            let status = Status::from_code((word >> 16) as u8);
+            let slot = self.pending.get_mut(usize::from(word as u16));
+            if let Some(slot) = slot
+                && let Some(pending) = slot.take_if(|pending| pending.sent)
+            {
+                return Some(Completion { tag: pending.tag, status });
+            }
+        }
+        None
+    }
+
+    /// Asks the server to signal the next answer. `false`: [`poll`](Self::poll) again first.
+    pub fn sleep(&mut self) -> bool {
+        // Without a connection the server signals anyway; a broken one is found by the next look.
+        !self.link.is_connected() || self.completions.sleep() == Ok(true)
+    }
+
+    /// Whether the server is to be signalled now; asked after submitting and polling.
+    #[must_use]
+    pub fn take_signal(&mut self) -> bool {
+        core::mem::take(&mut self.must_signal)
+    }
+
+    /// The words of the session.
+    pub fn memory(&self) -> &'m [AtomicU64] {
+        self.memory
+    }
+}
+
+/// The server's side of one client's session.
+pub struct Session<'m> {
+    link: ServerLink<'m>,
+    memory: &'m [AtomicU64],
+    requests: Consumer<'m, REQUEST_WORDS, SLOTS>,
+    completions: Producer<'m, 1, SLOTS>,
+    /// End of the data buffers.
+    end: u64,
+    info: Info,
+    /// Requests handed out and not completed. A new connection waits until there are none.
+    under_way: usize,
+    must_signal: bool,
+}
+
+impl<'m> Session<'m> {
+    /// The server of a session of `length` bytes whose first words are `memory`, in a new generation. `None` if
+    /// it is too short. No device may still write to the session.
+    pub fn new(memory: &'m [AtomicU64], length: u64, info: Info) -> Option<Self> {
+        length.checked_sub(DATA)?;
+        Some(Self {
+            link: ServerLink::new(memory)?,
+            memory,
+            requests: Consumer::new(memory.get(REQUESTS..)?)?,
+            completions: Producer::new(memory.get(COMPLETIONS..)?)?,
+            end: length,
+            info,
+            under_way: 0,
+            must_signal: true,
+        })
+    }
+
+    /// Looks for a new connection, and accepts it when nothing of the older one is under way.
+    fn connect(&mut self) {
+        let Some(request) = self.link.request() else { return };
+        if self.under_way != 0 {
+            return;
+        }
+        ring::clear(&self.memory[REQUESTS..]);
+        ring::clear(&self.memory[COMPLETIONS..]);
+        self.requests.restart();
+        self.completions.restart();
+        self.link.accept(request, self.info.pack());
+        self.must_signal = true;
+    }
+
+    /// Takes the next request, to be [completed](Self::complete): checked against the disk's [`Info`], with data
+    /// within the session's buffers. Requests that cannot be served are answered here.
+    pub fn take(&mut self) -> Option<Request> {
+        self.connect();
+        for _ in 0..SLOTS {
+            if !self.link.is_connected() {
+                return None;
+            }
+            let Ok(taken) = self.take_raw() else {
+                self.link.close();
+                return None;
+            };
+            let words = taken?;
+            let checked = Request::unpack(words).ok_or(Status::Invalid).and_then(|request| {
+                self.info.check(&request)?;
+                self.check_data(&request)?;
+                Ok(request)
+            });
+            self.under_way += 1;
+            match checked {
+                Ok(request) => return Some(request),
+                Err(status) => self.complete(Request::id(words), status),
+            }
+        }
+        None
+    }
+
+    /// Takes an entry, if its answer will have a place.
+    fn take_raw(&mut self) -> Result<Option<[u64; REQUEST_WORDS]>, Broken> {
+        if self.completions.room()? <= self.under_way {
+            return Ok(None);
+        }
+        self.requests.take()
+    }
+
+    fn check_data(&self, request: &Request) -> Result<(), Status> {
+        if !request.operation.has_data() {
+            return Ok(());
+        }
+        let end = request.offset.checked_add(request.bytes());
+        let fits = request.offset >= DATA
+            && request.offset.is_multiple_of(SECTOR)
+            && end.is_some_and(|end| end <= self.end);
+        if fits { Ok(()) } else { Err(Status::Invalid) }
+    }
+
+    /// Answers the request `id`, which was taken.
+    pub fn complete(&mut self, id: u16, status: Status) {
+        self.under_way = self.under_way.saturating_sub(1);
+        if self.link.is_connected() {
+            match self.completions.put([u64::from(id) | (status as u64) << 16]) {
+                Ok(true) => self.must_signal |= self.completions.must_signal(),
+                // There was a place when the request was taken.
+                Ok(false) | Err(Broken) => self.link.close(),
+            }
+        }
+        self.connect();
+    }
+
+    /// Asks the client to signal the next request. `false`: [`take`](Self::take) again first.
+    pub fn sleep(&mut self) -> bool {
+        if !self.link.is_connected() {
+            return true;
+        }
+        let sleeps = self.requests.sleep().and_then(|sleeps| {
+            // No client that obeys the rules leaves so many answers unread: this one is not waited for.
+            Ok(sleeps || self.completions.room()? <= self.under_way)
+        });
+        sleeps.unwrap_or_else(|Broken| {
+            self.link.close();
+            true
+        })
+    }
+
+    /// Whether the client is to be signalled now; asked after taking and completing.
+    #[must_use]
+    pub fn take_signal(&mut self) -> bool {
+        core::mem::take(&mut self.must_signal)
+    }
+
+    /// Requests that were taken and not completed.
+    pub fn under_way(&self) -> usize {
+        self.under_way
+    }
+
+    /// What the client was told.
+    pub fn info(&self) -> &Info {
+        &self.info
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, VecDeque};
+    use std::sync::atomic::Ordering;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::testing::memory;
+
+    const LENGTH: u64 = DATA + 4 * BUFFER;
+    const INFO: Info = Info {
+        sectors: 1000,
+        read_only: false,
+        discard: true,
+        write_zeroes: false,
+        max_sectors: 64,
+        depth: 16,
+    };
+
+    fn connect(client: &mut Client, server: &mut Session) {
+        assert_eq!(client.poll(), None);
+        assert_eq!(server.take(), None);
+        assert!(server.take_signal());
+    }
+
+    #[test]
+    fn request_and_answer() {
+        let memory = memory(512);
+        let mut client = Client::new(&memory, LENGTH).unwrap();
+        let mut server = Session::new(&memory, LENGTH, INFO).unwrap();
+        assert_eq!(client.info(), None);
+        connect(&mut client, &mut server);
+        assert!(client.take_signal());
+        assert_eq!(client.poll(), None);
+        assert_eq!(client.info(), Some(INFO));
+        assert!(server.sleep());
+        let _ = (client.take_signal(), server.take_signal());
+        let buffer = client.allocate(8 * SECTOR).unwrap();
+        assert!(client.submit(Operation::Write, 10, 8, buffer.offset, 77));
+        assert!(client.take_signal());
+        assert!(client.sleep());
+        let request = server.take().unwrap();
+        assert_eq!((request.sector, request.sectors, request.offset), (10, 8, buffer.offset));
+        assert!(!server.take_signal());
+        server.complete(request.id, Status::Ok);
+        assert!(server.take_signal());
+        assert_eq!(client.poll(), Some(Completion { tag: 77, status: Status::Ok }));
+        assert_eq!(client.poll(), None);
+    }
+
+    #[test]
+    fn nonsense_is_answered_at_once() {
+        let memory = memory(512);
+        let mut client = Client::new(&memory, LENGTH).unwrap();
+        let info = Info { read_only: true, ..INFO };
+        let mut server = Session::new(&memory, LENGTH, info).unwrap();
+        connect(&mut client, &mut server);
+        let read = Operation::Read;
+        let cases = [
+            (read, 1000, 1, DATA, Status::Invalid),
+            (read, u64::MAX, 1, DATA, Status::Invalid),
+            (read, 0, 0, DATA, Status::Invalid),
+            (read, 0, 65, DATA, Status::Invalid),
+            (read, 0, 1, 0, Status::Invalid),
+            (read, 0, 1, DATA + 8, Status::Invalid),
+            (read, 0, 2, LENGTH - 512, Status::Invalid),
+            (read, 0, 1, !511, Status::Invalid),
+            (Operation::Write, 0, 1, DATA, Status::ReadOnly),
+            (Operation::Discard, 0, 1000, 0, Status::ReadOnly),
+        ];
+        for (tag, case) in cases.into_iter().enumerate() {
+            assert!(client.submit(case.0, case.1, case.2, case.3, tag as u64));
+        }
+        assert_eq!(client.poll(), None);
+        assert_eq!(server.take(), None);
+        for (tag, case) in cases.into_iter().enumerate() {
+            let expected = Completion { tag: tag as u64, status: case.4 };
+            assert_eq!(client.poll(), Some(expected), "{case:?}");
+        }
+        assert!(client.submit(read, 999, 1, LENGTH - 512, 0));
+        assert!(server.take().is_some());
+        assert!(client.submit(Operation::Flush, 0, 0, 0, 0));
+        assert!(server.take().is_some());
+    }
+
+    #[test]
+    fn buffers() {
+        let memory = memory(512);
+        let mut client = Client::new(&memory, LENGTH).unwrap();
+        assert_eq!(client.allocate(0), None);
+        assert_eq!(client.allocate(5 * BUFFER), None);
+        let all: Vec<_> = (0..4).map(|_| client.allocate(1).unwrap()).collect();
+        assert_eq!(client.allocate(1), None);
+        client.release(all[1]);
+        assert_eq!(client.allocate(2 * BUFFER), None);
+        client.release(all[2]);
+        let two = client.allocate(2 * BUFFER).unwrap();
+        assert_eq!(two, Buffer { offset: all[1].offset, length: 2 * BUFFER });
+        client.release(Buffer { offset: u64::MAX - BUFFER, length: 0 });
+        let mut client = Client::new(&memory, DATA + 500 * BUFFER).unwrap();
+        let whole = Buffer { offset: DATA, length: 128 * BUFFER };
+        assert_eq!(client.allocate(128 * BUFFER), Some(whole));
+        client.release(whole);
+        assert_eq!(client.allocate(128 * BUFFER), Some(whole));
+    }
+
+    #[test]
+    fn a_new_client_waits_for_the_old_ones_requests() {
+        let memory = memory(512);
+        let mut server = Session::new(&memory, LENGTH, INFO).unwrap();
+        let mut old = Client::new(&memory, LENGTH).unwrap();
+        connect(&mut old, &mut server);
+        assert!(old.submit(Operation::Read, 0, 1, DATA, 1));
+        assert_eq!(old.poll(), None);
+        let request = server.take().unwrap();
+        let mut new = Client::new(&memory, LENGTH).unwrap();
+        assert_eq!(new.poll(), None);
+        assert_eq!(server.take(), None);
+        assert_eq!(new.poll(), None);
+        assert_eq!(new.info(), None, "the disk may still write to the buffers");
+        server.complete(request.id, Status::Ok);
+        assert_eq!(new.poll(), None, "the old one's answer");
+        assert!(new.info().is_some());
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Submit,
+        Serve,
+        Complete(prop::sample::Index),
+        Poll,
+        KillServer,
+    }
+
+    proptest! {
+        /// Whatever happens when: every request is answered exactly once, and none before the disk has done it.
+        #[test]
+        fn nothing_is_lost_over_restarts(steps in prop::collection::vec(prop_oneof![
+            6 => Just(Step::Submit),
+            6 => Just(Step::Serve),
+            4 => any::<prop::sample::Index>().prop_map(Step::Complete),
+            6 => Just(Step::Poll),
+            1 => Just(Step::KillServer),
+        ], 0..300)) {
+            let memory = memory(512);
+            let mut client = Client::new(&memory, LENGTH).unwrap();
+            let mut server = Session::new(&memory, LENGTH, INFO).unwrap();
+            let mut taken: VecDeque<Request> = VecDeque::new();
+            // For each request, how often the disk has done it, and whether it was answered.
+            let mut model: BTreeMap<u64, (u32, bool)> = BTreeMap::new();
+            let mut next = 0;
+            let poll = |client: &mut Client, model: &mut BTreeMap<u64, (u32, bool)>| {
+                while let Some(completion) = client.poll() {
+                    let entry = model.get_mut(&completion.tag).unwrap();
+                    assert!(entry.0 > 0, "answered and not done");
+                    assert!(!entry.1, "answered twice");
+                    entry.1 = true;
+                }
+            };
+            let complete = |index: usize, taken: &mut VecDeque<Request>, server: &mut Session, model: &mut BTreeMap<u64, (u32, bool)>| {
+                let request = taken.remove(index).unwrap();
+                model.get_mut(&request.sector).unwrap().0 += 1;
+                server.complete(request.id, Status::Ok);
+            };
+            for step in steps {
+                match step {
+                    Step::Submit => {
+                        // The sector names the request.
+                        if next < 1000 && client.submit(Operation::Write, next, 1, DATA, next) {
+                            model.insert(next, (0, false));
+                            next += 1;
+                        }
+                    }
+                    Step::Serve => taken.extend(server.take()),
+                    Step::Complete(index) => {
+                        if !taken.is_empty() {
+                            let index = index.index(taken.len());
+                            complete(index, &mut taken, &mut server, &mut model);
+                        }
+                    }
+                    Step::Poll => poll(&mut client, &mut model),
+                    Step::KillServer => {
+                        taken.clear();
+                        server = Session::new(&memory, LENGTH, INFO).unwrap();
+                    }
+                }
+            }
+            for _ in 0..4 {
+                poll(&mut client, &mut model);
+                while let Some(request) = server.take() {
+                    taken.push_back(request);
+                }
+                while !taken.is_empty() {
+                    complete(0, &mut taken, &mut server, &mut model);
+                }
+            }
+            prop_assert_eq!(client.under_way(), 0);
+            prop_assert!(model.values().all(|&(_, answered)| answered));
+        }
+
+        /// The other side writes anything anywhere at any time.
+        #[test]
+        fn hostile_words(writes in prop::collection::vec((0..512usize, any::<u64>(), 0..4u8), 0..200)) {
+            let memory = memory(512);
+            let mut client = Client::new(&memory, LENGTH).unwrap();
+            let mut server = Session::new(&memory, LENGTH, INFO).unwrap();
+            for (index, value, how) in writes {
+                match how {
+                    0 => memory[index].store(value, Ordering::Relaxed),
+                    1 => memory[index].store(value % 128, Ordering::Relaxed),
+                    // An entry of the request ring, and one more of it.
+                    2 => {
+                        memory[REQUESTS + 16 + index % 192].store(value & 0x0007_0000_003f_0007, Ordering::Relaxed);
+                        memory[REQUESTS].fetch_add(1, Ordering::Relaxed);
+                    }
+                    _ => {
+                        memory[COMPLETIONS + 16 + index % 64].store(value & 0xff_ffff, Ordering::Relaxed);
+                        memory[COMPLETIONS].fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+                let _ = client.submit(Operation::Read, 0, 1, DATA, 0);
+                while client.poll().is_some() {}
+                let mut served = 0;
+                while let Some(request) = server.take() {
+                    prop_assert!(INFO.check(&request).is_ok());
+                    prop_assert!(!request.operation.has_data() || request.offset >= DATA);
+                    prop_assert!(request.offset.checked_add(request.bytes()).unwrap() <= LENGTH || !request.operation.has_data());
+                    served += 1;
+                    prop_assert!(served <= SLOTS);
+                    if value & 1 != 0 {
+                        server.complete(request.id, Status::Ok);
+                    }
+                }
+                let _ = (client.sleep(), server.sleep(), client.info(), client.take_signal());
+            }
+        }
+    }
+}
