@@ -27,7 +27,10 @@ impl Interruptible {
         let handle = signals.handle();
         let doomed = Arc::clone(&folders);
         let thread = thread::spawn(move || {
-            if let Some(signal) = signals.forever().next() {
+            let first = signals.forever().next();
+            // Another program that the terminal's signal ended may have made this one fail before the signal
+            // was seen here; it is the signal that counts.
+            if let Some(signal) = first.or_else(|| signals.pending().next()) {
                 for folder in doomed.lock().unwrap_or_else(PoisonError::into_inner).iter() {
                     // What cannot be removed stays; the program ends either way.
                     let _ = fs::remove_dir_all(folder);
