@@ -43,7 +43,8 @@ pub mod gpr {
 
 /// Exit codes that the kernel adds to the processor's own (`EXITCODE`, AMD APM vol. 2, appendix C).
 pub mod exit {
-    /// The notification bound to the vCPU has events; they are in [`super::VcpuState::events`].
+    /// The notification bound to the vCPU has events; they are in [`super::VcpuState::events`]. Without events: the host
+    /// interrupted the guest in an interrupt shadow, which the processor may forget when the guest is entered again.
     pub const RECALL: u64 = 0x1_0000_0000;
     /// [`super::VcpuState::deadline`] has passed.
     pub const DEADLINE: u64 = 0x1_0000_0001;

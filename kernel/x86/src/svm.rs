@@ -302,7 +302,7 @@ impl VcpuFrames {
             state.rip = save.rip;
             state.rsp = save.rsp;
             state.rflags = save.rflags;
-            state.interrupt_shadow = control.interrupt_shadow & 1;
+            state.interrupt_shadow = control.interrupt_shadow & SHADOW;
         }
         if groups & group::CONTROL != 0 {
             state.cr0 = save.cr0;
@@ -348,7 +348,6 @@ impl VcpuFrames {
     /// Takes over the groups that the VMM changed. `Err`: an XCR0 that the machine does not have.
     #[inline(always)]
     fn write_groups(&self, state: &VcpuState, dirty: u64) -> Result<(), Status> {
-        const SHADOW: u64 = 1;
         let Vmcb { control, save } = self.vmcb();
         if dirty & group::IP != 0 {
             save.rip = state.rip;
@@ -607,6 +606,8 @@ fn new_asid(local: &Local, frames: &VcpuFrames, vm: &Vm<X86>) {
 
 // ---- VcpuRun ---------------------------------------------------------------------------------------
 
+/// Interrupt shadow in the VMCB (APM vol. 2 §15.21.5).
+const SHADOW: u64 = 1;
 /// Clean bits for a VMCB whose cached parts have not changed: all that are defined (APM vol. 2 §15.15.3).
 const CLEAN: u64 = 0xfff;
 
@@ -722,11 +723,19 @@ pub fn run(
                 state.settled += 1;
                 count(&kernel.counters.settled);
                 handle_pending(&kernel, number);
-                // Another thread may have to run, or this one may have been stopped or its call ended.
-                if kernel.cpus[number].resched.get()
-                    || kernel.cpus[number].current.get() != Some(thread_name)
+                // The thread may have been stopped or its call ended, or another one may have to run.
+                if kernel.cpus[number].current.get() != Some(thread_name)
                     || kernel.memory.at(thread_name).vcpu.get() != Some(name)
                 {
+                    return kernel;
+                }
+                if control.interrupt_shadow & SHADOW != 0 {
+                    // Not every processor takes a shadow back into the guest (QEMU's does not), so the VMM has to see
+                    // the instruction in it.
+                    state.events = 0;
+                    return give(kernel, thread_name, name, kernel_exit::RECALL, 0);
+                }
+                if kernel.cpus[number].resched.get() {
                     return kernel;
                 }
             }

@@ -92,6 +92,17 @@ impl FetchCache {
         if known != 0 {
             return Some(known);
         }
+        self.look(vcpu, memory, pattern)
+    }
+
+    /// The same after an exit that no instruction caused, when the processor's answer is of another one.
+    #[inline(always)]
+    pub fn look(
+        &mut self,
+        vcpu: &mut impl Backend,
+        memory: &GuestMemory,
+        pattern: Pattern,
+    ) -> Option<u64> {
         let rip = vcpu.get(Reg::Rip);
         let cr3 = vcpu.get(Reg::Cr3);
         let entry = &self.entries[slot(rip)];

@@ -173,6 +173,9 @@ impl Cpu {
             start_up(vcpu, page, signature(board));
             self.activity = Activity::Running;
         }
+        if self.activity == Activity::Running && vcpu.get(Reg::InterruptShadow) != 0 {
+            self.halt_in_shadow(vcpu, board);
+        }
         self.nmi |= signals.nmi;
         let waiting = self.deliver(vcpu, board, signals.interrupt);
         if waiting != self.window {
@@ -215,6 +218,19 @@ impl Cpu {
         // An NMI needs no window, only a free slot: it is tried again at the next exit.
         self.attention |= self.nmi;
         self.nmi || interrupt
+    }
+
+    /// Carries out the `HLT` of `STI; HLT` if the host interrupted the guest between the two. Not every processor
+    /// takes the shadow back into the guest; without it an interrupt would come before the `HLT` that waits for it.
+    #[cold]
+    fn halt_in_shadow<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &M) {
+        if vcpu.event().is_some() || vcpu.get(Reg::Cpl) != 0 {
+            return;
+        }
+        if let Some(next) = self.fetch.look(vcpu, board.memory(), Pattern::HLT) {
+            retire(vcpu, next);
+            self.activity = Activity::Halted;
+        }
     }
 
     #[inline(always)]
@@ -848,6 +864,35 @@ mod tests {
         board.nmi = true;
         vcpu.entries.clear();
         assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::NMI, true)]);
+    }
+
+    #[test]
+    fn no_wake_up_is_lost_between_sti_and_hlt() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[0xf4, 0xf4]);
+        let idle = Pause::Idle { deadline_tsc: u64::MAX };
+        let shadow = |vcpu: &mut ScriptedVcpu| {
+            interrupts(vcpu, true);
+            vcpu.set(Reg::InterruptShadow, 1);
+            vcpu.next_rip = 0x7777; // of an earlier exit
+        };
+        // The host interrupts after STI; the guest's timer is due, or is not.
+        shadow(&mut vcpu);
+        board.request(0x31);
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x31), false)]);
+        assert_eq!((vcpu.get(Reg::Rip), vcpu.get(Reg::InterruptShadow)), (CODE + 1, 0));
+        shadow(&mut vcpu);
+        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
+        assert_eq!(vcpu.get(Reg::Rip), CODE + 2);
+        board.request(0x32);
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x32), false)]);
+        // Other instructions and an exception that goes first stay as they are.
+        for (rip, event) in [(CODE + 2, Event::NONE), (CODE, Event::exception(DEBUG))] {
+            vcpu.set(Reg::Rip, rip);
+            shadow(&mut vcpu);
+            vcpu.slot = event;
+            assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(event, false)]);
+            assert_eq!((vcpu.get(Reg::Rip), vcpu.get(Reg::InterruptShadow)), (rip, 1));
+        }
     }
 
     #[test]

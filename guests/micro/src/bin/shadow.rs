@@ -8,13 +8,15 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use guests_micro::random::Random;
 use guests_micro::trap::Frame;
 use guests_micro::{apic, check, cpu, guest, println};
-use hw_x86::apic::local::TIMER_ONE_SHOT;
+use hw_x86::apic::local::{TIMER_CURRENT, TIMER_ONE_SHOT};
 
 guest!(main, trap);
 
 const MESSAGE: u8 = 0x44;
 const TIMER: u8 = 0x55;
 const ROUNDS: u32 = 1000;
+/// Enough where time is counted in instructions. Elsewhere it is a sample.
+const MOST_MOMENTS: u32 = 4000;
 
 static INTERRUPTS: AtomicU32 = AtomicU32::new(0);
 /// Where the last interrupt came.
@@ -69,7 +71,8 @@ fn main() {
     }
     no_shadow_without_interrupts();
     wake_ups();
-    println!("shadow: {ROUNDS} wake-ups, none lost");
+    let moments = every_moment();
+    println!("shadow: {} wake-ups, none lost", ROUNDS + moments);
 }
 
 /// `STI; CLI` lets nothing in.
@@ -100,4 +103,22 @@ fn wake_ups() {
         let count = INTERRUPTS.load(Relaxed);
         check!(count == 1, "round {round}: woken by {count} interrupts");
     }
+}
+
+/// The timer comes at every moment before `STI; HLT` and in it, one tick later each time. Where each run takes the
+/// same course, one of these moments is between the two instructions.
+fn every_moment() -> u32 {
+    const LONG: u32 = 1_000_000_000;
+    apic::start_timer(TIMER_ONE_SHOT, TIMER, LONG);
+    // More than passes from the start of the timer to `STI`.
+    let moments = (LONG - apic::read(TIMER_CURRENT)).min(MOST_MOMENTS);
+    for ticks in 1..=moments {
+        INTERRUPTS.store(0, Relaxed);
+        apic::start_timer(TIMER_ONE_SHOT, TIMER, ticks);
+        cpu::enable_and_halt();
+        cpu::disable_interrupts();
+        let count = INTERRUPTS.load(Relaxed);
+        check!(count == 1, "{ticks} ticks: woken by {count} interrupts");
+    }
+    moments
 }
