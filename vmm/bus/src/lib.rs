@@ -10,10 +10,13 @@
 extern crate std;
 
 mod map;
+pub mod outside;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
 pub use map::{Map, MapError, Piece, Region};
+pub use outside::{Block, Data, Net};
+use vmm_mem::GuestMemory;
 
 /// A time in nanoseconds of the virtual machine's monotonic clock.
 pub type Nanos = u64;
@@ -87,7 +90,15 @@ pub trait Env {
     fn put(&mut self, byte: u8) -> bool;
     /// Takes a byte from the outside, if there is one.
     fn take(&mut self) -> Option<u8>;
-    /// Sends an interrupt message (from an I/O APIC or a local APIC).
+    /// Guest memory.
+    fn memory(&self) -> &GuestMemory;
+    /// The outside of a block device, and guest memory; `None` if the device is not connected.
+    fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)>;
+    /// The outside of a network device, and guest memory; `None` if the device is not connected.
+    fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)>;
+    /// Fills `to` with random bytes that nobody can guess. `false`: there are none now.
+    fn entropy(&mut self, to: &mut [u8]) -> bool;
+    /// Sends an interrupt message (from an I/O APIC, a local APIC or a PCI function).
     fn message(&mut self, message: InterruptMessage);
     /// Tells the machine something.
     fn machine(&mut self, event: MachineEvent);
@@ -106,11 +117,12 @@ pub trait Device {
     /// Writes a register.
     fn write(&mut self, access: Access, value: u64, env: &mut dyn Env);
     /// Something that the device waits for has happened: timer `timer` has reached its deadline, or (for
-    /// [`WAKE_INPUT`]) bytes wait outside or room for output returned.
+    /// [`WAKE_INPUT`]) bytes wait outside, room for output returned, or a
+    /// request completed.
     fn wake(&mut self, timer: u8, env: &mut dyn Env);
     /// Back to the state after power-on.
     fn reset(&mut self, env: &mut dyn Env);
 }
 
-/// Pseudo timer number of [`Device::wake`]: the outside has bytes, or takes bytes again.
+/// Pseudo timer number of [`Device::wake`]: the outside has something for the device, or takes something again.
 pub const WAKE_INPUT: u8 = 0xff;

@@ -1,8 +1,11 @@
 //! A scripted [`Env`]: what a device did is recorded, what the world does is said by the test.
 
+use crate::outside::{Block, BlockOp, BlockStatus, Data, Net, Offload, Takes};
 use crate::{Access, Device, Env, InterruptMessage, MachineEvent, NEVER, Nanos, WAKE_INPUT};
 use std::collections::{BTreeMap, VecDeque};
+use std::vec;
 use std::vec::Vec;
+use vmm_mem::GuestMemory;
 
 /// The world of one device under test.
 #[derive(Clone, Debug, Default)]
@@ -27,6 +30,146 @@ pub struct Script {
     pub events: Vec<MachineEvent>,
     /// Missing features that were touched.
     pub missing: Vec<(&'static str, u64)>,
+    /// Guest memory; without, a page at an address that no guest uses.
+    pub memory: Option<GuestMemory>,
+    /// What a block device is connected to.
+    pub disk: Option<Disk>,
+    /// What a network device is connected to.
+    pub port: Option<Port>,
+    /// Random bytes left; their values count up.
+    pub entropy: usize,
+}
+
+/// A disk of the [`Script`]: requests complete when the test says so.
+#[derive(Clone, Debug, Default)]
+pub struct Disk {
+    /// Content.
+    pub content: Vec<u8>,
+    /// Requests not finished, in the order in which they were started, with the bytes of writes and room for reads.
+    pub requests: Vec<(u16, BlockOp, Vec<u8>)>,
+    /// How the first of them have ended, in order.
+    pub ended: VecDeque<(u16, BlockStatus)>,
+    /// Most requests at a time.
+    pub room: usize,
+}
+
+impl Disk {
+    /// A disk of zeros that takes `room` requests at a time.
+    pub fn new(bytes: usize, room: usize) -> Self {
+        Self { content: vec![0; bytes], room, ..Self::default() }
+    }
+
+    /// Carries out the request `id` and lets it complete.
+    ///
+    /// # Panics
+    /// There is none, or it goes beyond the end.
+    pub fn complete(&mut self, id: u16) {
+        let (_, op, data) = self.requests.iter_mut().find(|r| r.0 == id).expect("a request");
+        let bytes = |sector: u64| sector as usize * 512;
+        match *op {
+            BlockOp::Read { sector } => {
+                let length = data.len();
+                data.copy_from_slice(&self.content[bytes(sector)..][..length]);
+            }
+            BlockOp::Write { sector } => {
+                self.content[bytes(sector)..][..data.len()].copy_from_slice(data);
+            }
+            BlockOp::Discard { sector, count } | BlockOp::WriteZeroes { sector, count, .. } => {
+                self.content[bytes(sector)..][..bytes(count.into())].fill(0);
+            }
+            BlockOp::Flush => {}
+        }
+        self.ended.push_back((id, BlockStatus::Done));
+    }
+}
+
+impl Block for Disk {
+    fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
+        if self.requests.len() >= self.room {
+            return false;
+        }
+        assert!(self.requests.iter().all(|r| r.0 != id), "a number in use");
+        let mut bytes = vec![0; data.left() as usize];
+        if matches!(op, BlockOp::Write { .. }) {
+            data.read(&mut bytes);
+        }
+        self.requests.push((id, op, bytes));
+        true
+    }
+
+    fn completed(&mut self) -> Option<(u16, BlockStatus)> {
+        self.ended.pop_front()
+    }
+
+    fn finish(&mut self, id: u16, data: &mut Data<'_>) {
+        let at = self.requests.iter().position(|r| r.0 == id).expect("a request");
+        let (_, op, bytes) = self.requests.remove(at);
+        if matches!(op, BlockOp::Read { .. }) {
+            data.write(&bytes);
+        }
+    }
+
+    fn forget(&mut self) {
+        self.requests.clear();
+        self.ended.clear();
+    }
+}
+
+/// A network port of the [`Script`].
+#[derive(Clone, Debug, Default)]
+pub struct Port {
+    /// Not connected.
+    pub link_down: bool,
+    /// What the guest takes.
+    pub takes: Takes,
+    /// Frames sent by the guest.
+    pub sent: Vec<(Offload, Vec<u8>)>,
+    /// How many more frames it may send.
+    pub room: usize,
+    /// Frames for the guest.
+    pub waiting: VecDeque<(Offload, Vec<u8>)>,
+}
+
+impl Net for Port {
+    fn link_up(&self) -> bool {
+        !self.link_down
+    }
+
+    fn takes(&mut self, takes: Takes) {
+        self.takes = takes;
+    }
+
+    fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool {
+        let room = self.room > 0;
+        if room {
+            self.room -= 1;
+            let mut bytes = vec![0; frame.left() as usize];
+            let length = frame.read(&mut bytes);
+            bytes.truncate(length);
+            self.sent.push((offload, bytes));
+        }
+        room
+    }
+
+    fn first(&mut self) -> Option<(Offload, u32)> {
+        self.waiting.front().map(|(offload, frame)| (*offload, frame.len() as u32))
+    }
+
+    fn copy(&mut self, offset: u32, to: &mut Data<'_>) {
+        if let Some((_, frame)) = self.waiting.front() {
+            to.write(frame.get(offset as usize..).unwrap_or_default());
+        }
+    }
+
+    fn drop_first(&mut self) {
+        self.waiting.pop_front();
+    }
+}
+
+/// Memory of a [`Script`] that has been given none.
+fn no_memory() -> &'static GuestMemory {
+    static PAGE: std::sync::OnceLock<GuestMemory> = std::sync::OnceLock::new();
+    PAGE.get_or_init(|| vmm_mem::testing::memory(&[(1 << 51, vmm_mem::PAGE_SIZE)]))
 }
 
 impl Script {
@@ -122,6 +265,31 @@ impl Env for Script {
 
     fn take(&mut self) -> Option<u8> {
         self.input.pop_front()
+    }
+
+    fn memory(&self) -> &GuestMemory {
+        self.memory.as_ref().unwrap_or_else(|| no_memory())
+    }
+
+    fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)> {
+        let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
+        self.disk.as_mut().map(|disk| (disk as &mut dyn Block, memory))
+    }
+
+    fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)> {
+        let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
+        self.port.as_mut().map(|port| (port as &mut dyn Net, memory))
+    }
+
+    fn entropy(&mut self, to: &mut [u8]) -> bool {
+        let enough = self.entropy >= to.len();
+        if enough {
+            for byte in to {
+                *byte = self.entropy as u8;
+                self.entropy -= 1;
+            }
+        }
+        enough
     }
 
     fn message(&mut self, message: InterruptMessage) {

@@ -200,7 +200,7 @@ impl<'m, const CPUS: usize> Pc<'m, CPUS> {
             nmi: 0,
             init: 0,
             startup: [None; CPUS],
-            wires: Wires::new(config.clock),
+            wires: Wires::new(config.clock, *memory),
         };
         let maps = Maps {
             ports: ports(),

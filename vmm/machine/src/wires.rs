@@ -3,8 +3,9 @@
 //! A chip's effects are noted here while it is called, and carried on by the board afterwards, because the
 //! receiver is another chip.
 
-use vmm_bus::{Env, InterruptMessage, MachineEvent, NEVER, Nanos};
+use vmm_bus::{Block, Env, InterruptMessage, MachineEvent, NEVER, Nanos, Net};
 use vmm_cpu::{MAX_VCPUS, Outcome, TscClock};
+use vmm_mem::GuestMemory;
 
 use crate::layout;
 use crate::once::{Once, Say};
@@ -84,6 +85,8 @@ pub struct Counters {
 #[derive(Clone, Debug)]
 pub struct Wires {
     pub clock: TscClock,
+    /// The machine's memory, for devices.
+    memory: GuestMemory,
     /// Levels of ISA interrupts.
     levels: u16,
     /// Those that rose, and those that fell, since the board looked.
@@ -105,9 +108,10 @@ const NO_MESSAGE: InterruptMessage =
     InterruptMessage { destination: 0, logical: false, delivery: 0, vector: 0, level: false };
 
 impl Wires {
-    pub const fn new(clock: TscClock) -> Self {
+    pub const fn new(clock: TscClock, memory: GuestMemory) -> Self {
         Self {
             clock,
+            memory,
             levels: 0,
             rose: 0,
             fell: 0,
@@ -247,6 +251,22 @@ impl<H: Host> Env for ChipEnv<'_, H> {
 
     fn take(&mut self) -> Option<u8> {
         self.host.take()
+    }
+
+    fn memory(&self) -> &GuestMemory {
+        &self.wires.memory
+    }
+
+    fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)> {
+        None
+    }
+
+    fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)> {
+        None
+    }
+
+    fn entropy(&mut self, _: &mut [u8]) -> bool {
+        false
     }
 
     fn message(&mut self, message: InterruptMessage) {

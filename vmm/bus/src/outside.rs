@@ -1,0 +1,302 @@
+//! What block and network devices ask of their outside, and how their data is handed over.
+//!
+//! A device holds no request of its own beyond a number: the outside keeps requests and frames, the device
+//! says where in guest memory their data is or goes. Nothing here blocks. When something has completed or
+//! there is room again, the host calls [`Device::wake`](crate::Device::wake) with
+//! [`WAKE_INPUT`](crate::WAKE_INPUT).
+
+use vmm_mem::GuestMemory;
+
+/// A contiguous part of guest-physical memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Part {
+    /// First guest-physical address.
+    pub address: u64,
+    /// Bytes.
+    pub length: u32,
+}
+
+/// Bytes of guest memory in order, wherever they lie: read or written once, from first to last.
+///
+/// The guest can change both the bytes and where they are at any time, which is its own loss: there are never more
+/// than announced, perhaps fewer. A part that is not memory ends the data.
+pub struct Data<'a> {
+    memory: &'a GuestMemory,
+    parts: &'a mut dyn Iterator<Item = Part>,
+    part: Part,
+    left: u32,
+}
+
+impl<'a> Data<'a> {
+    /// The first `length` bytes of these parts.
+    pub fn new(
+        memory: &'a GuestMemory,
+        parts: &'a mut dyn Iterator<Item = Part>,
+        length: u32,
+    ) -> Self {
+        Self { memory, parts, part: Part { address: 0, length: 0 }, left: length }
+    }
+
+    /// Bytes that are left.
+    pub fn left(&self) -> u32 {
+        self.left
+    }
+
+    /// Leaves at most `length` of the bytes that are left.
+    pub fn truncate(&mut self, length: u32) {
+        self.left = self.left.min(length);
+    }
+
+    /// Takes the next contiguous part of at most `most` bytes, for who copies it himself. It need not be memory.
+    pub fn part(&mut self, most: u32) -> Option<Part> {
+        let most = most.min(self.left);
+        if most == 0 {
+            return None;
+        }
+        while self.part.length == 0 {
+            let Some(part) = self.parts.next() else {
+                self.left = 0;
+                return None;
+            };
+            self.part = part;
+        }
+        let length = self.part.length.min(most);
+        let taken = Part { address: self.part.address, length };
+        self.part.address = self.part.address.wrapping_add(length.into());
+        self.part.length -= length;
+        self.left -= length;
+        Some(taken)
+    }
+
+    /// Passes over `count` bytes.
+    pub fn skip(&mut self, mut count: u32) {
+        while let Some(part) = self.part(count) {
+            count -= part.length;
+        }
+    }
+
+    /// Copies bytes from guest memory; gives their number, less than asked for only at the end.
+    pub fn read(&mut self, to: &mut [u8]) -> usize {
+        self.each(to.len(), |memory, part, done| {
+            memory.read_slice(part.address, &mut to[done..done + part.length as usize]).is_ok()
+        })
+    }
+
+    /// Copies bytes to guest memory; gives their number, less than asked for only at the end.
+    pub fn write(&mut self, from: &[u8]) -> usize {
+        self.each(from.len(), |memory, part, done| {
+            memory.write_slice(part.address, &from[done..done + part.length as usize]).is_ok()
+        })
+    }
+
+    /// Calls `copy` with parts of together at most `length` bytes, and how many came before each.
+    fn each(
+        &mut self,
+        length: usize,
+        mut copy: impl FnMut(&GuestMemory, Part, usize) -> bool,
+    ) -> usize {
+        let mut done = 0;
+        while let Some(part) = self.part(u32::try_from(length - done).unwrap_or(u32::MAX)) {
+            if !copy(self.memory, part, done) {
+                self.left = 0;
+                break;
+            }
+            done += part.length as usize;
+        }
+        done
+    }
+}
+
+/// Bytes of a sector, the unit of [`Block`].
+pub const SECTOR: u32 = 512;
+
+/// What a block device is like; does not change while a machine has it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct BlockInfo {
+    /// Size in sectors of [`SECTOR`] bytes.
+    pub sectors: u64,
+    /// Writes are refused.
+    pub read_only: bool,
+    /// Sectors can be given up: [`BlockOp::Discard`].
+    pub discard: bool,
+    /// Sectors can be made zeros: [`BlockOp::WriteZeroes`].
+    pub write_zeroes: bool,
+    /// Most bytes of one read or write; at least 4096.
+    pub max_bytes: u32,
+    /// Name for the guest, padded with zeros.
+    pub serial: [u8; 20],
+}
+
+/// What a block request does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum BlockOp {
+    /// Reads sectors from `sector` on into the request's data.
+    Read {
+        /// First sector.
+        sector: u64,
+    },
+    /// Writes the request's data to sectors from `sector` on.
+    Write {
+        /// First sector.
+        sector: u64,
+    },
+    /// All writes completed before this request began are to survive a loss of power.
+    Flush,
+    /// The content of these sectors is no longer needed.
+    Discard {
+        /// First sector.
+        sector: u64,
+        /// Number of sectors.
+        count: u32,
+    },
+    /// These sectors read as zeros from now on.
+    WriteZeroes {
+        /// First sector.
+        sector: u64,
+        /// Number of sectors.
+        count: u32,
+        /// They may be given up where that makes them zeros too.
+        unmap: bool,
+    },
+}
+
+/// How a block request ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum BlockStatus {
+    /// Done.
+    Done,
+    /// Failed, wholly or in part.
+    Failed,
+    /// The outside cannot do this.
+    Unsupported,
+}
+
+/// The outside of a block device. Requests are numbered by the device; a number is in use from
+/// [`start`](Block::start) to [`finish`](Block::finish). They may complete in any order.
+pub trait Block {
+    /// Starts a request; for a write, `data` is taken now, for a read it only says how long the request is.
+    /// `false`: no room now; the device is woken when there is.
+    fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool;
+    /// The next request that has completed.
+    fn completed(&mut self) -> Option<(u16, BlockStatus)>;
+    /// Puts what a completed read has brought into `data`, and forgets the request. Called once for each request
+    /// that [`completed`](Block::completed) has given; `data` is empty if there is nothing to take over.
+    fn finish(&mut self, id: u16, data: &mut Data<'_>);
+    /// Forgets all requests, because the device has been reset: none of them is reported any more, and their numbers
+    /// are free. Those that have begun may still be carried out.
+    fn forget(&mut self);
+}
+
+/// What a network device is like; does not change while a machine has it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct NetInfo {
+    /// Address of the port.
+    pub mac: [u8; 6],
+}
+
+/// Work on frames that is left to the other side (VIRTIO 1.2, section 5.1.6: `virtio_net_hdr` without
+/// `num_buffers`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Offload {
+    /// The checksum from `csum_start` on is missing and belongs at `csum_start + csum_offset`.
+    pub needs_csum: bool,
+    /// The checksum has been checked.
+    pub data_valid: bool,
+    /// What the frame is to be cut into.
+    pub segments: Segments,
+    /// The headers have ECN with the congestion bit (`VIRTIO_NET_HDR_GSO_ECN`).
+    pub ecn: bool,
+    /// Length of the headers before the segments; a hint.
+    pub header_length: u16,
+    /// Payload of each segment.
+    pub segment_size: u16,
+    /// Where the checksum begins to count.
+    pub csum_start: u16,
+    /// Where it is put, from `csum_start`.
+    pub csum_offset: u16,
+}
+
+/// What a frame is to be cut into before it goes to who cannot take it whole.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Segments {
+    /// It is a frame as it is.
+    #[default]
+    None,
+    /// TCP over IPv4.
+    Tcp4,
+    /// TCP over IPv6.
+    Tcp6,
+}
+
+/// What frames the guest takes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Takes {
+    /// Frames whose checksum is missing, or marked as checked.
+    pub csum: bool,
+    /// [`Segments::Tcp4`].
+    pub tcp4: bool,
+    /// [`Segments::Tcp6`].
+    pub tcp6: bool,
+}
+
+/// Most bytes of a frame without its offload header: what TCP segmentation offload makes at most, behind an
+/// Ethernet header with a VLAN tag.
+pub const MAX_FRAME: u32 = 65_536 + 18;
+
+/// The outside of a network device: a port of a switch.
+pub trait Net {
+    /// Whether the port is connected.
+    fn link_up(&self) -> bool;
+    /// From now on the guest takes these frames, besides whole ones with all checksums.
+    fn takes(&mut self, takes: Takes);
+    /// Takes a frame from the guest. `false`: no room now; the device is woken when there is.
+    fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool;
+    /// The frame for the guest that waits first: its offload header, and its length of at most [`MAX_FRAME`].
+    fn first(&mut self) -> Option<(Offload, u32)>;
+    /// Copies bytes of the first frame from `offset` on.
+    fn copy(&mut self, offset: u32, to: &mut Data<'_>);
+    /// Forgets the first frame.
+    fn drop_first(&mut self);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm_mem::testing::memory;
+
+    fn parts() -> [Part; 4] {
+        let part = |address, length| Part { address, length };
+        [part(0x10, 3), part(0x20, 0), part(0x30, 2), part(0xfff, 9)]
+    }
+
+    #[test]
+    fn data_is_in_order_and_ends() {
+        let memory = memory(&[(0, 4096)]);
+        memory.write_slice(0x10, b"abc").unwrap();
+        memory.write_slice(0x30, b"de").unwrap();
+        let mut iterator = parts().into_iter();
+        let mut data = Data::new(&memory, &mut iterator, 5);
+        let mut bytes = [0; 8];
+        assert_eq!(data.read(&mut bytes[..2]), 2);
+        assert_eq!(data.part(9), Some(Part { address: 0x12, length: 1 }));
+        assert_eq!((data.read(&mut bytes), data.left()), (2, 0));
+        assert_eq!(&bytes[..2], b"de");
+        assert_eq!((data.read(&mut bytes), data.part(1)), (0, None));
+    }
+
+    #[test]
+    fn fewer_bytes_than_announced() {
+        let memory = memory(&[(0, 4096)]);
+        let mut iterator = parts().into_iter().take(1);
+        let mut data = Data::new(&memory, &mut iterator, 100);
+        assert_eq!((data.write(b"0123456789"), data.left()), (3, 0));
+        let mut iterator = parts().into_iter();
+        let mut data = Data::new(&memory, &mut iterator, 100);
+        data.skip(1);
+        data.truncate(8);
+        assert_eq!((data.write(b"0123456789"), data.left()), (4, 0), "the last is no memory");
+        let mut bytes = [0; 2];
+        memory.read_slice(0x30, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"23");
+    }
+}
