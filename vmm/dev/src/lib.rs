@@ -11,3 +11,4 @@
 
 pub mod pc;
 mod ticks;
+pub mod virtio;

@@ -4,6 +4,8 @@ pub mod debugexit;
 pub mod ioapic;
 pub mod kbd;
 pub mod lapic;
+pub mod msix;
+pub mod pci;
 pub mod pic;
 pub mod pit;
 pub mod pm;

@@ -1,0 +1,170 @@
+//! MSI-X: interrupts of a PCI function as messages.
+//!
+//! State: control bits, the table of vectors, what is pending under a mask.
+//! Features: up to [`MAX_VECTORS`] vectors, masks of a vector and of all, the pending bit array.
+//! Missing: remapped messages. A message to an address that is no local APIC's is dropped.
+//! Documentation: PCI Local Bus 3.0, section 6.8.2; message format: AMD APM vol. 2, section 16.6 and Intel SDM
+//! vol. 3A, section 11.11.
+
+use super::lapic::widen;
+use vmm_bus::{Access, Env, InterruptMessage};
+
+/// Registers.
+pub mod spec {
+    /// Capability number.
+    pub const CAPABILITY: u8 = 0x11;
+    /// Bytes of the capability.
+    pub const CAPABILITY_LEN: u16 = 12;
+    /// Message control, in the capability's first word: messages instead of pins.
+    pub const ENABLE: u32 = 1 << 31;
+    /// Message control: every vector is masked.
+    pub const MASK_ALL: u32 = 1 << 30;
+    /// Bytes of a vector: address (64 bits), data (32), control (32).
+    pub const ENTRY: u64 = 16;
+    /// Vector control: masked.
+    pub const MASKED: u32 = 1;
+    /// Upper bits of a message address that goes to local APICs.
+    pub const APICS: u32 = 0xfee0_0000;
+    /// Address: the destination is a logical one.
+    pub const LOGICAL: u32 = 1 << 2;
+    /// Data: level-triggered.
+    pub const LEVEL: u32 = 1 << 15;
+}
+use spec::*;
+
+/// Most vectors of a function.
+pub const MAX_VECTORS: usize = 4;
+
+/// A vector.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Vector {
+    /// Address (low, high), data, control.
+    words: [u32; 4],
+}
+
+impl Vector {
+    const RESET: Self = Self { words: [0, 0, 0, MASKED] };
+
+    fn masked(self) -> bool {
+        self.words[3] & MASKED != 0
+    }
+
+    /// The message, if its address is a local APIC's.
+    fn message(self) -> Option<InterruptMessage> {
+        let [low, high, data, _] = self.words;
+        let logical = low & LOGICAL != 0;
+        (high == 0 && low & 0xfff0_0000 == APICS).then(|| InterruptMessage {
+            destination: widen(low >> 12 & 0xff, logical),
+            logical,
+            delivery: (data >> 8 & 7) as u8,
+            vector: data as u8,
+            level: data & LEVEL != 0,
+        })
+    }
+}
+
+/// The vectors of a function.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Msix {
+    count: u8,
+    enabled: bool,
+    mask_all: bool,
+    vectors: [Vector; MAX_VECTORS],
+    pending: u8,
+}
+
+impl Msix {
+    /// `count` vectors, at least 1, at most [`MAX_VECTORS`], all masked.
+    pub fn new(count: usize) -> Self {
+        Self {
+            count: count.clamp(1, MAX_VECTORS) as u8,
+            enabled: false,
+            mask_all: false,
+            vectors: [Vector::RESET; MAX_VECTORS],
+            pending: 0,
+        }
+    }
+
+    /// Number of vectors.
+    pub fn count(&self) -> u8 {
+        self.count
+    }
+
+    /// Whether interrupts are messages.
+    pub fn enabled(&self) -> bool {
+        self.enabled
+    }
+
+    /// Message control, in the upper half of the capability's first word.
+    pub fn control(&self) -> u32 {
+        let bit = |set, bit| if set { bit } else { 0 };
+        u32::from(self.count - 1) << 16 | bit(self.enabled, ENABLE) | bit(self.mask_all, MASK_ALL)
+    }
+
+    /// Writes the capability's first word.
+    pub fn set_control(&mut self, value: u32, env: &mut dyn Env) {
+        self.enabled = value & ENABLE != 0;
+        self.mask_all = value & MASK_ALL != 0;
+        self.send_pending(env);
+    }
+
+    /// Reads the table.
+    pub fn read_table(&self, access: Access) -> u64 {
+        let (number, word) = place(access.offset);
+        self.existing().get(number).map_or(0, |vector| vector.words[word].into())
+    }
+
+    /// Writes the table, 32 bits at a time.
+    pub fn write_table(&mut self, access: Access, value: u64, env: &mut dyn Env) {
+        let (number, word) = place(access.offset);
+        if number < self.existing().len() && access.size == 4 {
+            self.vectors[number].words[word] = value as u32;
+            self.send_pending(env);
+        }
+    }
+
+    /// Pending bits, one for each vector.
+    pub fn pending(&self) -> u64 {
+        self.pending.into()
+    }
+
+    /// Sends a vector's message, or marks it pending while it is masked. Others than those that exist are nothing.
+    pub fn send(&mut self, vector: u16, env: &mut dyn Env) {
+        if self.enabled && usize::from(vector) < self.existing().len() {
+            self.pending |= 1 << vector;
+            self.send_pending(env);
+        }
+    }
+
+    /// Back to the state after power-on.
+    pub fn reset(&mut self) {
+        *self = Self::new(self.count.into());
+    }
+
+    fn existing(&self) -> &[Vector] {
+        &self.vectors[..usize::from(self.count).min(MAX_VECTORS)]
+    }
+
+    fn send_pending(&mut self, env: &mut dyn Env) {
+        if !self.enabled || self.mask_all || self.pending == 0 {
+            return;
+        }
+        for (number, vector) in self.vectors.iter().enumerate() {
+            let bit = 1 << number;
+            if self.pending & bit == 0 || vector.masked() {
+                continue;
+            }
+            self.pending &= !bit;
+            match vector.message() {
+                Some(message) => env.message(message),
+                None => env.missing("msi-x: message to no local APIC", vector.words[0].into()),
+            }
+        }
+    }
+}
+
+/// Vector and word of an offset in the table.
+fn place(offset: u64) -> (usize, usize) {
+    let number = usize::try_from(offset / ENTRY).unwrap_or(usize::MAX);
+    (number, (offset % ENTRY / 4) as usize)
+}

@@ -1,0 +1,355 @@
+//! Network card.
+//!
+//! State: a pair of queues, negotiated offloads, the link as the guest knows it.
+//! Features: checksum and TCP segmentation offload in both directions, buffers that are merged for long frames,
+//! an address, link status. Offload headers from the guest are checked: what goes outside names only offsets in
+//! the frame. A frame that the guest has no right to send, or no room to receive, is dropped, as on a wire.
+//! Missing: a control queue (receive filters, VLANs, announcements), several pairs, UDP segmentation, MTU.
+//! Documentation: VIRTIO 1.2, section 5.1 "Network Device".
+
+use super::queue::{Queue, RingError, with_readable, with_writable};
+use super::{BATCH, CONFIG_LEN, Kind, VirtioDevice, more};
+use vmm_bus::Env;
+use vmm_bus::outside::{MAX_FRAME, NetInfo, Offload, Segments, Takes};
+
+/// Queues, features, configuration, offload header.
+pub mod spec {
+    /// Queue: frames to the guest.
+    pub const RECEIVE: usize = 0;
+    /// Queue: frames from the guest.
+    pub const TRANSMIT: usize = 1;
+
+    /// Feature: the device completes checksums.
+    pub const F_CSUM: u64 = 1 << 0;
+    /// Feature: the guest completes and trusts checksums.
+    pub const F_GUEST_CSUM: u64 = 1 << 1;
+    /// Feature: address.
+    pub const F_MAC: u64 = 1 << 5;
+    /// Feature: the guest takes TCP over IPv4 in one piece.
+    pub const F_GUEST_TSO4: u64 = 1 << 7;
+    /// Feature: the guest takes TCP over IPv6 in one piece.
+    pub const F_GUEST_TSO6: u64 = 1 << 8;
+    /// Feature: the device takes TCP over IPv4 in one piece.
+    pub const F_HOST_TSO4: u64 = 1 << 11;
+    /// Feature: the device takes TCP over IPv6 in one piece.
+    pub const F_HOST_TSO6: u64 = 1 << 12;
+    /// Feature: a frame may take several buffers of the guest.
+    pub const F_MRG_RXBUF: u64 = 1 << 15;
+    /// Feature: link status.
+    pub const F_STATUS: u64 = 1 << 16;
+
+    /// Configuration: address, 6 bytes.
+    pub const MAC: usize = 0;
+    /// Configuration: status, 16 bits.
+    pub const STATUS: usize = 6;
+    /// Status: the link is up.
+    pub const S_LINK_UP: u8 = 1;
+
+    /// Bytes of the offload header: flags, segmentation, then 16 bits each of header length, segment size, start
+    /// and offset of the checksum, number of buffers.
+    pub const HEADER: usize = 12;
+    /// Offset of the number of buffers.
+    pub const NUM_BUFFERS: u32 = 10;
+    /// Flag: a checksum is to be completed.
+    pub const NEEDS_CSUM: u8 = 1;
+    /// Flag: the checksum is good.
+    pub const DATA_VALID: u8 = 2;
+    /// Segmentation: none.
+    pub const GSO_NONE: u8 = 0;
+    /// Segmentation: TCP over IPv4.
+    pub const GSO_TCPV4: u8 = 1;
+    /// Segmentation: TCP over IPv6.
+    pub const GSO_TCPV6: u8 = 4;
+    /// Segmentation, further bit: explicit congestion notification.
+    pub const GSO_ECN: u8 = 0x80;
+}
+use spec::*;
+
+/// Entries of each queue.
+const ENTRIES: u16 = 256;
+
+/// A network card.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct NetCard {
+    info: NetInfo,
+    queues: [Queue; 2],
+    features: u64,
+    link_up: bool,
+}
+
+/// What became of a frame for the guest.
+enum Receipt {
+    /// The guest has it, or never will.
+    Settled,
+    /// The guest has too few buffers; it notifies when it has more.
+    NoBuffers,
+}
+
+impl NetCard {
+    /// The device after power-on, its link up.
+    pub const fn new(info: NetInfo) -> Self {
+        let queues = [Queue::new(ENTRIES), Queue::new(ENTRIES)];
+        Self { info, queues, features: 0, link_up: true }
+    }
+
+    fn has(&self, feature: u64) -> bool {
+        self.features & feature != 0
+    }
+
+    /// Sends frames until there are none, or the outside has no room.
+    fn transmit(&mut self, env: &mut dyn Env) -> Result<(), RingError> {
+        let mut given_back = false;
+        let mut result = Ok(true);
+        for _ in 0..BATCH {
+            result = self.transmit_one(env, &mut given_back);
+            if result != Ok(true) {
+                break;
+            }
+        }
+        if given_back {
+            self.queues[TRANSMIT].publish(env.memory());
+        }
+        if result? {
+            more(env);
+        }
+        Ok(())
+    }
+
+    /// Whether there may be more to do.
+    fn transmit_one(
+        &mut self,
+        env: &mut dyn Env,
+        given_back: &mut bool,
+    ) -> Result<bool, RingError> {
+        let queue = &mut self.queues[TRANSMIT];
+        let Some(chain) = queue.pop(env.memory())? else {
+            return queue.await_driver(env.memory());
+        };
+        let length = chain.readable.checked_sub(HEADER as u32).ok_or(RingError::Short)?;
+        let queue = *queue;
+        // Without an outside, the wire is cut.
+        if let Some((port, memory)) = env.net()
+            && length != 0
+            && length <= MAX_FRAME
+        {
+            let taken = with_readable(&queue, memory, chain, |mut data| {
+                let mut header = [0; HEADER];
+                data.read(&mut header);
+                let offload = self.parse(&header, length);
+                offload.is_none_or(|offload| port.send(offload, &mut data))
+            });
+            if !taken {
+                self.queues[TRANSMIT].undo_pop();
+                return Ok(false);
+            }
+        }
+        self.queues[TRANSMIT].add_used(env.memory(), chain.head, 0);
+        *given_back = true;
+        Ok(true)
+    }
+
+    /// The offload header of a frame of `length` bytes, if the guest may send that (section 5.1.6.2).
+    fn parse(&self, header: &[u8; HEADER], length: u32) -> Option<Offload> {
+        let half = |at: usize| u16::from_le_bytes([header[at], header[at + 1]]);
+        let (flags, kind) = (header[0], header[1]);
+        let segments = match kind & !GSO_ECN {
+            GSO_NONE => Segments::None,
+            GSO_TCPV4 if self.has(F_HOST_TSO4) => Segments::Tcp4,
+            GSO_TCPV6 if self.has(F_HOST_TSO6) => Segments::Tcp6,
+            _ => return None,
+        };
+        let needs_csum = flags & NEEDS_CSUM != 0;
+        let mut offload = Offload { needs_csum, segments, ..Offload::default() };
+        if needs_csum {
+            (offload.csum_start, offload.csum_offset) = (half(6), half(8));
+            let end = u32::from(offload.csum_start) + u32::from(offload.csum_offset) + 2;
+            if !self.has(F_CSUM) || end > length {
+                return None;
+            }
+        }
+        if segments != Segments::None {
+            (offload.header_length, offload.segment_size) = (half(2), half(4));
+            offload.ecn = kind & GSO_ECN != 0;
+            // ECN has a feature of its own, which is not offered.
+            if !needs_csum || offload.segment_size == 0 || offload.ecn {
+                return None;
+            }
+        }
+        Some(offload)
+    }
+
+    /// Brings frames to the guest until there are none, or it has no buffers.
+    fn receive(&mut self, env: &mut dyn Env) -> Result<(), RingError> {
+        for _ in 0..BATCH {
+            let first = env.net().and_then(|(port, _)| port.first());
+            let Some((offload, length)) = first else {
+                // Nothing is wanted from the driver: it may fill its queue in silence.
+                return Ok(());
+            };
+            let receipt = match self.header(offload) {
+                Some(header) if length <= MAX_FRAME => self.receive_one(&header, length, env)?,
+                _ => Receipt::Settled,
+            };
+            match receipt {
+                Receipt::Settled => {
+                    if let Some((port, _)) = env.net() {
+                        port.drop_first();
+                    }
+                }
+                Receipt::NoBuffers => return Ok(()),
+            }
+        }
+        more(env);
+        Ok(())
+    }
+
+    /// The offload header for the guest, if it takes such frames.
+    fn header(&self, offload: Offload) -> Option<[u8; HEADER]> {
+        let Offload { needs_csum, data_valid, segments, ecn, .. } = offload;
+        let takes = self.takes();
+        let (kind, fine) = match segments {
+            Segments::None => (GSO_NONE, true),
+            Segments::Tcp4 => (GSO_TCPV4, takes.tcp4),
+            Segments::Tcp6 => (GSO_TCPV6, takes.tcp6),
+        };
+        if !fine || needs_csum && !takes.csum || ecn {
+            return None;
+        }
+        let mut flags = 0;
+        if needs_csum {
+            flags |= NEEDS_CSUM;
+        }
+        if data_valid && takes.csum {
+            flags |= DATA_VALID;
+        }
+        let mut header = [0; HEADER];
+        header[..2].copy_from_slice(&[flags, kind]);
+        for (at, value) in [
+            (2, offload.header_length),
+            (4, offload.segment_size),
+            (6, offload.csum_start),
+            (8, offload.csum_offset),
+        ] {
+            header[at..at + 2].copy_from_slice(&value.to_le_bytes());
+        }
+        Some(header)
+    }
+
+    /// Puts a frame into as many buffers as it needs, one unless they are merged (section 5.1.6.4).
+    fn receive_one(
+        &mut self,
+        header: &[u8; HEADER],
+        length: u32,
+        env: &mut dyn Env,
+    ) -> Result<Receipt, RingError> {
+        let merged = self.has(F_MRG_RXBUF);
+        let queue = &mut self.queues[RECEIVE];
+        let before = *queue;
+        let mut first = None;
+        let mut buffers = 0_u16;
+        let mut copied = 0;
+        while first.is_none() || copied < length {
+            let Some(chain) = queue.pop(env.memory())? else {
+                // To be notified of buffers behind those that are there, ask while they are counted as taken.
+                if queue.await_driver(env.memory())? {
+                    continue;
+                }
+                *queue = before;
+                return Ok(Receipt::NoBuffers);
+            };
+            let head = if first.is_none() { HEADER as u32 } else { 0 };
+            let room = chain.writable.checked_sub(head).ok_or(RingError::Short)?;
+            let part = room.min(length - copied);
+            // Not even all buffers are enough, or a frame does not fit its only one.
+            if buffers == queue.size() || !merged && part < length {
+                *queue = before;
+                if !merged {
+                    return Ok(Receipt::Settled);
+                }
+                return Err(RingError::Short);
+            }
+            let Some((port, memory)) = env.net() else {
+                *queue = before;
+                return Ok(Receipt::NoBuffers);
+            };
+            with_writable(queue, memory, chain, |mut data| {
+                data.write(&header[..head as usize]);
+                data.truncate(part);
+                port.copy(copied, &mut data);
+            });
+            queue.add_used(memory, chain.head, head + part);
+            first.get_or_insert(chain);
+            copied += part;
+            buffers += 1;
+        }
+        let memory = env.memory();
+        if let Some(chain) = first {
+            with_writable(queue, memory, chain, |mut data| {
+                data.skip(NUM_BUFFERS);
+                data.write(&buffers.to_le_bytes());
+            });
+        }
+        queue.publish(memory);
+        Ok(Receipt::Settled)
+    }
+
+    fn takes(&self) -> Takes {
+        let csum = self.has(F_GUEST_CSUM);
+        let tcp4 = csum && self.has(F_GUEST_TSO4);
+        let tcp6 = csum && self.has(F_GUEST_TSO6);
+        Takes { csum, tcp4, tcp6 }
+    }
+
+    /// Whether the link has changed since the guest looked.
+    fn look_at_link(&mut self, env: &mut dyn Env) -> bool {
+        let up = env.net().is_some_and(|(port, _)| port.link_up());
+        core::mem::replace(&mut self.link_up, up) != up
+    }
+}
+
+impl VirtioDevice for NetCard {
+    fn kind(&self) -> Kind {
+        Kind::Net
+    }
+
+    fn features(&self) -> u64 {
+        let sends = F_CSUM | F_HOST_TSO4 | F_HOST_TSO6;
+        let receives = F_GUEST_CSUM | F_GUEST_TSO4 | F_GUEST_TSO6 | F_MRG_RXBUF;
+        sends | receives | F_MAC | F_STATUS
+    }
+
+    fn queues(&mut self) -> &mut [Queue] {
+        &mut self.queues
+    }
+
+    fn config(&self, to: &mut [u8; CONFIG_LEN]) {
+        to[MAC..MAC + 6].copy_from_slice(&self.info.mac);
+        to[STATUS] = if self.link_up { S_LINK_UP } else { 0 };
+    }
+
+    fn start(&mut self, features: u64, env: &mut dyn Env) {
+        self.features = features;
+        let takes = self.takes();
+        if let Some((port, _)) = env.net() {
+            port.takes(takes);
+        }
+    }
+
+    fn notify(&mut self, queue: usize, env: &mut dyn Env) -> Result<(), RingError> {
+        if queue == TRANSMIT { self.transmit(env) } else { self.receive(env) }
+    }
+
+    fn wake(&mut self, _: u8, env: &mut dyn Env) -> Result<bool, RingError> {
+        self.transmit(env)?;
+        self.receive(env)?;
+        Ok(self.look_at_link(env))
+    }
+
+    fn reset(&mut self, env: &mut dyn Env) {
+        self.features = 0;
+        self.look_at_link(env);
+        if let Some((port, _)) = env.net() {
+            port.takes(Takes::default());
+        }
+    }
+}

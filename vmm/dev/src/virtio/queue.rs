@@ -1,0 +1,473 @@
+//! The device's side of a split virtqueue.
+//!
+//! State: where the rings are, and how far the device has come in them.
+//! Features: indirect descriptors, event index, sizes of a power of two up to a maximum.
+//! Missing: packed rings, and buffers used in order.
+//! Documentation: VIRTIO 1.2, section 2.7 "Split Virtqueues".
+//!
+//! Everything in guest memory is hostile and may change between two looks. Invariants: a walk ends after as
+//! many descriptors as the queue has; every value is read once, then checked; [`Queue::pop`] gives only chains
+//! that lie in guest memory as a whole, and a later walk of the same chain, should the guest have changed it,
+//! ends early rather than leave memory. Nothing is written but the used ring, and only when the driver has
+//! handed the queue over.
+
+use core::sync::atomic::{Ordering, fence};
+use vmm_bus::Data;
+use vmm_bus::outside::Part;
+use vmm_mem::{GuestMemory, MemoryError};
+
+/// Layout of the rings.
+pub mod spec {
+    /// Bytes of a descriptor: address (64 bits), length (32), flags (16), next (16).
+    pub const DESCRIPTOR: u64 = 16;
+    /// Offset of a descriptor's length.
+    pub const LENGTH: u64 = 8;
+    /// Offset of a descriptor's flags.
+    pub const FLAGS: u64 = 12;
+    /// Offset of a descriptor's successor.
+    pub const NEXT: u64 = 14;
+    /// Descriptor flag: there is a successor.
+    pub const F_NEXT: u16 = 1;
+    /// Descriptor flag: the device writes.
+    pub const F_WRITE: u16 = 2;
+    /// Descriptor flag: the buffer is a table of descriptors.
+    pub const F_INDIRECT: u16 = 4;
+    /// Offset of the index in the available and in the used ring.
+    pub const INDEX: u64 = 2;
+    /// Offset of the entries in the available and in the used ring.
+    pub const RING: u64 = 4;
+    /// Bytes of an available entry.
+    pub const AVAIL_ENTRY: u64 = 2;
+    /// Bytes of a used entry: id (32 bits), length (32).
+    pub const USED_ENTRY: u64 = 8;
+    /// Flag of the available ring: the driver wants no interrupts.
+    pub const NO_INTERRUPT: u16 = 1;
+    /// Alignment of the descriptor table, the available ring and the used ring.
+    pub const ALIGN: [u64; 3] = [16, 2, 4];
+    /// Most entries of a queue.
+    pub const MAX_SIZE: u16 = 1 << 15;
+}
+use spec::*;
+
+/// The driver has broken the rules of the queue: the device needs a reset.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RingError {
+    /// A ring is misaligned or not in memory.
+    Rings,
+    /// More chains are available than the queue has entries.
+    AvailableIndex,
+    /// A chain begins or goes on at a descriptor that the table does not have.
+    DescriptorIndex,
+    /// A chain is longer than the queue, or has a cycle.
+    TooLong,
+    /// An indirect table in an indirect table, with a successor, or of a bad length.
+    Indirect,
+    /// The device is to read after what it is to write.
+    Order,
+    /// A buffer is not in memory, or the chain has more than 2^32 - 1 bytes.
+    Buffer,
+    /// A chain has no room for what every request of the device has.
+    Short,
+}
+
+impl From<MemoryError> for RingError {
+    /// The rings are checked when the queue is enabled, so this is an indirect table.
+    fn from(_: MemoryError) -> Self {
+        Self::Indirect
+    }
+}
+
+/// A descriptor of a chain, other than one that refers to an indirect table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Descriptor {
+    /// The buffer.
+    pub part: Part,
+    /// The device writes it; else it reads it.
+    pub write: bool,
+}
+
+/// A chain of descriptors that the driver has made available.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Chain {
+    /// Its first descriptor, which names it.
+    pub head: u16,
+    /// Bytes for the device to read.
+    pub readable: u32,
+    /// Bytes for the device to write; they come after those to read.
+    pub writable: u32,
+}
+
+/// Addresses of the parts of a queue.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Rings {
+    /// Descriptor table.
+    pub descriptors: u64,
+    /// Available ring (driver area).
+    pub available: u64,
+    /// Used ring (device area).
+    pub used: u64,
+}
+
+/// A split virtqueue.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Queue {
+    max_size: u16,
+    size: u16,
+    ready: bool,
+    event_index: bool,
+    rings: Rings,
+    /// The next available entry to take.
+    next_available: u16,
+    /// The next used entry to fill.
+    next_used: u16,
+    /// Used entries that the driver has been shown.
+    published: u16,
+    /// Those that it had been shown when an interrupt was considered last.
+    considered: u16,
+}
+
+impl Queue {
+    /// A queue with at most `max_size` entries, rounded down to a power of two of at least 1.
+    pub const fn new(max_size: u16) -> Self {
+        let max_size = if max_size == 0 {
+            1
+        } else if max_size > MAX_SIZE {
+            MAX_SIZE
+        } else {
+            1 << max_size.ilog2()
+        };
+        Self {
+            max_size,
+            size: max_size,
+            ready: false,
+            event_index: false,
+            rings: Rings { descriptors: 0, available: 0, used: 0 },
+            next_available: 0,
+            next_used: 0,
+            published: 0,
+            considered: 0,
+        }
+    }
+
+    /// Back to the state before the driver has set it up.
+    pub fn reset(&mut self) {
+        *self = Self::new(self.max_size);
+    }
+
+    /// Most entries.
+    pub fn max_size(&self) -> u16 {
+        self.max_size
+    }
+
+    /// Number of entries.
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// Sets the number of entries, while the queue is not enabled. Other numbers than powers of two up to the maximum
+    /// are refused by [`Queue::enable`].
+    pub fn set_size(&mut self, size: u16) {
+        if !self.ready {
+            self.size = size;
+        }
+    }
+
+    /// Addresses of the parts.
+    pub fn rings(&self) -> Rings {
+        self.rings
+    }
+
+    /// Sets the addresses, while the queue is not enabled.
+    pub fn set_rings(&mut self, rings: Rings) {
+        if !self.ready {
+            self.rings = rings;
+        }
+    }
+
+    /// Whether the driver has enabled the queue.
+    pub fn ready(&self) -> bool {
+        self.ready
+    }
+
+    /// The driver hands the queue over.
+    ///
+    /// # Errors
+    /// [`RingError::Rings`]: its size or place is impossible. It stays disabled.
+    pub fn enable(&mut self, event_index: bool, memory: &GuestMemory) -> Result<(), RingError> {
+        if self.ready {
+            return Ok(());
+        }
+        let size = u64::from(self.size);
+        let Rings { descriptors, available, used } = self.rings;
+        let parts = [
+            (descriptors, DESCRIPTOR * size),
+            // Each ring ends with an index of the other side (section 2.7.10).
+            (available, RING + AVAIL_ENTRY * size + 2),
+            (used, RING + USED_ENTRY * size + 2),
+        ];
+        let placed = |(&(address, length), &align): (&(u64, u64), &u64)| {
+            address.is_multiple_of(align) && memory.contains(address, length)
+        };
+        if !self.size.is_power_of_two()
+            || self.size > self.max_size
+            || !parts.iter().zip(&ALIGN).all(placed)
+        {
+            return Err(RingError::Rings);
+        }
+        self.ready = true;
+        self.event_index = event_index;
+        Ok(())
+    }
+
+    /// Takes the next available chain, if there is one.
+    ///
+    /// # Errors
+    /// The driver has broken the rules; the queue is of no use until it is reset.
+    pub fn pop(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, RingError> {
+        if !self.ready {
+            return Ok(None);
+        }
+        let waiting = self.available_index(memory)?.wrapping_sub(self.next_available);
+        if waiting == 0 {
+            return Ok(None);
+        }
+        if waiting > self.size {
+            return Err(RingError::AvailableIndex);
+        }
+        let slot = u64::from(self.next_available & (self.size - 1));
+        let head = memory
+            .read::<u16>(self.rings.available + RING + AVAIL_ENTRY * slot)
+            .map_err(|_| RingError::Rings)?;
+        let chain = self.check(memory, head)?;
+        self.next_available = self.next_available.wrapping_add(1);
+        Ok(Some(chain))
+    }
+
+    /// Gives back the chain that was taken last: the next [`Queue::pop`] gives it again.
+    pub fn undo_pop(&mut self) {
+        self.next_available = self.next_available.wrapping_sub(1);
+    }
+
+    /// The chain that begins at `head`, checked.
+    ///
+    /// # Errors
+    /// As [`Queue::pop`].
+    pub fn check(&self, memory: &GuestMemory, head: u16) -> Result<Chain, RingError> {
+        let mut chain = Chain { head, readable: 0, writable: 0 };
+        for descriptor in self.walk(memory, head) {
+            let Descriptor { part, write } = descriptor?;
+            if !memory.contains(part.address, part.length.into()) {
+                return Err(RingError::Buffer);
+            }
+            if !write && chain.writable != 0 {
+                return Err(RingError::Order);
+            }
+            let sum = if write { &mut chain.writable } else { &mut chain.readable };
+            *sum = sum.checked_add(part.length).ok_or(RingError::Buffer)?;
+        }
+        // Section 2.7.5.2: at most 2^32 bytes in total.
+        chain.readable.checked_add(chain.writable).ok_or(RingError::Buffer)?;
+        Ok(chain)
+    }
+
+    /// The descriptors of the chain that begins at `head`, those of an indirect table in the place of the one that
+    /// refers to it. An error ends it.
+    pub fn walk<'a>(&self, memory: &'a GuestMemory, head: u16) -> Walk<'a> {
+        Walk {
+            memory,
+            table: self.rings.descriptors,
+            entries: self.size,
+            next: Some(head),
+            left: self.size,
+            indirect: false,
+        }
+    }
+
+    /// What the device reads of a chain, in order.
+    pub fn readable<'a>(&self, memory: &'a GuestMemory, head: u16) -> Parts<'a> {
+        Parts { walk: self.walk(memory, head), write: false }
+    }
+
+    /// What the device writes of a chain, in order.
+    pub fn writable<'a>(&self, memory: &'a GuestMemory, head: u16) -> Parts<'a> {
+        Parts { walk: self.walk(memory, head), write: true }
+    }
+
+    /// Fills the next used entry: the device is done with a chain and has written `written` bytes from the start of what
+    /// it may write. The driver sees it after [`Queue::publish`].
+    pub fn add_used(&mut self, memory: &GuestMemory, head: u16, written: u32) {
+        let slot = u64::from(self.next_used & (self.size - 1));
+        let entry = self.rings.used + RING + USED_ENTRY * slot;
+        // `enable` has found the ring in memory, where it stays.
+        let _ = memory.write(entry, u32::from(head));
+        let _ = memory.write(entry + 4, written);
+        self.next_used = self.next_used.wrapping_add(1);
+    }
+
+    /// Shows the driver all used entries.
+    pub fn publish(&mut self, memory: &GuestMemory) {
+        // Entries and data before the index (section 2.7.8).
+        fence(Ordering::Release);
+        let _ = memory.write(self.rings.used + INDEX, self.next_used);
+        self.published = self.next_used;
+    }
+
+    /// [`Queue::add_used`] and [`Queue::publish`].
+    pub fn give_back(&mut self, memory: &GuestMemory, head: u16, written: u32) {
+        self.add_used(memory, head, written);
+        self.publish(memory);
+    }
+
+    /// Asks the driver to notify the device of the next chain that it makes available; whether one is there already.
+    /// Without event index it notifies always.
+    ///
+    /// # Errors
+    /// As [`Queue::pop`].
+    pub fn await_driver(&mut self, memory: &GuestMemory) -> Result<bool, RingError> {
+        if !self.ready {
+            return Ok(false);
+        }
+        if self.event_index {
+            let event = self.rings.used + RING + USED_ENTRY * u64::from(self.size);
+            let _ = memory.write(event, self.next_available);
+            // The driver may have looked at the old value and not notify (section 2.7.10): look again.
+            fence(Ordering::SeqCst);
+        }
+        Ok(self.available_index(memory)? != self.next_available)
+    }
+
+    /// Whether the driver wants an interrupt for what has been published since this was asked last.
+    pub fn wants_interrupt(&mut self, memory: &GuestMemory) -> bool {
+        if !self.ready || self.published == self.considered {
+            return false;
+        }
+        let old = core::mem::replace(&mut self.considered, self.published);
+        // The index before the driver's wish (section 2.7.7).
+        fence(Ordering::SeqCst);
+        let available = self.rings.available;
+        if self.event_index {
+            let event = available + RING + AVAIL_ENTRY * u64::from(self.size);
+            let event = memory.read::<u16>(event).unwrap_or(old);
+            self.published.wrapping_sub(event).wrapping_sub(1) < self.published.wrapping_sub(old)
+        } else {
+            memory.read::<u16>(available).is_ok_and(|flags| flags & NO_INTERRUPT == 0)
+        }
+    }
+
+    fn available_index(&self, memory: &GuestMemory) -> Result<u16, RingError> {
+        let index = memory.read(self.rings.available + INDEX).map_err(|_| RingError::Rings);
+        // The index before the entries and descriptors that it announces.
+        fence(Ordering::Acquire);
+        index
+    }
+}
+
+/// Calls `act` with what the device reads of a chain.
+pub fn with_readable<R>(
+    queue: &Queue,
+    memory: &GuestMemory,
+    chain: Chain,
+    act: impl FnOnce(Data<'_>) -> R,
+) -> R {
+    let mut parts = queue.readable(memory, chain.head);
+    act(Data::new(memory, &mut parts, chain.readable))
+}
+
+/// Calls `act` with what the device writes of a chain.
+pub fn with_writable<R>(
+    queue: &Queue,
+    memory: &GuestMemory,
+    chain: Chain,
+    act: impl FnOnce(Data<'_>) -> R,
+) -> R {
+    let mut parts = queue.writable(memory, chain.head);
+    act(Data::new(memory, &mut parts, chain.writable))
+}
+
+/// The descriptors of a chain.
+#[derive(Clone, Debug)]
+pub struct Walk<'a> {
+    memory: &'a GuestMemory,
+    table: u64,
+    entries: u16,
+    next: Option<u16>,
+    /// Descriptors that the chain may still have.
+    left: u16,
+    indirect: bool,
+}
+
+impl Walk<'_> {
+    fn step(&mut self, index: u16) -> Result<Descriptor, RingError> {
+        let mut index = index;
+        loop {
+            if index >= self.entries {
+                return Err(RingError::DescriptorIndex);
+            }
+            let at =
+                self.table.checked_add(DESCRIPTOR * u64::from(index)).ok_or(RingError::Indirect)?;
+            if !self.memory.contains(at, DESCRIPTOR) {
+                return Err(RingError::Indirect);
+            }
+            let address = self.memory.read(at)?;
+            let length: u32 = self.memory.read(at + LENGTH)?;
+            let flags: u16 = self.memory.read(at + FLAGS)?;
+            if flags & F_INDIRECT != 0 {
+                self.enter(address, length, flags)?;
+                index = 0;
+                continue;
+            }
+            self.left = self.left.checked_sub(1).ok_or(RingError::TooLong)?;
+            if flags & F_NEXT != 0 {
+                self.next = Some(self.memory.read(at + NEXT)?);
+            }
+            let part = Part { address, length };
+            return Ok(Descriptor { part, write: flags & F_WRITE != 0 });
+        }
+    }
+
+    /// Goes on in an indirect table (section 2.7.5.3).
+    fn enter(&mut self, address: u64, length: u32, flags: u16) -> Result<(), RingError> {
+        let entries = length / DESCRIPTOR as u32;
+        if self.indirect
+            || flags & F_NEXT != 0
+            || entries == 0
+            || !length.is_multiple_of(DESCRIPTOR as u32)
+        {
+            return Err(RingError::Indirect);
+        }
+        self.table = address;
+        // More than can be named are of no use.
+        self.entries = u16::try_from(entries).map_err(|_| RingError::Indirect)?;
+        self.indirect = true;
+        Ok(())
+    }
+}
+
+impl Iterator for Walk<'_> {
+    type Item = Result<Descriptor, RingError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let index = self.next.take()?;
+        Some(self.step(index))
+    }
+}
+
+/// What a device reads, or writes, of a chain.
+#[derive(Clone, Debug)]
+pub struct Parts<'a> {
+    walk: Walk<'a>,
+    write: bool,
+}
+
+impl Iterator for Parts<'_> {
+    type Item = Part;
+
+    fn next(&mut self) -> Option<Part> {
+        loop {
+            let descriptor = self.walk.next()?.ok()?;
+            if descriptor.write == self.write {
+                return Some(descriptor.part);
+            }
+        }
+    }
+}
