@@ -13,6 +13,7 @@ pub mod console;
 pub mod control;
 pub mod disk;
 pub mod log;
+pub mod manage;
 pub mod net;
 pub mod ring;
 pub mod session;

@@ -55,12 +55,14 @@ pub mod slot {
     pub const LOG: u64 = 5;
     /// Control gate.
     pub const CONTROL: u64 = 6;
-    /// VMM: console session. Server: interrupt of its device.
+    /// VMM, native program: console session. Server: interrupt of its device.
     pub const DEVICE: u64 = 7;
     /// Server: root's notification, right `SIGNAL`.
     pub const ROOT: u64 = 8;
     /// Native program: the scheduling context of its first thread.
     pub const SCHED: u64 = 9;
+    /// Native program: management gate.
+    pub const MANAGE: u64 = 15;
     /// First free slot.
     pub const FREE: u64 = 16;
     /// Number of slots of a task.
@@ -75,6 +77,14 @@ pub mod event {
     pub const STOP: u64 = 1 << 2;
     /// Server: interrupt of its device.
     pub const INTERRUPT: u64 = 1 << 3;
+    /// VMM: the power button of the machine is pressed.
+    pub const POWER_BUTTON: u64 = 1 << 8;
+    /// VMM: no virtual CPU runs, and time stands still, until [`RESUME`].
+    pub const PAUSE: u64 = 1 << 9;
+    /// VMM: goes on after [`PAUSE`].
+    pub const RESUME: u64 = 1 << 10;
+    /// VMM: write the report ([`crate::manage::Report`]).
+    pub const REPORT: u64 = 1 << 11;
 }
 
 /// Most memory ranges of a task.
@@ -94,6 +104,10 @@ pub enum RangeKind {
     Kernel,
     /// The guest's RAM disk, read-only.
     Initrd,
+    /// Where a VMM writes its [`crate::manage::Report`].
+    Report,
+    /// What root shares with a multiplexer, read-only: see [`crate::console::directory`].
+    Directory,
 }
 
 /// A range of the task's memory.
@@ -127,6 +141,8 @@ pub enum Role<'a> {
     Console {
         /// First I/O port of its 16550.
         port: u16,
+        /// Many clients share the line; else one has it for itself.
+        multiplex: bool,
     },
     /// A VMM.
     Vmm(#[serde(borrow)] Vmm<'a>),

@@ -12,7 +12,7 @@ use heapless::Vec;
 use serde::{Deserialize, Serialize};
 
 /// Version of the encoding. Incremented by every change of a type in this module.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Most virtual machines in a system.
 pub const MAX_VMS: usize = 16;
 /// Most vCPUs of one virtual machine.
@@ -89,8 +89,10 @@ pub struct Server<'a> {
 /// What a server serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ServerKind {
-    /// `proto`'s console over a serial port.
+    /// `proto`'s console over a serial port, for one client.
     Console,
+    /// The same for many clients: an escape key selects the one that is shown.
+    Multiplexer,
 }
 
 /// A virtual machine.
@@ -123,6 +125,8 @@ pub struct Vm<'a> {
     pub on_reset: OnReset,
     /// The system ends when every essential virtual machine and task has ended.
     pub essential: bool,
+    /// Not started: virtual machines are made after it at run time.
+    pub template: bool,
 }
 
 /// Which ends of a virtual machine make `root` start it again.
@@ -161,6 +165,10 @@ pub struct Task<'a> {
     pub priority: u8,
     /// The system ends when every essential virtual machine and task has ended.
     pub essential: bool,
+    /// Index into [`System::servers`] of its console.
+    pub console: Option<u8>,
+    /// It gets the management gate.
+    pub manage: bool,
 }
 
 /// Why a compiled description cannot be read or written.
@@ -214,6 +222,8 @@ mod tests {
                 cpu: 1,
                 priority: 5,
                 essential: true,
+                console: None,
+                manage: true,
             }]),
             vms: Vec::from_iter([Vm {
                 name: "linux",
@@ -229,6 +239,7 @@ mod tests {
                 restart: Restart::OnCrash,
                 on_reset: OnReset::Exit,
                 essential: true,
+                template: false,
             }]),
         }
     }

@@ -1,7 +1,7 @@
 //! What makes sense in a system description. The rules, each refused with its place:
 //!
 //! - names are unique, short and of `a-z 0-9 -`; what they refer to exists;
-//! - a device has one owner, a console one virtual machine;
+//! - a device has one owner; a console has one client, or all of its clients share it;
 //! - CPUs that are named exist, and without `share_cpus` every vCPU has a CPU of its own;
 //! - guests, boot files and Parador itself fit into the machine's memory;
 //! - a kernel is whole, and its guest has the memory that it needs.
@@ -91,6 +91,8 @@ struct Source {
 struct Server {
     name: String,
     kind: ServerKind,
+    /// It has several clients.
+    shared: bool,
     device: Device,
     priority: u8,
 }
@@ -103,6 +105,8 @@ struct Task {
     cpu: u32,
     priority: u8,
     essential: bool,
+    console: Option<u8>,
+    manage: bool,
 }
 
 /// A checked virtual machine.
@@ -126,6 +130,7 @@ pub struct Vm {
     restart: Restart,
     on_reset: OnReset,
     essential: bool,
+    template: bool,
 }
 
 /// Where a kernel comes from.
@@ -199,17 +204,19 @@ impl Checker<'_> {
             self.problems.push(problem.help("add a [[vm]] or a [[task]]"));
         }
 
-        let servers = self.servers(server, &vm, system.log);
-        self.unique_consoles(&vm);
+        let consoles = self.consoles(&vm, &task);
+        let servers = self.servers(server, &consoles, system.log);
         let mut names = Names::new("task or virtual machine");
-        let tasks: Vec<Task> =
-            task.into_iter().map(|task| self.task(task.into_inner(), &mut names)).collect();
         let console = servers.iter().position(|server| server.device == Device::Com1);
-        let requests: Vec<CpuRequest> = vm.iter().map(|vm| CpuRequest::of(vm.get_ref())).collect();
-        let vms = vm
+        let console = console.map(|index| index as u8);
+        let tasks: Vec<Task> = task
             .into_iter()
-            .map(|vm| self.vm(vm.into_inner(), &mut names, console.map(|index| index as u8)))
+            .map(|task| self.task(task.into_inner(), &mut names, console))
             .collect();
+        // What is made after a template at run time shares CPUs with others.
+        let started = vm.iter().map(Spanned::get_ref).filter(|vm| !vm.template);
+        let requests: Vec<CpuRequest> = started.map(CpuRequest::of).collect();
+        let vms = vm.into_iter().map(|vm| self.vm(vm.into_inner(), &mut names, console)).collect();
 
         let described = system.cpus.as_ref().map(|cpus| (*cpus.get_ref(), Some(cpus.span())));
         let cpus = match overrides.cpus.map(|cpus| (cpus, None)).or(described) {
@@ -252,9 +259,10 @@ impl Checker<'_> {
     fn servers(
         &mut self,
         described: Vec<Spanned<description::Server>>,
-        vms: &[Spanned<description::Vm>],
+        consoles: &[Client],
         log: Log,
     ) -> Vec<Server> {
+        let shared = consoles.iter().any(|client| client.shares);
         let mut names = Names::new("server");
         let mut servers: Vec<Server> = Vec::new();
         for server in described {
@@ -273,21 +281,19 @@ impl Checker<'_> {
             servers.push(Server {
                 name: server.name.into_inner(),
                 kind: server.kind,
+                shared,
                 device,
                 priority: self.priority(server.priority, DEFAULT_SERVER_PRIORITY),
             });
         }
-        let user = vms.iter().find_map(|vm| {
-            let console = vm.get_ref().console.as_ref();
-            console.filter(|console| *console.get_ref() == Console::Com1)
-        });
-        if let (Some(user), true) = (user, servers.is_empty()) {
+        if let (Some(user), true) = (consoles.first(), servers.is_empty()) {
             if log == Log::Com1 {
-                self.problems.push(log_conflict(user.span()));
+                self.problems.push(log_conflict(user.span.clone()));
             }
             servers.push(Server {
                 name: CONSOLE_NAME.to_owned(),
                 kind: ServerKind::Console,
+                shared,
                 device: Device::Com1,
                 priority: DEFAULT_SERVER_PRIORITY,
             });
@@ -295,23 +301,38 @@ impl Checker<'_> {
         servers
     }
 
-    fn unique_consoles(&mut self, vms: &[Spanned<description::Vm>]) {
-        let mut owner: Option<&str> = None;
-        for vm in vms.iter().map(Spanned::get_ref) {
-            let Some(console) = &vm.console else { continue };
-            match (console.get_ref(), owner) {
-                (Console::None, _) => {}
-                (Console::Com1, None) => owner = Some(vm.name.get_ref()),
-                (Console::Com1, Some(other)) => {
-                    let message = format!("com1 is the console of `{other}` already");
-                    let problem = Problem::new(console.span(), message);
-                    self.problems.push(problem.help("give one of the two console = \"none\""));
-                }
-            }
+    /// Who uses the console: one client alone, or several that all know of each other.
+    fn consoles(
+        &mut self,
+        vms: &[Spanned<description::Vm>],
+        tasks: &[Spanned<description::Task>],
+    ) -> Vec<Client> {
+        let vms = vms.iter().map(|vm| (&vm.get_ref().name, &vm.get_ref().console));
+        let tasks = tasks.iter().map(|task| (&task.get_ref().name, &task.get_ref().console));
+        let clients: Vec<Client> = tasks
+            .chain(vms)
+            .filter_map(|(name, console)| {
+                let console = console.as_ref()?;
+                let shares = *console.get_ref() == Console::Mux;
+                let uses = shares || *console.get_ref() == Console::Com1;
+                uses.then(|| Client { name: name.get_ref().clone(), span: console.span(), shares })
+            })
+            .collect();
+        for (index, client) in clients.iter().enumerate() {
+            let Some(other) = clients[..index].iter().find(|other| !other.shares || !client.shares)
+            else {
+                continue;
+            };
+            let message = format!("com1 is the console of `{}` already", other.name);
+            let problem = Problem::new(client.span.clone(), message);
+            self.problems.push(problem.help(
+                "let all of them share it with console = \"mux\", or give all but one \"none\"",
+            ));
         }
+        clients
     }
 
-    fn task(&mut self, task: description::Task, names: &mut Names) -> Task {
+    fn task(&mut self, task: description::Task, names: &mut Names, console: Option<u8>) -> Task {
         names.add(&task.name, &mut self.problems);
         self.binary(&task.binary);
         if let Some(argument) = task.args.get(compiled::MAX_ARGUMENTS) {
@@ -324,6 +345,8 @@ impl Checker<'_> {
             cpu: task.cpu.as_ref().map_or(0, |cpu| *cpu.get_ref()),
             priority: self.priority(task.priority, DEFAULT_PRIORITY),
             essential: task.essential.unwrap_or(true),
+            console: console.filter(|_| uses_console(task.console.as_ref())),
+            manage: task.manage,
             binary: task.binary,
         }
     }
@@ -378,7 +401,6 @@ impl Checker<'_> {
         if let Some(vmm) = &vm.vmm {
             self.binary(vmm);
         }
-        let uses_console = vm.console.is_some_and(|console| *console.get_ref() == Console::Com1);
         Vm {
             name: vm.name.into_inner(),
             memory: vm.memory,
@@ -387,12 +409,13 @@ impl Checker<'_> {
             kernel: Spanned::new(vm.kernel.span(), kernel),
             initrd,
             command_line,
-            console: console.filter(|_| uses_console),
+            console: console.filter(|_| uses_console(vm.console.as_ref())),
             vmm: vm.vmm,
             priority: self.priority(vm.priority, DEFAULT_PRIORITY),
             restart: vm.restart,
             on_reset: vm.on_reset,
-            essential: vm.essential.unwrap_or(true),
+            essential: vm.essential.unwrap_or(!vm.template),
+            template: vm.template,
         }
     }
 
@@ -477,6 +500,17 @@ impl Checker<'_> {
             }
         }
     }
+}
+
+/// A client of the console.
+struct Client {
+    name: String,
+    span: Range<usize>,
+    shares: bool,
+}
+
+fn uses_console(console: Option<&Spanned<Console>>) -> bool {
+    console.is_some_and(|console| *console.get_ref() != Console::None)
 }
 
 const SHARE_HELP: &str = "use other CPUs, or allow time slices with [system] share_cpus = true";
@@ -713,6 +747,7 @@ impl Plan {
         let servers = self.servers.iter().map(|server| compiled::Server {
             name: &server.name,
             kind: match server.kind {
+                ServerKind::Console if server.shared => compiled::ServerKind::Multiplexer,
                 ServerKind::Console => compiled::ServerKind::Console,
             },
             device: match server.device {
@@ -728,6 +763,8 @@ impl Plan {
             cpu: task.cpu,
             priority: task.priority,
             essential: task.essential,
+            console: task.console,
+            manage: task.manage,
         });
         let vms = self.vms.iter().zip(names).map(|(vm, (kernel, initrd))| compiled::Vm {
             name: &vm.name,
@@ -750,6 +787,7 @@ impl Plan {
                 OnReset::Reset => compiled::OnReset::Reset,
             },
             essential: vm.essential,
+            template: vm.template,
         });
         let system = compiled::System {
             board: match self.board {
@@ -853,7 +891,7 @@ impl fmt::Display for Plan {
             count(self.tasks.len(), "task"),
             count(self.servers.len(), "server"),
         )?;
-        let vcpus = self.vms.iter().map(|vm| vm.vcpus).sum();
+        let vcpus = self.vms.iter().filter(|vm| !vm.template).map(|vm| vm.vcpus).sum();
         match self.cpus {
             None => writeln!(
                 f,
@@ -898,8 +936,16 @@ impl fmt::Display for Plan {
         write!(f, "  devices  {log}")?;
         for (index, server) in self.servers.iter().enumerate() {
             write!(f, "; com1: server {}", server.name)?;
-            let client = self.vms.iter().find(|vm| vm.console == Some(index as u8));
-            client.iter().try_for_each(|vm| write!(f, " for {}", vm.name))?;
+            let tasks = self.tasks.iter().map(|task| (&task.name, task.console));
+            let vms = self.vms.iter().map(|vm| (&vm.name, vm.console));
+            let clients: Vec<&str> = tasks
+                .chain(vms)
+                .filter(|(_, console)| *console == Some(index as u8))
+                .map(|(name, _)| name.as_str())
+                .collect();
+            if !clients.is_empty() {
+                write!(f, " for {}", clients.join(", "))?;
+            }
         }
         writeln!(f)?;
         for vm in &self.vms {

@@ -114,6 +114,11 @@ pub struct Task {
     pub priority: Option<Spanned<u32>>,
     /// The system waits for its end.
     pub essential: Option<bool>,
+    /// Where it writes to and reads from.
+    pub console: Option<Spanned<Console>>,
+    /// It may list, start, stop, make and destroy virtual machines.
+    #[serde(default)]
+    pub manage: bool,
 }
 
 /// `[[vm]]`.
@@ -146,14 +151,19 @@ pub struct Vm {
     pub on_reset: OnReset,
     /// The system waits for its end.
     pub essential: Option<bool>,
+    /// Not started: virtual machines are made after it at run time.
+    #[serde(default)]
+    pub template: bool,
 }
 
-/// What a virtual machine's first serial port is connected to.
+/// What a virtual machine's first serial port, or a native program, is connected to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Console {
-    /// The machine's first serial port.
+    /// The machine's first serial port, alone.
     Com1,
+    /// The machine's first serial port, with others.
+    Mux,
     /// Nothing.
     None,
 }

@@ -1,22 +1,32 @@
 //! Console server: owns a 16550 serial port and serves it to clients as byte streams.
 //!
-//! Output of all sessions goes to the line in the order of the calls; input goes to the session that
-//! was opened last. Both directions are driven by interrupts. The server never waits for the line or for a client:
-//! a write that does not fit its buffer is cut, and the client's notification says when to go on.
+//! One client has the line for itself, byte for byte. Several share it through [`mux`]: an escape key selects
+//! the one that is shown and typed to, and what the others write is kept. Both directions are driven by interrupts.
+//! The server never waits for the line or for a client: a write that does not fit is cut, and the client's
+//! notification says when to go on.
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 
+mod cook;
+mod directory;
+mod mux;
 mod ring;
 mod server;
 mod uart;
 
+use native_rt::start::windows;
 use native_rt::{Caller, Irq, Notification, Ports, error, reply_wait, wait};
 use proto::control::code;
-use proto::start::{Role, Start, event, slot};
+use proto::start::{RangeKind, Role, Start, event, slot};
+use spin::{Mutex, MutexGuard};
 
+use crate::directory::Directory;
+use crate::mux::Mux;
 use crate::server::Server;
 use crate::uart::Uart;
 
+/// Too large for the stack.
+static MUX: Mutex<Mux> = Mutex::new(Mux::new());
 /// Failures to wait, one after the other, that end the server.
 const MAX_FAILURES: u32 = 1000;
 
@@ -26,7 +36,7 @@ native_rt::entry!(main);
 /// Serves for ever; returns the exit code of a failure.
 #[cfg_attr(test, allow(dead_code, reason = "needs the kernel"))]
 fn main(start: &Start<'static>) -> u64 {
-    let Role::Console { port } = start.role else {
+    let Role::Console { port, multiplex } = start.role else {
         error!("started as something else than a console");
         return code::BAD_CONFIG;
     };
@@ -40,7 +50,13 @@ fn main(start: &Start<'static>) -> u64 {
         error!("cannot bind the interrupt: {status:?}");
         return code::INTERNAL;
     }
-    let mut server = Server::new(Uart::new(ports), irq);
+    let directory = windows(start, RangeKind::Directory).next().map(Directory::new);
+    // The program's only thread comes here once.
+    let mux = MutexGuard::leak(MUX.lock());
+    if multiplex {
+        mux.multiplex();
+    }
+    let mut server = Server::new(Uart::new(ports), irq, mux, directory);
     server.interrupt();
     serve(&mut server)
 }

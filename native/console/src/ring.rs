@@ -1,4 +1,4 @@
-//! A ring of bytes.
+//! Rings of bytes.
 
 /// First in, first out; `SIZE` is a power of two.
 pub struct Ring<const SIZE: usize> {
@@ -50,6 +50,63 @@ impl<const SIZE: usize> Ring<SIZE> {
     }
 }
 
+/// The last `SIZE` bytes of a stream; `SIZE` is a power of two.
+pub struct Kept<const SIZE: usize> {
+    bytes: [u8; SIZE],
+    /// Bytes ever put, modulo 2^32.
+    put: u32,
+    /// Bytes in it.
+    length: u32,
+}
+
+impl<const SIZE: usize> Kept<SIZE> {
+    /// Nothing is kept.
+    pub const fn new() -> Self {
+        assert!(SIZE.is_power_of_two() && SIZE <= 1 << 31);
+        Self { bytes: [0; SIZE], put: 0, length: 0 }
+    }
+
+    /// Puts a byte in place of the oldest one.
+    pub fn put(&mut self, byte: u8) {
+        self.bytes[self.put as usize % SIZE] = byte;
+        self.put = self.put.wrapping_add(1);
+        self.length = (self.length + 1).min(SIZE as u32);
+    }
+
+    /// Number of bytes in it.
+    pub const fn len(&self) -> usize {
+        self.length as usize
+    }
+
+    /// The byte that was put `back` bytes ago: 0 is the last one.
+    fn ago(&self, back: usize) -> u8 {
+        self.bytes[self.put.wrapping_sub(1).wrapping_sub(back as u32) as usize % SIZE]
+    }
+
+    /// The last bytes, at most `most`.
+    pub fn last(&self, most: usize) -> impl Iterator<Item = u8> {
+        (0..self.len().min(most)).rev().map(|back| self.ago(back))
+    }
+
+    /// How many of the last bytes make `lines` lines, at most `most` bytes. What comes after the last line feed is
+    /// a line, too. If there are as many bytes but fewer line feeds, the first line is a part of one.
+    pub fn last_lines(&self, lines: usize, most: usize) -> usize {
+        let within = self.len().min(most);
+        let mut feeds = (0..within).filter(|&back| self.ago(back) == b'\n');
+        match feeds.nth(lines) {
+            Some(start) => start,
+            None if within == self.len() => within,
+            // The oldest line that is whole starts after the oldest line feed.
+            None => (0..within).rev().find(|&back| self.ago(back) == b'\n').unwrap_or(within),
+        }
+    }
+
+    /// Drops everything.
+    pub fn clear(&mut self) {
+        self.length = 0;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -69,5 +126,37 @@ mod tests {
             }
             assert_eq!(ring.take(), None);
         }
+    }
+
+    #[test]
+    fn the_last_bytes_are_kept() {
+        let mut kept = Kept::<8>::new();
+        kept.put = u32::MAX - 2;
+        let last = |kept: &Kept<8>, most| kept.last(most).collect::<Vec<_>>();
+        assert_eq!(last(&kept, 9), b"");
+        b"abc".iter().for_each(|&byte| kept.put(byte));
+        assert_eq!(last(&kept, 9), b"abc");
+        b"defghijkl".iter().for_each(|&byte| kept.put(byte));
+        assert_eq!(last(&kept, 9), b"efghijkl");
+        assert_eq!(last(&kept, 2), b"kl");
+        kept.clear();
+        assert_eq!(last(&kept, 9), b"");
+    }
+
+    #[test]
+    fn lines_from_the_end() {
+        let mut kept = Kept::<16>::new();
+        let lines = |kept: &Kept<16>, lines, most| {
+            let count = kept.last_lines(lines, most);
+            String::from_utf8(kept.last(count).collect()).unwrap()
+        };
+        b"1\n22\n333\n$".iter().for_each(|&byte| kept.put(byte));
+        assert_eq!(lines(&kept, 1, 16), "333\n$");
+        assert_eq!(lines(&kept, 0, 16), "$");
+        assert_eq!(lines(&kept, 9, 16), "1\n22\n333\n$");
+        assert_eq!(lines(&kept, 9, 7), "333\n$", "whole lines only");
+        assert_eq!(lines(&kept, 9, 3), "$");
+        b"xxxxxxxxxxxxxxxxxxxx".iter().for_each(|&byte| kept.put(byte));
+        assert_eq!(lines(&kept, 2, 16), "xxxxxxxxxxxxxxxx", "one line that is too long");
     }
 }

@@ -1,37 +1,28 @@
-//! Sessions, buffers, and what happens on calls and events.
+//! Sessions, and what happens on calls and events.
 
 use native_rt::{Irq, Message, Notification, Page, Slots, drop_capability};
-use proto::console::{CLOSE, DRAIN, DRAINED, MAX_BYTES, OPEN, READ, WRITE};
+use proto::console::directory::{self, SESSIONS};
+use proto::console::{CHANGED, CLOSE, DRAIN, DRAINED, MAX_BYTES, OPEN, READ, WRITE};
 use proto::start::{event, slot};
 use proto::{DONE, REFUSED};
 
-use crate::ring::Ring;
+use crate::directory::Directory;
+use crate::mux::Mux;
 use crate::uart::{Registers, Uart};
-
-/// Most sessions; a session is the badge of its gate.
-const SESSIONS: usize = 16;
-/// Bytes that wait to be sent.
-const OUTPUT: usize = 16 << 10;
-/// Bytes that wait to be read.
-const INPUT: usize = 1 << 10;
 
 #[derive(Clone, Copy)]
 struct Session {
     notification: Notification,
     events: u64,
-    /// A write was cut.
-    wants_room: bool,
 }
 
-/// The server.
+/// The server. A session is the badge of its gate.
 pub struct Server<R> {
     uart: Uart<R>,
     irq: Irq,
-    output: Ring<OUTPUT>,
-    input: Ring<INPUT>,
+    mux: &'static mut Mux,
+    directory: Option<Directory>,
     sessions: [Option<Session>; SESSIONS],
-    /// The session that reads the input.
-    reader: Option<usize>,
     /// Where clients' notifications come.
     slots: Slots<1>,
     /// The slot that the next one comes to.
@@ -42,14 +33,18 @@ pub struct Server<R> {
 
 impl<R: Registers> Server<R> {
     /// A server without sessions.
-    pub fn new(uart: Uart<R>, irq: Irq) -> Self {
+    pub fn new(
+        uart: Uart<R>,
+        irq: Irq,
+        mux: &'static mut Mux,
+        directory: Option<Directory>,
+    ) -> Self {
         let mut server = Self {
             uart,
             irq,
-            output: Ring::new(),
-            input: Ring::new(),
+            mux,
+            directory,
             sessions: [None; SESSIONS],
-            reader: None,
             slots: Slots::new(slot::FREE),
             offered: None,
             draining: false,
@@ -70,6 +65,9 @@ impl<R: Registers> Server<R> {
         // An empty slot is what is wanted.
         let _ = drop_capability(slot);
         self.slots.give(slot);
+        if self.offered.is_none() {
+            self.offer();
+        }
     }
 
     /// Answers a call.
@@ -81,28 +79,37 @@ impl<R: Registers> Server<R> {
         };
         let answer = match message.tag.label {
             OPEN if came.is_some() => {
-                if self.sessions[index].is_some() {
-                    self.close(index);
-                    self.input.clear();
-                }
+                self.drop_session(index);
                 self.sessions[index] = came.map(|slot| Session {
                     notification: Notification::at(slot),
                     events: message.words[0],
-                    wants_room: false,
                 });
-                self.reader = Some(index);
                 self.offer();
-                return done(0);
+                let entry = self.directory.as_ref().and_then(|directory| directory.entry(index));
+                let name = entry.as_ref().and_then(directory::name);
+                self.mux.open(index, name.unwrap_or("?"));
+                done(0)
             }
-            WRITE => self.write(index, message),
-            READ => self.read(index, message.words[0]),
+            WRITE => {
+                self.forget(came);
+                self.write(index, message)
+            }
+            READ => {
+                self.forget(came);
+                self.read(index, message.words[0])
+            }
             CLOSE => {
+                self.forget(came);
                 self.close(index);
                 done(0)
             }
-            _ => refused(),
+            _ => {
+                self.forget(came);
+                refused()
+            }
         };
-        self.forget(came);
+        self.send();
+        self.wake();
         answer
     }
 
@@ -110,53 +117,35 @@ impl<R: Registers> Server<R> {
     fn forget(&mut self, came: Option<u64>) {
         if let Some(slot) = came {
             self.discard(slot);
-            self.offer();
+        }
+    }
+
+    fn drop_session(&mut self, index: usize) {
+        if let Some(session) = self.sessions[index].take() {
+            self.discard(session.notification.selector());
         }
     }
 
     fn close(&mut self, index: usize) {
-        if let Some(session) = self.sessions[index].take() {
-            self.discard(session.notification.selector());
-        }
-        if self.reader == Some(index) {
-            self.reader = self.sessions.iter().position(Option::is_some);
-        }
+        self.drop_session(index);
+        self.mux.close(index);
     }
 
     fn write(&mut self, index: usize, message: Message) -> Message {
         let mut bytes = [0; MAX_BYTES];
         let bytes = Page::current().bytes(message.tag.words, message.words[0], &mut bytes);
-        let taken = bytes.iter().take_while(|&&byte| self.output.put(byte)).count();
-        if taken < bytes.len()
-            && let Some(session) = &mut self.sessions[index]
-        {
-            session.wants_room = true;
-        }
-        let output = &mut self.output;
-        self.uart.send(|| output.take());
-        done(taken as u64)
+        done(self.mux.write(index, bytes) as u64)
     }
 
     fn read(&mut self, index: usize, wanted: u64) -> Message {
-        if self.reader != Some(index) {
-            return done(0);
-        }
         let mut bytes = [0; MAX_BYTES];
         let wanted = wanted.min(MAX_BYTES as u64) as usize;
-        let mut length = 0;
-        while length < wanted
-            && let Some(byte) = self.input.take()
-        {
-            bytes[length] = byte;
-            length += 1;
-        }
+        let length = self.mux.read(index, &mut bytes[..wanted]);
         if length < wanted {
-            // The buffer is empty now; more may be waiting in the port.
+            // There is room now; more may be waiting in the port.
             self.service();
-            if self.input.len() > 0 {
-                self.signal_reader();
-            }
         }
+        self.wake();
         let words = Page::current().set_bytes(&bytes[..length]);
         done(length as u64).with_page(words)
     }
@@ -166,24 +155,40 @@ impl<R: Registers> Server<R> {
         if events & DRAIN != 0 {
             self.draining = true;
         }
+        if events & CHANGED != 0 {
+            self.follow_root();
+        }
         if events & (event::INTERRUPT | DRAIN) != 0 {
             self.interrupt();
         }
+    }
+
+    /// Takes over what root has written: who is gone, and the log.
+    fn follow_root(&mut self) {
+        let Some(directory) = &mut self.directory else { return };
+        let mut buffer = [0; 512];
+        while let Some(bytes) = directory.read_log(&mut buffer) {
+            self.mux.log(bytes);
+        }
+        for index in 0..SESSIONS {
+            let gone = self.directory.as_ref().is_some_and(|all| all.entry(index).is_none());
+            if gone && self.sessions[index].is_some() {
+                self.close(index);
+            }
+        }
+        self.send();
+        self.wake();
     }
 
     /// Serves the device.
     pub fn interrupt(&mut self) {
         // First: an edge that comes while the interrupt is masked would be lost.
         let _ = self.irq.acknowledge();
-        let was_waiting = self.input.len() > 0;
         self.service();
-        if self.input.len() > 0 && !was_waiting {
-            self.signal_reader();
-        }
-        if self.output.room() >= OUTPUT / 2 {
-            self.signal_writers();
-        }
-        if self.draining && self.output.len() == 0 && self.uart.finish() {
+        // Answers to keys.
+        self.send();
+        self.wake();
+        if self.draining && self.mux.is_empty() && self.uart.finish() {
             self.draining = false;
             // Root may have gone on without us.
             let _ = Notification::at(slot::ROOT).signal(DRAINED);
@@ -191,33 +196,23 @@ impl<R: Registers> Server<R> {
     }
 
     fn service(&mut self) {
-        let (output, input) = (&mut self.output, &mut self.input);
-        self.uart.service(
-            input.room(),
-            || output.take(),
-            |byte| {
-                // There is room: its size was told.
-                input.put(byte);
-            },
-        );
+        let Self { uart, mux, .. } = self;
+        let room = mux.input_room();
+        uart.service(room, *mux, Mux::next, Mux::key);
     }
 
-    fn signal_reader(&mut self) {
-        if let Some(index) = self.reader
-            && let Some(session) = self.sessions[index]
-            && session.notification.signal(session.events).is_err()
-        {
-            // The client is gone.
-            self.close(index);
-        }
+    fn send(&mut self) {
+        let Self { uart, mux, .. } = self;
+        uart.send(|| mux.next());
     }
 
-    fn signal_writers(&mut self) {
-        for index in 0..SESSIONS {
-            let Some(session) = &mut self.sessions[index] else { continue };
-            if core::mem::take(&mut session.wants_room)
+    /// Tells clients of input and room.
+    fn wake(&mut self) {
+        for index in self.mux.take_wakes() {
+            if let Some(session) = self.sessions[index]
                 && session.notification.signal(session.events).is_err()
             {
+                // The client is gone.
                 self.close(index);
             }
         }

@@ -92,23 +92,24 @@ impl<R: Registers> Uart<R> {
     }
 
     /// Moves bytes both ways until the port wants no attention, which lets its interrupt line fall: the line is
-    /// edge-triggered. `next` gives bytes to send, `received` takes at most `room` bytes that came. With no room
+    /// edge-triggered. `next` gives `client`'s bytes to send, `received` takes at most `room` bytes that came. With no room
     /// left the rest stays in the port, and does not interrupt until there is room again.
-    pub fn service(
+    pub fn service<T>(
         &mut self,
         room: usize,
-        mut next: impl FnMut() -> Option<u8>,
-        mut received: impl FnMut(u8),
+        client: &mut T,
+        next: impl Fn(&mut T) -> Option<u8>,
+        received: impl Fn(&mut T, u8),
     ) {
         let mut room = room;
         for _ in 0..MAX_ROUNDS {
             while room > 0 && self.registers.read(register::LSR) & LSR_RECEIVED != 0 {
-                received(self.registers.read(register::DATA));
+                received(client, self.registers.read(register::DATA));
                 room -= 1;
             }
             self.enable(IER_RECEIVED, room > 0);
             self.registers.read(register::MSR);
-            self.send(&mut next);
+            self.send(|| next(client));
             if self.registers.read(register::IIR) & IIR_NONE != 0 {
                 break;
             }
@@ -209,10 +210,10 @@ mod tests {
     fn receives_all() {
         let mut uart = Uart::new(Line { typed: b"abc".to_vec(), takes: 16, ..Line::default() });
         let mut received = Vec::new();
-        uart.service(2, || None, |byte| received.push(byte));
+        uart.service(2, &mut received, |_| None, Vec::push);
         assert_eq!(received, b"ab", "no room for more");
         assert_eq!(uart.line().ier, 0, "nor interrupts");
-        uart.service(2, || None, |byte| received.push(byte));
+        uart.service(2, &mut received, |_| None, Vec::push);
         assert_eq!(received, b"abc");
         assert_eq!(uart.line().ier, IER_RECEIVED);
     }

@@ -7,11 +7,13 @@ use native_rt::{
     Factory, Gate, Irq, Notification, OwnThread, Platform, Serves, Slots, Space, Status, Task,
     Thread, Window, drop_capability,
 };
+use proto::manage::Report;
 use proto::start::{
     FILES, FILES_ALIGN, GUEST_MEMORY, MAX_RANGES, MAX_START, MEMORY, MESSAGE_PAGE, Range,
     RangeKind, STACK_TOP, START_PAGE, Start, slot,
 };
 
+use crate::directory::Directory;
 use crate::loader::{self, LoadError};
 use crate::manager;
 use crate::memory::Memory;
@@ -32,6 +34,8 @@ pub mod purpose {
     pub const CONTROL: u64 = 1;
     /// Fault gate.
     pub const FAULT: u64 = 2;
+    /// Management gate.
+    pub const MANAGE: u64 = 3;
     /// Number of bits.
     pub const BITS: u32 = 8;
 }
@@ -113,6 +117,9 @@ pub struct Child {
     pub bytes: u64,
     /// TSC when it was made.
     pub made: u64,
+    /// Kernel memory set aside for it, in pages.
+    pub quota: u64,
+    report: Option<Window>,
     ranges: Vec<Range, MAX_RANGES>,
 }
 
@@ -184,6 +191,8 @@ impl Child {
             notification,
             bytes: 0,
             made: native_rt::time::tsc(),
+            quota: shape.quota,
+            report: None,
             ranges: Vec::new(),
         })
     }
@@ -270,6 +279,63 @@ impl Child {
         let gate = client.factory.gate(slot_of_client, self.thread, badge)?;
         client.task.give(gate.selector(), slot::DEVICE, rights::CALL)?;
         Ok(())
+    }
+
+    /// Gives it the management gate.
+    pub fn add_management(&mut self, slots: &mut RootSlots) -> Result<(), StartError> {
+        let slot_of_gate = take(slots, &mut self.slots)?;
+        let badge = (self.number as u64) << purpose::BITS | purpose::MANAGE;
+        let gate = self.factory.gate(slot_of_gate, OwnThread::at(boot::slot::THREAD), badge)?;
+        self.task.give(gate.selector(), slot::MANAGE, rights::CALL)?;
+        Ok(())
+    }
+
+    /// Gives it pages that root writes too, filled with zeros, and returns them.
+    fn add_shared(
+        &mut self,
+        resources: &mut Resources,
+        kind: RangeKind,
+        address: u64,
+        pages: u64,
+        rights: u8,
+    ) -> Result<Window, StartError> {
+        let window = resources.memory.take(self.number, pages).ok_or(StartError::Memory)?;
+        self.bytes += window.length();
+        self.task.map(window, address, rights)?;
+        self.add_range(kind, address, window.length())?;
+        Ok(window)
+    }
+
+    /// Gives it the directory of console clients.
+    pub fn add_directory(&mut self, resources: &mut Resources) -> Result<Directory, StartError> {
+        let (kind, pages) = (RangeKind::Directory, Directory::PAGES);
+        let window = self.add_shared(resources, kind, MEMORY, pages, rights::READ)?;
+        Ok(Directory::new(window, self.notification))
+    }
+
+    /// Gives it a page for reports.
+    pub fn add_report(&mut self, resources: &mut Resources) -> Result<(), StartError> {
+        let rights = rights::READ | rights::WRITE;
+        let window = self.add_shared(resources, RangeKind::Report, MEMORY, 1, rights)?;
+        self.report = Some(window);
+        Ok(())
+    }
+
+    /// Its last report, if it is whole.
+    pub fn report(&self) -> Option<Report> {
+        let mut bytes = [0; Report::LENGTH];
+        let window = self.report?;
+        let mut words = [0; Report::LENGTH / 8];
+        let mut after = [0; 8];
+        if !window.read(0, &mut bytes) || !window.read(0, &mut after) {
+            return None;
+        }
+        for (word, chunk) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+            *word = u64::from_le_bytes(*chunk);
+        }
+        let (&sequence, words) = words.split_first()?;
+        let whole = sequence % 2 == 0 && sequence == u64::from_le_bytes(after);
+        whole.then(|| words.first_chunk().map(Report::unpack)).flatten()
     }
 
     /// Gives it a device: eight ports, an interrupt line, and a way to tell root.

@@ -101,6 +101,11 @@ impl Frames {
         }
     }
 
+    /// Number of separate free ranges.
+    pub fn pieces(&self) -> u64 {
+        self.free.len() as u64
+    }
+
     /// Number of free frames.
     pub fn count(&self) -> u64 {
         self.free.iter().map(|free| free.run.count).sum()

@@ -14,10 +14,13 @@
 mod alarm;
 mod child;
 mod clock;
+mod directory;
 mod fault;
 mod frames;
+mod instances;
 mod lines;
 mod loader;
+mod manage;
 mod manager;
 mod memory;
 mod policy;

@@ -15,14 +15,16 @@ use proto::control::{EXITED, PANICKED, STARTED, Statistics, code};
 use proto::log::{Level, MAX_TEXT};
 use proto::start::{Clock, RangeKind, Role, Start, Vmm, event};
 use proto::system::{
-    Board, MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, SerialPort, Server, System, Vm,
+    Board, MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, SerialPort, Server, ServerKind, System, Vm,
 };
 use proto::{DONE, REFUSED, console};
 use vmm_cpu::exit::EXIT_NAMES;
 
 use crate::alarm::{Alarm, RINGS};
 use crate::child::{Child, Resources, Shape, StartError, purpose};
+use crate::directory::Directory;
 use crate::fault::Fault;
+use crate::instances::{Instances, Name};
 use crate::memory::Memory;
 use crate::policy::Ended;
 use crate::{leave, lines, policy};
@@ -35,9 +37,10 @@ const ALARM_SCHED: u64 = boot::slot::FREE + 3;
 const FIRST_FREE: u64 = boot::slot::FREE + 4;
 
 /// Children are numbered: servers, tasks, virtual machines.
-const FIRST_TASK: usize = MAX_SERVERS;
-const FIRST_VM: usize = FIRST_TASK + MAX_TASKS;
-const CHILDREN: usize = FIRST_VM + MAX_VMS;
+pub(crate) const FIRST_TASK: usize = MAX_SERVERS;
+pub(crate) const FIRST_VM: usize = FIRST_TASK + MAX_TASKS;
+pub(crate) const CHILDREN: usize = FIRST_VM + MAX_VMS;
+const _: () = assert!(CHILDREN <= proto::console::directory::SESSIONS);
 
 /// Kernel memory of a server, in pages.
 const SERVER_QUOTA: u64 = 64;
@@ -63,20 +66,33 @@ const PATIENCE: u64 = 3_000_000_000;
 
 /// What is known of a child beyond its life.
 #[derive(Clone, Copy)]
-struct Record {
+pub(crate) struct Record {
     /// Exit code of its last end.
-    ended: Option<u64>,
+    pub ended: Option<u64>,
     /// TSC at which to start it again.
-    restart: u64,
+    pub restart: u64,
     /// Restarts since it was last healthy.
     restarts: u32,
+    /// Restarts in all.
+    pub all_restarts: u32,
+    /// An operator has asked it to end: it is not started again.
+    pub hold: bool,
+    /// An operator has paused it.
+    pub paused: bool,
 }
 
-const UNKNOWN: Record = Record { ended: None, restart: FOREVER, restarts: 0 };
+pub(crate) const UNKNOWN: Record = Record {
+    ended: None,
+    restart: FOREVER,
+    restarts: 0,
+    all_restarts: 0,
+    hold: false,
+    paused: false,
+};
 
 /// How far the end of the system has come.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Phase {
+pub(crate) enum Phase {
     Running,
     /// Tasks that are left are asked to end, until this TSC value.
     Stopping(u64),
@@ -85,22 +101,27 @@ enum Phase {
 }
 
 /// How a child ended.
-enum End<'t> {
+pub(crate) enum End<'t> {
     Exited(u64, Statistics),
     Panicked(&'t [u8]),
     Faulted(Fault),
+    /// An operator has ended it.
+    Killed,
 }
 
 /// Root's state.
 pub struct Manager<'a> {
-    resources: Resources<'a>,
+    pub(crate) resources: Resources<'a>,
     header: Header<'a>,
-    system: &'a System<'a>,
-    clock: Clock,
-    children: [Option<Child>; CHILDREN],
-    records: [Record; CHILDREN],
+    pub(crate) system: &'a System<'a>,
+    pub(crate) clock: Clock,
+    pub(crate) instances: Instances<'a>,
+    pub(crate) children: [Option<Child>; CHILDREN],
+    pub(crate) records: [Record; CHILDREN],
+    /// Of the console's multiplexer, and the server's number.
+    directory: Option<(usize, Directory)>,
     alarm: Option<Alarm>,
-    phase: Phase,
+    pub(crate) phase: Phase,
     outcome: u64,
 }
 
@@ -123,8 +144,10 @@ impl<'a> Manager<'a> {
             header,
             system,
             clock,
+            instances: Instances::new(system),
             children: [const { None }; CHILDREN],
             records: [UNKNOWN; CHILDREN],
+            directory: None,
             alarm: alarm.ok(),
             phase: Phase::Running,
             outcome: code::OK,
@@ -155,14 +178,15 @@ impl<'a> Manager<'a> {
         }
     }
 
-    fn name(&self, number: usize) -> &'a str {
+    pub(crate) fn name(&self, number: usize) -> Name {
         let system = self.system;
-        let vm = number.checked_sub(FIRST_VM).and_then(|index| system.vms.get(index));
-        let task = number.checked_sub(FIRST_TASK).and_then(|index| system.tasks.get(index));
-        vm.map(|vm| vm.name)
-            .or(task.map(|task| task.name))
-            .or(system.servers.get(number).map(|server| server.name))
-            .unwrap_or("?")
+        let name = match number {
+            FIRST_VM.. => self.instances.get(number - FIRST_VM).map(|vm| vm.name.as_str()),
+            FIRST_TASK.. => system.tasks.get(number - FIRST_TASK).map(|task| task.name),
+            _ => system.servers.get(number).map(|server| server.name),
+        };
+        // Names in a description are short enough.
+        name.unwrap_or("?").try_into().unwrap_or_default()
     }
 
     fn kind(number: usize) -> &'static str {
@@ -175,7 +199,7 @@ impl<'a> Manager<'a> {
 
     fn essential(&self, number: usize) -> bool {
         if let Some(index) = number.checked_sub(FIRST_VM) {
-            return self.system.vms.get(index).is_some_and(|vm| vm.essential);
+            return self.instances.get(index).is_some_and(|vm| vm.plan.essential);
         }
         let task = number.checked_sub(FIRST_TASK).and_then(|index| self.system.tasks.get(index));
         task.is_some_and(|task| task.essential)
@@ -184,11 +208,13 @@ impl<'a> Manager<'a> {
     // ---- starting ----------------------------------------------------------------------------
 
     /// Starts a child if the description has it. A failure is its end.
-    fn start(&mut self, number: usize) {
-        self.records[number].restart = FOREVER;
+    pub(crate) fn start(&mut self, number: usize) {
+        let record = &mut self.records[number];
+        (record.restart, record.hold, record.paused) = (FOREVER, false, false);
         let started = match number {
             FIRST_VM.. => {
-                self.system.vms.get(number - FIRST_VM).map(|vm| self.start_vm(number, vm))
+                let plan = self.instances.get(number - FIRST_VM).map(|vm| vm.plan);
+                plan.map(|plan| self.start_vm(number, plan))
             }
             FIRST_TASK.. => {
                 (number - FIRST_TASK < self.system.tasks.len()).then(|| self.start_task(number))
@@ -225,12 +251,13 @@ impl<'a> Manager<'a> {
         let range = file.offset as usize..(file.offset + file.length) as usize;
         let bytes = self.resources.boot.bundle.get(range).ok_or(StartError::Place)?;
         let mut child = Child::new(&mut self.resources, shape)?;
+        let name = self.name(shape.number);
         let done = child
             .load(&mut self.resources, (file.offset, bytes), shape.stack)
             .and_then(|entry| Ok((entry, equip(self, &mut child)?)))
             .and_then(|(entry, role)| {
                 let start = Start {
-                    name: self.name(shape.number),
+                    name: &name,
                     cpu: shape.cpu,
                     priority: shape.priority,
                     clock: self.clock,
@@ -265,7 +292,11 @@ impl<'a> Manager<'a> {
         };
         self.build(&shape, server.binary, |root, child| {
             child.add_device(&mut root.resources, port, interrupt)?;
-            Ok(Role::Console { port })
+            let multiplex = server.kind == ServerKind::Multiplexer;
+            if multiplex {
+                root.directory = Some((number, child.add_directory(&mut root.resources)?));
+            }
+            Ok(Role::Console { port, multiplex })
         })
     }
 
@@ -289,6 +320,10 @@ impl<'a> Manager<'a> {
         };
         self.build(&shape, task.binary, |root, child| {
             child.add_private(&mut root.resources, TASK_MEMORY)?;
+            root.connect_console(child, task.console, number)?;
+            if task.manage {
+                child.add_management(&mut root.resources.slots)?;
+            }
             Ok(Role::Program(task.arguments.clone()))
         })
     }
@@ -321,12 +356,8 @@ impl<'a> Manager<'a> {
             if let Some(initrd) = vm.initrd {
                 root.add_file(child, RangeKind::Initrd, initrd)?;
             }
-            if let Some(server) = vm.console {
-                let Some(Some(server)) = root.children.get(server as usize) else {
-                    return Err(StartError::Server);
-                };
-                server.session(&mut root.resources.slots, child, index as u64)?;
-            }
+            root.connect_console(child, vm.console, number)?;
+            child.add_report(&mut root.resources)?;
             Ok(Role::Vmm(Vmm {
                 cpus,
                 memory: vm.memory,
@@ -336,6 +367,23 @@ impl<'a> Manager<'a> {
                 xcr0_mask: machine.xcr0_mask,
             }))
         })
+    }
+
+    /// Gives a child its console, if the description has one. The session is the child's number.
+    fn connect_console(
+        &mut self,
+        child: &mut Child,
+        console: Option<u8>,
+        number: usize,
+    ) -> Result<(), StartError> {
+        let Some(server) = console.map(usize::from) else { return Ok(()) };
+        let name = self.name(number);
+        if let Some((_, directory)) = self.directory.as_ref().filter(|(owner, _)| *owner == server)
+        {
+            directory.set(number, &name);
+        }
+        let Some(Some(server)) = self.children.get(server) else { return Err(StartError::Server) };
+        server.session(&mut self.resources.slots, child, number as u64)
     }
 
     fn add_file(&self, child: &mut Child, kind: RangeKind, name: &str) -> Result<(), StartError> {
@@ -357,7 +405,7 @@ impl<'a> Manager<'a> {
         match (badge & ((1 << purpose::BITS) - 1), message.tag.label) {
             (purpose::LOG, proto::log::WRITE) => {
                 let text = page.bytes(message.tag.words, message.words[1], &mut text);
-                lines::write(self.name(number), Level::from_code(message.words[0]), text);
+                lines::write(&self.name(number), Level::from_code(message.words[0]), text);
                 Some(Message::new(DONE, [0; 4]))
             }
             (purpose::CONTROL, STARTED) => Some(Message::new(DONE, [0; 4])),
@@ -379,6 +427,7 @@ impl<'a> Manager<'a> {
                 self.end(number, End::Faulted(Fault { vector, error, address, ip }));
                 None
             }
+            (purpose::MANAGE, label) => Some(self.manage(label, message)),
             _ => Some(Message::new(REFUSED, [0; 4])),
         }
     }
@@ -401,21 +450,25 @@ impl<'a> Manager<'a> {
     // ---- ends --------------------------------------------------------------------------------
 
     /// Takes a child apart, says why, and decides what follows.
-    fn end(&mut self, number: usize, end: End) {
+    pub(crate) fn end(&mut self, number: usize, end: End) {
         let (kind, name) = (Self::kind(number), self.name(number));
         let (code, what) = match &end {
             End::Exited(code, _) => (*code, policy::outcome(*code, number >= FIRST_VM)),
             End::Panicked(_) => (code::INTERNAL, "panic"),
             End::Faulted(_) => (code::INTERNAL, "fault"),
+            End::Killed => (code::OK, "killed"),
         };
         match end {
-            End::Exited(..) => {}
-            End::Panicked(text) => lines::write(name, Level::Error, text),
+            End::Exited(..) | End::Killed => {}
+            End::Panicked(text) => lines::write(&name, Level::Error, text),
             End::Faulted(fault) => error!("{kind} {name}: {fault}"),
         }
         let Some(child) = self.children[number].take() else { return };
         let (lived, bytes) = (time::tsc().saturating_sub(child.made), child.bytes);
         let pages = pages_used();
+        if self.directory.as_ref().is_some_and(|(owner, _)| *owner == number) {
+            self.directory = None;
+        }
         child.destroy(&mut self.resources);
         let kernel = pages.saturating_sub(pages_used()) * abi::PAGE_SIZE;
         if let End::Exited(_, statistics) = end
@@ -425,18 +478,19 @@ impl<'a> Manager<'a> {
         }
         info!("{kind} {name} ended: {what} code {code}");
         self.records[number].ended = Some(code);
+        if let Some((_, directory)) = &self.directory {
+            directory.set(number, "");
+        }
 
-        let policy = match number.checked_sub(FIRST_VM).and_then(|index| self.system.vms.get(index))
-        {
-            Some(vm) => vm.restart,
-            None => Restart::Never,
-        };
-        let again = policy::starts_again(policy, code);
+        let vm = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index));
+        let policy = vm.map_or(Restart::Never, |vm| vm.plan.restart);
+        let again = policy::starts_again(policy, code) && !self.records[number].hold;
         if again && self.alarm.is_some() && self.phase == Phase::Running {
             let record = &mut self.records[number];
             let lived = time::nanos(self.clock.tsc_khz, lived);
             let (delay, restarts) = policy::next_restart(record.restarts, lived);
             record.restarts = restarts;
+            record.all_restarts = record.all_restarts.saturating_add(1);
             record.restart = time::after(&self.clock, delay);
             info!("{kind} {name} starts again in {} ms", delay / 1_000_000);
         }
@@ -448,7 +502,7 @@ impl<'a> Manager<'a> {
     }
 
     /// Goes to the next phase if the time has come, and sets the alarm for what is next.
-    fn advance(&mut self) {
+    pub(crate) fn advance(&mut self) {
         let now = time::tsc();
         if self.phase == Phase::Running {
             let none_essential = (FIRST_TASK..CHILDREN).all(|number| !self.essential(number));
@@ -525,7 +579,7 @@ fn make_alarm(thread: OwnThread) -> Result<Alarm, native_rt::Status> {
 }
 
 /// Pages of kernel memory in use.
-fn pages_used() -> u64 {
+pub(crate) fn pages_used() -> u64 {
     Platform::at(boot::slot::PLATFORM).stats().map_or(0, |stats| stats.pages_used)
 }
 

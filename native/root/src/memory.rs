@@ -48,6 +48,11 @@ impl Memory {
         self.frames.count() * PAGE_SIZE
     }
 
+    /// Pieces that free memory is in.
+    pub fn pieces(&self) -> u64 {
+        self.frames.pieces()
+    }
+
     fn locate(&self, run: Run) -> Option<(usize, Window)> {
         self.regions.iter().enumerate().find_map(|(region, &(first, window))| {
             let offset = run.first.checked_sub(first)? * PAGE_SIZE;

@@ -3,11 +3,13 @@
 use core::fmt::{self, Write};
 use core::sync::atomic::{AtomicU64, Ordering};
 
+use proto::console::directory::{LOG, LOG_END, LOG_LENGTH};
 use proto::log::{MAX_TEXT, WRITE};
 
 pub use proto::log::Level;
 
-use crate::objects::{Gate, Message, Platform};
+use crate::memory::Window;
+use crate::objects::{Gate, Message, Notification, Platform};
 use crate::page::Page;
 
 /// Slot of the log gate; of the platform with [`PLATFORM`]; 0 before start.
@@ -82,6 +84,46 @@ pub fn write_platform(platform: Platform, bytes: &[u8]) {
     let bytes = &bytes[..bytes.len().min(MAX_TEXT)];
     Page::current().set_bytes(bytes);
     let _ = platform.log(bytes.len() as u64);
+    write_mirror(bytes);
+}
+
+/// Address of the mirror, slot of the notification; 0: there is none.
+static MIRROR: AtomicU64 = AtomicU64::new(0);
+static MIRROR_NOTIFICATION: AtomicU64 = AtomicU64::new(0);
+/// Bytes ever written to the mirror.
+static MIRROR_END: AtomicU64 = AtomicU64::new(0);
+
+/// Copies root's log to a region from now on (see `proto::console::directory`), and signals its reader. Only one
+/// thread of root writes to the log.
+pub fn mirror(to: Option<(Window, Notification)>) {
+    let large = |window: &Window| window.length() >= LOG + LOG_LENGTH;
+    let (address, slot) = to
+        .filter(|(window, _)| large(window))
+        .map_or((0, 0), |(window, notification)| (window.base(), notification.selector()));
+    MIRROR_NOTIFICATION.store(slot, Ordering::Relaxed);
+    MIRROR_END.store(0, Ordering::Relaxed);
+    MIRROR.store(address, Ordering::Relaxed);
+}
+
+fn write_mirror(bytes: &[u8]) {
+    let address = MIRROR.load(Ordering::Relaxed);
+    if address == 0 {
+        return;
+    }
+    // SAFETY: `mirror` was given a window of at least this length.
+    let window = unsafe { Window::new(address, LOG + LOG_LENGTH) };
+    let end = MIRROR_END.load(Ordering::Relaxed);
+    let offset = end % LOG_LENGTH;
+    let (first, second) = bytes.split_at(bytes.len().min((LOG_LENGTH - offset) as usize));
+    let after = end + bytes.len() as u64;
+    // The parts are within the window. The end comes last: what is before it is there.
+    let _ = window.write(LOG + offset, first)
+        && window.write(LOG, second)
+        && window.write(LOG_END, &after.to_le_bytes());
+    MIRROR_END.store(after, Ordering::Relaxed);
+    let notification = Notification::at(MIRROR_NOTIFICATION.load(Ordering::Relaxed));
+    // Its reader may have just ended.
+    let _ = notification.signal(proto::console::CHANGED);
 }
 
 /// Logs that something failed.

@@ -87,7 +87,10 @@ pub fn windows<'a>(start: &'a Start, kind: RangeKind) -> impl Iterator<Item = Wi
         // constant.
         unsafe {
             match range.kind {
-                RangeKind::Private | RangeKind::Guest => Window::new(range.base, range.length),
+                RangeKind::Private | RangeKind::Guest | RangeKind::Report => {
+                    Window::new(range.base, range.length)
+                }
+                RangeKind::Directory => Window::read_only(range.base, range.length),
                 RangeKind::Kernel | RangeKind::Initrd => {
                     let length = range.length.next_multiple_of(abi::PAGE_SIZE);
                     Window::read_only(range.base & !(abi::PAGE_SIZE - 1), length)

@@ -147,6 +147,27 @@ fn devices_have_one_owner() {
 }
 
 #[test]
+fn a_shared_console() {
+    let task = "[[task]]\nname = \"steward\"\nbinary = \"check-hostile\"\nmanage = true\n";
+    let other = "[[vm]]\nname = \"b\"\nmemory = \"64M\"\nkernel = \"kernel\"\n";
+    let shared = "console = \"mux\"\n";
+    let first = ONE_VM.replace("com1\"", "mux\"");
+    let folder = Folder::new(&format!("{first}\n{task}{shared}{other}{shared}template = true\n"));
+    folder.write("kernel", &bzimage());
+    let output = folder.parador(&["system", "check", "system.toml"]).output().unwrap();
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
+    assert_eq!(code(&output), 0, "{}", errors(&output));
+    assert!(text.contains("com1: server console for steward, linux, b"), "{text}");
+    assert!(text.contains("1 vCPU on 1 CPU, none shared"), "templates have none: {text}");
+    // All share it, or one has it alone.
+    refused(
+        &format!("{ONE_VM}\n{other}{shared}"),
+        65,
+        "system.toml:14:11: error: com1 is the console of `linux` already",
+    );
+}
+
+#[test]
 fn cpus() {
     refused(&system("cpus = 0"), 65, "system.toml:3:8: error: a machine has 1 to 288 CPUs, not 0");
     let pinned = vm("cpus = { pin = [3] }").replacen("\n\n", "\ncpus = 2\n\n", 1);

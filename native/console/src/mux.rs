@@ -1,0 +1,604 @@
+//! One line for many clients: who is shown, who gets the keys, and what is kept of the others.
+//!
+//! Two ways to show output. *One*: the bytes of the selected client pass as they are, those of others are only
+//! kept. *All*: everybody's output is shown line by line behind a prefix `[name] `; see [`crate::cook`] why no
+//! client can forge one. Keys go to the selected client in both.
+//!
+//! Invariants: no client makes another one wait, other than by the speed of the line itself while it is the
+//! selected one; memory is fixed; everything is decided by the order of calls.
+
+use core::fmt::{self, Write};
+
+use heapless::String;
+use proto::console::directory::{LOG_SESSION, SESSIONS};
+use proto::system::MAX_NAME;
+
+use crate::cook::{COLUMNS, Cook, Cooked};
+use crate::ring::{Kept, Ring};
+
+/// The key after which the next one is a command: Ctrl-].
+pub const ESCAPE: u8 = 0x1d;
+
+/// Bytes that wait to be sent.
+const OUTPUT: usize = 16 << 10;
+/// Room that clients' output leaves for messages and for what is shown after a switch.
+const RESERVE: usize = 4 << 10;
+/// More than the longest line takes, with what goes before and after it.
+const LINE_ROOM: usize = 4 * COLUMNS;
+/// Bytes that wait to be read, of one client.
+const INPUT: usize = 1 << 10;
+/// Bytes of output that are kept, of one client.
+const KEPT: usize = 8 << 10;
+/// Lines and bytes that are shown after a switch.
+const SHOWN_LINES: usize = 20;
+const SHOWN_BYTES: usize = 2 << 10;
+
+/// What becomes of the next key.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Keys {
+    /// It goes to the selected client.
+    Pass,
+    /// It is a command.
+    Command,
+    /// It belongs to the name of a client.
+    Name,
+}
+
+/// How far a client has come.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Life {
+    /// It was never there.
+    Unknown,
+    /// Its session is open.
+    Open,
+    /// It has ended; its output is kept.
+    Ended,
+}
+
+struct Client {
+    life: Life,
+    /// By which users know it.
+    number: u8,
+    name: String<MAX_NAME>,
+    kept: Kept<KEPT>,
+    input: Ring<INPUT>,
+    /// A write was cut.
+    wants_room: bool,
+    /// It has written since it was last shown.
+    unseen: bool,
+    cook: Cook,
+    /// Complete lines that there was no room to show.
+    hidden: u32,
+}
+
+impl Client {
+    const UNKNOWN: Self = Self {
+        life: Life::Unknown,
+        number: 0,
+        name: String::new(),
+        kept: Kept::new(),
+        input: Ring::new(),
+        wants_room: false,
+        unseen: false,
+        cook: Cook::new(),
+        hidden: 0,
+    };
+
+    /// Characters of text in a line behind the prefix.
+    fn width(&self) -> usize {
+        COLUMNS - self.name.len() - "[] ".len()
+    }
+}
+
+/// The multiplexer. A client is known by its session, less than [`SESSIONS`].
+pub struct Mux {
+    /// There is more than one client; else its bytes pass as they are, both ways.
+    many: bool,
+    clients: [Client; SESSIONS],
+    output: Ring<OUTPUT>,
+    selected: usize,
+    keys: Keys,
+    typed: String<MAX_NAME>,
+    /// Everybody's lines are shown.
+    all: bool,
+    /// The last byte on the line was a line feed.
+    at_start: bool,
+    /// The selected client's incomplete line is on the screen.
+    partial: bool,
+    /// Clients that have to be told of input or room, by bit.
+    wakes: u64,
+}
+
+const _: () = assert!(SESSIONS <= 64);
+
+impl Mux {
+    /// A line without clients.
+    pub const fn new() -> Self {
+        Self {
+            many: false,
+            clients: [Client::UNKNOWN; SESSIONS],
+            output: Ring::new(),
+            selected: 0,
+            keys: Keys::Pass,
+            typed: String::new(),
+            all: false,
+            at_start: false,
+            partial: false,
+            wakes: 0,
+        }
+    }
+
+    /// From now on there may be many clients, the log among them.
+    pub fn multiplex(&mut self) {
+        self.many = true;
+        self.at_start = true;
+        self.clients[LOG_SESSION].life = Life::Open;
+        // It fits.
+        let _ = self.clients[LOG_SESSION].name.push_str("log");
+    }
+
+    /// Clients to tell that they have input or room; each is named once.
+    pub fn take_wakes(&mut self) -> impl Iterator<Item = usize> + use<> {
+        let wakes = core::mem::take(&mut self.wakes);
+        (0..SESSIONS).filter(move |client| wakes & 1 << client != 0)
+    }
+
+    // ---- sessions ----------------------------------------------------------------------------
+
+    /// A client opens its session, or opens it anew.
+    pub fn open(&mut self, client: usize, name: &str) {
+        let known = self.clients[client].life != Life::Unknown;
+        let first = (1..SESSIONS).all(|other| self.clients[other].life == Life::Unknown);
+        let number = if known { self.clients[client].number } else { self.free_number() };
+        let new = &mut self.clients[client];
+        if new.name != name {
+            new.kept.clear();
+            new.name.clear();
+            // The name of an entry of the directory fits.
+            let _ = new.name.push_str(name);
+        }
+        new.number = number;
+        new.life = Life::Open;
+        new.input.clear();
+        new.cook = Cook::new();
+        (new.wants_room, new.hidden) = (false, 0);
+        if !self.many {
+            self.selected = client;
+        } else if first {
+            self.select(client);
+        } else if client == self.selected && known {
+            self.say(format_args!("{name} is here again"));
+        }
+    }
+
+    fn free_number(&self) -> u8 {
+        let taken = |number: &u8| {
+            self.clients.iter().any(|other| other.life != Life::Unknown && other.number == *number)
+        };
+        (1..u8::MAX).find(|number| !taken(number)).unwrap_or(0)
+    }
+
+    /// A client is gone.
+    pub fn close(&mut self, client: usize) {
+        if self.clients[client].life != Life::Open {
+            return;
+        }
+        self.clients[client].life = Life::Ended;
+        if client == self.selected && self.many {
+            let name = self.clients[client].name.clone();
+            self.say(format_args!("{name} has ended; Ctrl-] ? shows who is here"));
+        } else if client == self.selected {
+            let other = self.clients.iter().position(|other| other.life == Life::Open);
+            self.selected = other.unwrap_or(client);
+        }
+    }
+
+    // ---- output ------------------------------------------------------------------------------
+
+    /// The next byte for the line.
+    pub fn next(&mut self) -> Option<u8> {
+        let byte = self.output.take();
+        if self.output.room() == OUTPUT / 2 {
+            self.tell_of_room();
+        }
+        byte
+    }
+
+    /// Nothing waits to be sent.
+    pub fn is_empty(&self) -> bool {
+        self.output.len() == 0
+    }
+
+    fn tell_of_room(&mut self) {
+        for (index, client) in self.clients.iter_mut().enumerate() {
+            if core::mem::take(&mut client.wants_room) {
+                self.wakes |= 1 << index;
+            }
+        }
+    }
+
+    /// A client writes. Returns how many bytes were taken; it is told when there is room for the others.
+    pub fn write(&mut self, client: usize, bytes: &[u8]) -> usize {
+        let mut taken = 0;
+        for &byte in bytes {
+            if !self.put(client, byte) {
+                self.clients[client].wants_room = true;
+                break;
+            }
+            taken += 1;
+        }
+        taken
+    }
+
+    /// Root writes to its log, which waits for nobody.
+    pub fn log(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            if byte == b'\n' {
+                self.log_byte(b'\r');
+            }
+            self.log_byte(byte);
+        }
+    }
+
+    fn log_byte(&mut self, byte: u8) {
+        if !self.put(LOG_SESSION, byte) {
+            self.clients[LOG_SESSION].kept.put(byte);
+        }
+    }
+
+    /// Takes a byte of a client's output; `false` if there is no room.
+    fn put(&mut self, client: usize, byte: u8) -> bool {
+        if !self.many {
+            return self.output.put(byte);
+        }
+        let shown = client == self.selected;
+        if shown && self.output.room() < RESERVE + LINE_ROOM {
+            return false;
+        }
+        self.clients[client].kept.put(byte);
+        if self.all {
+            self.show_cooked(client, byte);
+        } else if shown {
+            self.output.put(byte);
+            self.at_start = byte == b'\n';
+        } else {
+            self.clients[client].unseen = true;
+        }
+        true
+    }
+
+    /// Shows a byte of a client as a part of one of its lines. There is room if it is the selected one's.
+    fn show_cooked(&mut self, index: usize, byte: u8) {
+        let width = self.clients[index].width();
+        loop {
+            let (cooked, taken) = self.clients[index].cook.take(byte, width);
+            if cooked == Cooked::Ended {
+                self.show_line(index);
+                self.clients[index].cook.next_line();
+            } else if index == self.selected {
+                self.show_change(cooked);
+            }
+            if taken {
+                return;
+            }
+        }
+    }
+
+    /// Shows a change of the selected client's incomplete line.
+    fn show_change(&mut self, cooked: Cooked) {
+        match cooked {
+            Cooked::Nothing | Cooked::Ended => {}
+            _ if !self.partial => self.show_partial(),
+            Cooked::Added(byte) => {
+                self.output.put(byte);
+            }
+            Cooked::Erased => {
+                self.output.put(0x08);
+            }
+        }
+    }
+
+    /// Shows the selected client's incomplete line, if there is one, from the start.
+    fn show_partial(&mut self) {
+        let Self { clients, output, selected, .. } = self;
+        let client = &clients[*selected];
+        self.partial = !client.cook.line().is_empty();
+        if self.partial {
+            put_line(output, client);
+            self.at_start = false;
+        }
+    }
+
+    /// Shows a client's line, which is complete.
+    fn show_line(&mut self, index: usize) {
+        let own = index == self.selected;
+        if !own && self.output.room() < RESERVE + LINE_ROOM {
+            self.clients[index].hidden += 1;
+            return;
+        }
+        if !(own && self.partial) {
+            self.fresh_line();
+            let hidden = core::mem::take(&mut self.clients[index].hidden);
+            if hidden != 0 {
+                let name = self.clients[index].name.clone();
+                let mut line = Line(&mut self.output);
+                let _ = write!(line, "[{name}] ({hidden} lines are not shown)\r\n");
+            }
+            put_line(&mut self.output, &self.clients[index]);
+        }
+        put_all(&mut self.output, b"\r\n");
+        (self.partial, self.at_start) = (false, true);
+        if !own {
+            self.show_partial();
+        }
+    }
+
+    /// Goes to the start of a line on the screen.
+    fn fresh_line(&mut self) {
+        if !self.at_start {
+            put_all(&mut self.output, b"\r\n");
+        }
+        (self.partial, self.at_start) = (false, true);
+    }
+
+    /// Shows a message of the multiplexer itself.
+    fn say(&mut self, text: fmt::Arguments) {
+        self.fresh_line();
+        let _ = write!(Line(&mut self.output), "[parador] {text}\r\n");
+        if self.all {
+            self.show_partial();
+        }
+    }
+
+    // ---- input -------------------------------------------------------------------------------
+
+    /// How many keys may come now.
+    pub fn input_room(&self) -> usize {
+        // With many clients one that does not read must not keep the user from the others.
+        if self.many { INPUT } else { self.clients[self.selected].input.room() }
+    }
+
+    /// A key was pressed.
+    pub fn key(&mut self, byte: u8) {
+        match self.keys {
+            Keys::Pass if byte == ESCAPE && self.many => self.keys = Keys::Command,
+            Keys::Pass => self.pass(byte),
+            Keys::Command => {
+                self.keys = Keys::Pass;
+                self.command(byte);
+            }
+            Keys::Name => self.name_key(byte),
+        }
+    }
+
+    /// Gives a key to the selected client; one too many is lost.
+    fn pass(&mut self, byte: u8) {
+        let client = &mut self.clients[self.selected];
+        if client.life == Life::Open {
+            if client.input.len() == 0 {
+                self.wakes |= 1 << self.selected;
+            }
+            client.input.put(byte);
+        }
+    }
+
+    /// A client reads; returns how many bytes there were.
+    pub fn read(&mut self, client: usize, bytes: &mut [u8]) -> usize {
+        let input = &mut self.clients[client].input;
+        let mut length = 0;
+        while length < bytes.len()
+            && let Some(byte) = input.take()
+        {
+            bytes[length] = byte;
+            length += 1;
+        }
+        length
+    }
+
+    fn command(&mut self, key: u8) {
+        match key {
+            ESCAPE => self.pass(ESCAPE),
+            b'0'..=b'9' => self.select_number(key - b'0'),
+            b'n' => self.select_next(true),
+            b'p' => self.select_next(false),
+            b':' => {
+                self.keys = Keys::Name;
+                self.typed.clear();
+                self.fresh_line();
+                put_all(&mut self.output, b"[parador] to: ");
+                self.at_start = false;
+            }
+            b'a' => self.toggle_all(),
+            b's' => self.show_kept(),
+            b'?' | b'h' => self.show_clients(),
+            _ => self.say(format_args!("no such command; Ctrl-] ? shows them")),
+        }
+    }
+
+    fn name_key(&mut self, key: u8) {
+        match key {
+            b'\r' | b'\n' => {
+                self.keys = Keys::Pass;
+                let typed = self.typed.clone();
+                self.select_name(&typed);
+            }
+            0x08 | 0x7f => {
+                if self.typed.pop().is_some() {
+                    put_all(&mut self.output, b"\x08 \x08");
+                }
+            }
+            b'!'..=b'~' => {
+                if self.typed.push(key as char).is_ok() {
+                    self.output.put(key);
+                }
+            }
+            _ => {
+                self.keys = Keys::Pass;
+                self.say(format_args!("nothing chosen"));
+            }
+        }
+    }
+
+    fn select_number(&mut self, number: u8) {
+        let found = self.known().find(|&index| self.clients[index].number == number);
+        match found {
+            Some(index) => self.select(index),
+            None => self.say(format_args!("no client has number {number}")),
+        }
+    }
+
+    /// Selects a client by its name, the start of its name that no other has, or its number.
+    fn select_name(&mut self, name: &str) {
+        if let Ok(number) = name.parse() {
+            return self.select_number(number);
+        }
+        let exact = self.known().find(|&index| self.clients[index].name == name);
+        let starts =
+            |index: &usize| !name.is_empty() && self.clients[*index].name.starts_with(name);
+        let only = self.known().find(starts);
+        let several = self.known().filter(starts).nth(1).is_some();
+        match exact.or(only.filter(|_| !several)) {
+            Some(index) => self.select(index),
+            None => {
+                let what = if several { "several clients are" } else { "no client is" };
+                // What was typed is printable.
+                self.say(format_args!("{what} called {name:?}"));
+            }
+        }
+    }
+
+    fn known(&self) -> impl Iterator<Item = usize> {
+        (0..SESSIONS).filter(|&index| self.clients[index].life != Life::Unknown)
+    }
+
+    /// Selects the open client with the next number, or the one before.
+    fn select_next(&mut self, up: bool) {
+        let from = self.clients[self.selected].number;
+        let distance = |index: &usize| {
+            let number = self.clients[*index].number;
+            if up { number.wrapping_sub(from) } else { from.wrapping_sub(number) }
+        };
+        let others = self.known().filter(|&index| {
+            self.clients[index].life == Life::Open && self.clients[index].number != from
+        });
+        if let Some(index) = others.min_by_key(distance) {
+            self.select(index);
+        }
+    }
+
+    fn select(&mut self, index: usize) {
+        // What waits is kept; so the switch is seen at once.
+        self.output.clear();
+        self.tell_of_room();
+        self.selected = index;
+        self.at_start = false;
+        let Client { number, name, .. } = &self.clients[index];
+        let (number, name) = (*number, name.clone());
+        let ended = if self.clients[index].life == Life::Ended { ", ended" } else { "" };
+        // Colours that the last client has set end here.
+        put_all(&mut self.output, b"\x1b[m");
+        self.say(format_args!("{name} ({number}{ended}); Ctrl-] ? for help"));
+        if !self.all {
+            self.show_last(SHOWN_LINES, SHOWN_BYTES);
+        }
+    }
+
+    /// Shows the selected client's last output.
+    fn show_last(&mut self, lines: usize, bytes: usize) {
+        let Self { clients, output, selected, at_start, .. } = self;
+        let client = &mut clients[*selected];
+        client.unseen = false;
+        let length = client.kept.last_lines(lines, bytes.min(output.room()));
+        for byte in client.kept.last(length) {
+            output.put(byte);
+            *at_start = byte == b'\n';
+        }
+    }
+
+    fn show_kept(&mut self) {
+        self.output.clear();
+        self.tell_of_room();
+        self.at_start = false;
+        let name = self.clients[self.selected].name.clone();
+        self.say(format_args!("all that is kept of {name}:"));
+        self.show_last(KEPT, KEPT);
+    }
+
+    fn toggle_all(&mut self) {
+        self.all = !self.all;
+        for client in &mut self.clients {
+            client.cook = Cook::new();
+            client.hidden = 0;
+        }
+        self.partial = false;
+        match self.all {
+            true => self.say(format_args!("lines of all clients; Ctrl-] a for one again")),
+            false => self.say(format_args!("output of one client")),
+        }
+    }
+
+    fn show_clients(&mut self) {
+        self.fresh_line();
+        let mut numbers = 0_u64;
+        for index in self.known() {
+            numbers |= 1 << self.clients[index].number.min(63);
+        }
+        for number in (0..64).filter(|number| numbers & 1 << number != 0) {
+            let Some(index) = self.known().find(|&index| self.clients[index].number == number)
+            else {
+                continue;
+            };
+            let Self { clients, output, .. } = self;
+            let client = &clients[index];
+            let mark = if index == self.selected { '>' } else { ' ' };
+            let state = match (client.life, client.unseen) {
+                (Life::Ended, _) => "ended",
+                (_, true) => "new output",
+                _ => "",
+            };
+            let name = &client.name;
+            let _ = write!(Line(output), "[parador] {mark}{number:>2} {name} {state}\r\n");
+        }
+        for line in HELP {
+            let _ = write!(Line(&mut self.output), "[parador] {line}\r\n");
+        }
+        if self.all {
+            self.show_partial();
+        }
+    }
+}
+
+const HELP: &[&str] = &[
+    "Ctrl-] 0..9      show this client and type to it",
+    "Ctrl-] n, p      the next one, the one before",
+    "Ctrl-] : NAME    the one of this name or number; the start of the name will do",
+    "Ctrl-] a         show lines of all clients, or of one again",
+    "Ctrl-] s         show all that is kept of this client",
+    "Ctrl-] Ctrl-]    type Ctrl-]",
+];
+
+/// Puts a client's line behind its prefix.
+fn put_line(output: &mut Ring<OUTPUT>, client: &Client) {
+    // What does not fit is lost; the callers see to it that it does.
+    let _ = write!(Line(output), "[{}] ", client.name);
+    put_all(output, client.cook.line());
+}
+
+fn put_all(output: &mut Ring<OUTPUT>, bytes: &[u8]) {
+    for &byte in bytes {
+        output.put(byte);
+    }
+}
+
+/// Text for the line.
+struct Line<'a>(&'a mut Ring<OUTPUT>);
+
+impl Write for Line<'_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        put_all(self.0, text.as_bytes());
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,112 @@
+//! Virtual machines that there are: those of the description, and those made after its templates.
+
+use heapless::String;
+use proto::manage::{Refusal, is_name};
+use proto::system::{MAX_NAME, MAX_VMS, System, Vm};
+
+/// A name.
+pub type Name = String<MAX_NAME>;
+
+/// A virtual machine.
+pub struct Instance<'a> {
+    /// Its name.
+    pub name: Name,
+    /// What it is.
+    pub plan: &'a Vm<'a>,
+}
+
+/// All of them. An index never changes while the virtual machine is there.
+pub struct Instances<'a> {
+    all: [Option<Instance<'a>>; MAX_VMS],
+}
+
+impl<'a> Instances<'a> {
+    /// Those of the description that are no templates.
+    pub fn new(system: &'a System<'a>) -> Self {
+        let mut plans = system.vms.iter().filter(|vm| !vm.template);
+        Self {
+            all: core::array::from_fn(|_| {
+                let plan = plans.next()?;
+                // The description's names are short enough.
+                Some(Instance { name: plan.name.try_into().ok()?, plan })
+            }),
+        }
+    }
+
+    /// The virtual machine with this index.
+    pub fn get(&self, index: usize) -> Option<&Instance<'a>> {
+        self.all.get(index)?.as_ref()
+    }
+
+    /// The index of the virtual machine with this name.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        self.all.iter().position(|vm| vm.as_ref().is_some_and(|vm| vm.name == name))
+    }
+
+    /// Adds a virtual machine; its index.
+    pub fn add(&mut self, name: &str, plan: &'a Vm<'a>) -> Result<usize, Refusal> {
+        if !is_name(name) {
+            return Err(Refusal::BadName);
+        }
+        let index = self.all.iter().position(Option::is_none).ok_or(Refusal::Full)?;
+        let name = name.try_into().map_err(|_| Refusal::BadName)?;
+        self.all[index] = Some(Instance { name, plan });
+        Ok(index)
+    }
+
+    /// Forgets a virtual machine.
+    pub fn remove(&mut self, index: usize) {
+        if let Some(entry) = self.all.get_mut(index) {
+            *entry = None;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proto::system::{Board, OnReset, Restart, SerialPort};
+
+    fn vm(name: &'static str, template: bool) -> Vm<'static> {
+        Vm {
+            name,
+            memory: 1 << 20,
+            vcpus: 1,
+            pins: heapless::Vec::new(),
+            binary: "vmm",
+            kernel: "kernel",
+            initrd: None,
+            command_line: "",
+            console: None,
+            priority: 10,
+            restart: Restart::Never,
+            on_reset: OnReset::Exit,
+            essential: true,
+            template,
+        }
+    }
+
+    #[test]
+    fn templates_are_not_started_but_copied() {
+        let system = System {
+            board: Board::QemuQ35,
+            log: SerialPort::None,
+            cpus: 1,
+            servers: heapless::Vec::new(),
+            tasks: heapless::Vec::new(),
+            vms: heapless::Vec::from_iter([vm("small", true), vm("linux", false)]),
+        };
+        let mut instances = Instances::new(&system);
+        assert_eq!(instances.find("linux"), Some(0));
+        assert_eq!(instances.find("small"), None);
+        assert_eq!(instances.add("Bad", &system.vms[0]), Err(Refusal::BadName));
+        for index in 1..MAX_VMS {
+            assert_eq!(instances.add(&format!("copy-{index}"), &system.vms[0]), Ok(index));
+        }
+        assert_eq!(instances.add("more", &system.vms[0]), Err(Refusal::Full));
+        instances.remove(5);
+        assert!(instances.get(5).is_none());
+        assert_eq!(instances.add("again", &system.vms[0]), Ok(5));
+        assert_eq!(instances.get(5).map(|vm| vm.plan.name), Some("small"));
+    }
+}
