@@ -1,9 +1,9 @@
 //! Where the next instruction is, when the processor does not say.
 //!
 //! Older processors (and QEMU's TCG) do not save the address of the next instruction on an exit. The
-//! instruction is known by then; what may vary are prefixes, so its bytes are looked at. A cache of translations makes
-//! that cheap: a hit is confirmed by the bytes themselves, read anew. Only instructions without prefixes
-//! are entered, so a confirmed hit has the length of its pattern.
+//! instruction is known by then; what may vary are prefixes, so its bytes are looked at. A cache of translations, page
+//! by page, makes that cheap: a hit is confirmed by the bytes themselves, read anew, and only for an instruction without
+//! prefixes, so a confirmed hit has the length of its pattern.
 //!
 //! A translation can be stale if the guest replaces the page under a running instruction address. If the old
 //! page then still holds the same instruction at that place, only a guest whose new page holds it with a
@@ -12,7 +12,7 @@
 use vmm_mem::GuestMemory;
 
 use crate::backend::{Backend, Reg};
-use crate::walk::{CodeSize, CodeView};
+use crate::walk::{CodeSize, CodeView, is_64_bit, locate_64_bit};
 
 /// The opcode of an instruction that exits: its bytes as a little-endian number, the bits that count, and
 /// how many bytes there are.
@@ -50,18 +50,33 @@ impl Pattern {
     const fn is(&self, bytes: u64) -> bool {
         bytes as u32 & self.mask == self.opcode
     }
+
+    /// Whether the instruction at a guest-physical address begins with these bytes, in the same page.
+    #[inline(always)]
+    fn is_at(self, memory: &GuestMemory, address: u64) -> bool {
+        // Aligned words are read at once and never cross a page.
+        let (base, shift) = (address & !7, 8 * (address & 7));
+        let low = memory.read::<u64>(base).unwrap_or(0) >> shift;
+        let whole = shift + 8 * u64::from(self.length) <= 64;
+        self.is(if whole { low } else { low | second_word(memory, base + 8) << (64 - shift) })
+    }
 }
 
 const ENTRIES: usize = 16;
+/// The bits of an address within its page.
+const OFFSET: u64 = 0xfff;
 
+/// Translation of a page of code in 64-bit mode, where linear addresses are instruction pointers.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
-    rip: u64,
+    /// Linear address of the page.
+    page: u64,
     cr3: u64,
+    /// Guest-physical address of the page.
     address: u64,
 }
 
-/// Guest-physical addresses of instructions that exited lately.
+/// Guest-physical addresses of pages with instructions that exited lately.
 #[derive(Clone, Debug)]
 pub struct FetchCache {
     entries: [Entry; ENTRIES],
@@ -76,8 +91,8 @@ impl Default for FetchCache {
 impl FetchCache {
     /// An empty cache.
     pub const fn new() -> Self {
-        // No CR3 has all bits set, so these never match.
-        Self { entries: [Entry { rip: 0, cr3: u64::MAX, address: 0 }; ENTRIES] }
+        // No page has this address, so these never match.
+        Self { entries: [Entry { page: u64::MAX, cr3: 0, address: 0 }; ENTRIES] }
     }
 
     /// The address after the present instruction, which is `pattern`; `None` if it is another one.
@@ -103,61 +118,52 @@ impl FetchCache {
         memory: &GuestMemory,
         pattern: Pattern,
     ) -> Option<u64> {
-        let rip = vcpu.get(Reg::Rip);
-        let cr3 = vcpu.get(Reg::Cr3);
-        let entry = &self.entries[slot(rip)];
-        if entry.rip == rip && entry.cr3 == cr3 && pattern.is(first_bytes(memory, entry.address)) {
-            return Some(rip.wrapping_add(pattern.length.into()));
+        if is_64_bit(vcpu) {
+            let rip = vcpu.get(Reg::Rip);
+            let cr3 = vcpu.get(Reg::Cr3);
+            let entry = &self.entries[slot(rip)];
+            let page = if entry.page == rip & !OFFSET && entry.cr3 == cr3 {
+                Some(entry.address)
+            } else {
+                self.walk(memory, rip, cr3)
+            };
+            if page.is_some_and(|page| pattern.is_at(memory, page | rip & OFFSET)) {
+                return Some(rip.wrapping_add(pattern.length.into()));
+            }
         }
-        self.walk(vcpu, memory, pattern, rip, cr3)
+        look_closely(vcpu, memory, pattern)
     }
 
-    #[cold]
-    fn walk(
-        &mut self,
-        vcpu: &mut impl Backend,
-        memory: &GuestMemory,
-        pattern: Pattern,
-        rip: u64,
-        cr3: u64,
-    ) -> Option<u64> {
-        let code = CodeView::of(vcpu);
-        let mut bytes = [0; 15];
-        let (count, address) = code.fetch(memory, &mut bytes).ok()?;
-        let start = prefixes(&bytes[..count], code.size);
-        let length = usize::from(pattern.length);
-        let opcode = bytes[..count].get(start..start + length)?;
-        let opcode = opcode.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
-        if !pattern.is(opcode) {
-            return None;
-        }
-        // In 64-bit mode the linear address is the instruction pointer; elsewhere the segment would
-        // have to be compared too. An instruction across pages has no one place.
-        if start == 0 && code.size == CodeSize::Bits64 && address & 0xfff <= 0x1000 - length as u64
-        {
-            self.entries[slot(rip)] = Entry { rip, cr3, address };
-        }
-        Some(code.advance(rip, (start + length) as u64))
+    /// The guest-physical address of the page of code at `rip`, which is remembered.
+    #[inline(never)]
+    fn walk(&mut self, memory: &GuestMemory, rip: u64, cr3: u64) -> Option<u64> {
+        let address = locate_64_bit(memory, cr3, rip)? & !OFFSET;
+        self.entries[slot(rip)] = Entry { page: rip & !OFFSET, cr3, address };
+        Some(address)
     }
+}
+
+/// [`FetchCache::next_rip`] of an instruction with prefixes, in another mode, or across pages.
+#[cold]
+fn look_closely(vcpu: &mut impl Backend, memory: &GuestMemory, pattern: Pattern) -> Option<u64> {
+    let code = CodeView::of(vcpu);
+    let mut bytes = [0; 15];
+    let (count, _) = code.fetch(memory, &mut bytes).ok()?;
+    let start = prefixes(&bytes[..count], code.size);
+    let length = usize::from(pattern.length);
+    let opcode = bytes[..count].get(start..start + length)?;
+    let opcode = opcode.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
+    pattern.is(opcode).then(|| code.advance(vcpu.get(Reg::Rip), (start + length) as u64))
 }
 
 #[inline(always)]
 fn slot(rip: u64) -> usize {
-    (rip ^ rip >> 8) as usize % ENTRIES
-}
-
-/// At least the first four bytes at an address, as far as its page goes; 0 where there is no memory.
-#[inline(always)]
-fn first_bytes(memory: &GuestMemory, address: u64) -> u64 {
-    // Aligned words are read at once and never cross a page.
-    let (base, shift) = (address & !7, 8 * (address & 7));
-    let low = memory.read::<u64>(base).unwrap_or(0) >> shift;
-    if shift <= 32 { low } else { low | second_bytes(memory, base + 8) << (64 - shift) }
+    (rip >> 12 ^ rip >> 16) as usize % ENTRIES
 }
 
 /// The word at `address`, unless it is in the next page.
 #[cold]
-fn second_bytes(memory: &GuestMemory, address: u64) -> u64 {
+fn second_word(memory: &GuestMemory, address: u64) -> u64 {
     if address & 0xfff == 0 { 0 } else { memory.read(address).unwrap_or(0) }
 }
 

@@ -950,9 +950,59 @@ mod tests {
         memory.write_slice(0x2000, &[0x48, 0x0f, 0xa2]).unwrap();
         memory.write_slice(CODE, &[0x90, 0x90]).unwrap();
         assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1003));
-        // Another address space: not the same entry.
-        vcpu.set(Reg::Cr3, 0xc000);
+        // In the same page: without prefix, with one, across words, across pages, something else.
+        memory.write_slice(0x2005, &[0x0f, 0xa2, 0x0f, 0xa2, 0xf3, 0x0f, 0xa2]).unwrap();
+        for (offset, length) in [(5, 2), (7, 2), (9, 3), (0xfff, 2)] {
+            memory.write_slice(0x2fff, &[0x0f]).unwrap();
+            memory.write(0xb010, 0x5000 | table).unwrap();
+            memory.write_slice(0x5000, &[0xa2]).unwrap();
+            vcpu.set(Reg::Rip, 0x1000 + offset);
+            assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1000 + offset + length));
+        }
+        vcpu.set(Reg::Rip, 0x1020);
         assert_eq!(next(&mut cache, &mut vcpu, memory), None);
+        // The same address in a code segment of 32 bits is somewhere else: at its base.
+        memory.write_slice(0x5005, &[0x66, 0x0f, 0xa2]).unwrap();
+        vcpu.set(Reg::Rip, 0x1005);
+        let code = vcpu.segment(Seg::Cs);
+        vcpu.set_segment(Seg::Cs, Segment { attrib: 0xc9b, base: 0x1000, ..code });
+        assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1008));
+        vcpu.set_segment(Seg::Cs, code);
+        assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1007));
+        // Another address space: not the same entry. A table that is not there or not in memory.
+        for root in [0xc000, 1 << 40] {
+            vcpu.set(Reg::Cr3, root);
+            assert_eq!(next(&mut cache, &mut vcpu, memory), None);
+        }
+    }
+
+    #[test]
+    fn code_is_found_in_pages_of_every_size() {
+        use crate::walk::locate_64_bit;
+        use hw_x86::paging::entry;
+        let memory = &TestBoard::new().memory;
+        let mut vcpu = ScriptedVcpu::long(0x8000);
+        let table = entry::PRESENT | entry::WRITE;
+        let large = table | entry::LARGE;
+        let entries = [
+            (0x8000, 0x9000 | table),
+            (0x8ff8, 0x9000 | table | entry::NX),
+            (0x9000, 0xa000 | table),
+            (0x9008, 0x4000_0000 | large),
+            (0xa000, 0xb000 | table),
+            (0xa008, 0x20_0000 | large | 1 << 12),
+            (0xb008, 0x7000 | table),
+        ];
+        for (at, value) in entries {
+            memory.write(at, value).unwrap();
+        }
+        for linear in [0x1234, 0x20_1234, 0x4012_3456, 0x2000, 0x40_0000, 0x80_0000_0000, 0x0123] {
+            let expected = Paging::of(&mut vcpu).translate(memory, linear, Intent::Fetch, false);
+            let found = locate_64_bit(memory, 0x8000, linear);
+            assert_eq!(found, expected.ok().map(|(address, _)| address), "{linear:#x}");
+        }
+        // Whether execution is allowed is not asked: the processor did execute.
+        assert_eq!(locate_64_bit(memory, 0x8fff, 0xffff_ff80_0000_1fff), Some(0x7fff));
     }
 
     #[test]

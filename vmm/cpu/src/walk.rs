@@ -287,6 +287,34 @@ pub enum CodeSize {
     Bits64,
 }
 
+/// `CS.L`: 64-bit code, in long mode.
+const LONG: u16 = 1 << 9;
+
+/// Whether the virtual CPU runs 64-bit code.
+#[inline(always)]
+pub fn is_64_bit(vcpu: &mut impl Backend) -> bool {
+    vcpu.get(Reg::Efer) & efer::LMA != 0 && vcpu.segment(Seg::Cs).attrib & LONG != 0
+}
+
+/// The guest-physical address of code that the processor has just fetched in 64-bit mode; so rights, reserved bits and
+/// accessed bits are as they must be. `None`: the tables have changed meanwhile.
+#[inline]
+pub fn locate_64_bit(memory: &GuestMemory, cr3: u64, linear: u64) -> Option<u64> {
+    let mut value = cr3;
+    for shift in [39, 30, 21, 12] {
+        let at = value & entry::ADDRESS | (linear >> shift & 0x1ff) << 3;
+        value = memory.read::<u64>(at).ok()?;
+        if value & entry::PRESENT == 0 {
+            return None;
+        }
+        if shift == 12 || shift != 39 && value & entry::LARGE != 0 {
+            let offset = (1 << shift) - 1;
+            return Some(value & entry::ADDRESS & !offset | linear & offset);
+        }
+    }
+    None
+}
+
 /// Where the present instruction is, and how to read it.
 #[derive(Clone, Copy, Debug)]
 pub struct CodeView {
@@ -301,14 +329,13 @@ pub struct CodeView {
 impl CodeView {
     /// Of a virtual CPU, at its instruction pointer.
     pub fn of(vcpu: &mut impl Backend) -> Self {
-        const LONG: u16 = 1 << 9;
         const BIG: u16 = 1 << 10;
         let paging = Paging::of(vcpu);
-        let cs = vcpu.segment(Seg::Cs);
         let rip = vcpu.get(Reg::Rip);
-        if paging.efer & efer::LMA != 0 && cs.attrib & LONG != 0 {
+        if is_64_bit(vcpu) {
             return Self { linear: rip, size: CodeSize::Bits64, paging };
         }
+        let cs = vcpu.segment(Seg::Cs);
         let size = if cs.attrib & BIG != 0 && paging.cr0 & cr0::PE != 0 {
             CodeSize::Bits32
         } else {

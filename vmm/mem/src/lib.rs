@@ -142,6 +142,7 @@ impl GuestMemory {
     }
 
     /// Reads a word. Aligned words are read in one access; others byte by byte.
+    #[inline]
     pub fn read<T: Word>(&self, address: u64) -> Result<T, MemoryError> {
         if address.is_multiple_of(T::SIZE) {
             let (host, _) = self.locate(address)?;
@@ -149,11 +150,16 @@ impl GuestMemory {
             // the same window and aligned there.
             Ok(unsafe { T::load(host) })
         } else {
-            let mut bytes = [0; 8];
-            let bytes = &mut bytes[..T::SIZE as usize];
-            self.read_slice(address, bytes)?;
-            Ok(T::from_bytes(bytes))
+            self.read_bytes(address)
         }
+    }
+
+    #[cold]
+    fn read_bytes<T: Word>(&self, address: u64) -> Result<T, MemoryError> {
+        let mut bytes = [0; 8];
+        let bytes = &mut bytes[..T::SIZE as usize];
+        self.read_slice(address, bytes)?;
+        Ok(T::from_bytes(bytes))
     }
 
     /// Writes a word. Aligned words are written in one access; others byte by byte.
