@@ -1,14 +1,19 @@
-//! ACPI tables of the machine (ACPI 6.5): RSDP, XSDT, FADT, FACS, MADT, DSDT.
+//! ACPI tables of the machine (ACPI 6.5): RSDP, XSDT, FADT, FACS, MADT, DSDT, and MCFG (PCI Firmware 3.2) if there
+//! is PCI.
 //!
 //! The machine is always in ACPI mode (no SMI command port), has ISA devices but neither a VGA nor an 8042
-//! keyboard controller that a guest should probe for, no HPET and no PCI.
+//! keyboard controller that a guest should probe for, and no HPET. PCI, if any, is one bus without interrupt pins.
 
 use crate::BootError;
-use crate::layout::{ACPI, ACPI_ROOM, PcLayout};
-use acpi_tables::aml::{Device, EISAName, IO, Name, Package, Path, ResourceTemplate, Scope};
+use crate::layout::{ACPI, ACPI_ROOM, PcLayout, PciLayout};
+use acpi_tables::aml::{
+    AddressSpace, AddressSpaceCacheable, Device, EISAName, IO, Memory32Fixed, Name, Package, Path,
+    ResourceTemplate, Scope,
+};
 use acpi_tables::fadt::{FADTBuilder, Flags};
-use acpi_tables::gas::{AccessSize, AddressSpace, GAS};
+use acpi_tables::gas::{self, AccessSize, GAS};
 use acpi_tables::madt::{EnabledStatus, IoApic, ProcessorLocalApic};
+use acpi_tables::mcfg::MCFG;
 use acpi_tables::rsdp::Rsdp;
 use acpi_tables::sdt::Sdt;
 use acpi_tables::xsdt::XSDT;
@@ -57,6 +62,11 @@ pub fn write(memory: &GuestMemory, layout: &PcLayout, vcpus: u8) -> Result<u64, 
     let mut root = XSDT::new(OEM, OEM_TABLE, OEM_REVISION);
     root.add_entry(fadt);
     root.add_entry(madt);
+    if let Some(pci) = &layout.pci {
+        let mut mcfg = MCFG::new(OEM, OEM_TABLE, OEM_REVISION);
+        mcfg.add_ecam(pci.ecam.into(), 0, 0, 0);
+        root.add_entry(place(&mcfg)?);
+    }
     let root = place(&root)?;
     let mut pointer = Vec::new();
     Rsdp::new(OEM, root).to_aml_bytes(&mut pointer);
@@ -66,7 +76,7 @@ pub fn write(memory: &GuestMemory, layout: &PcLayout, vcpus: u8) -> Result<u64, 
 
 fn fadt(layout: &PcLayout, facs: u64, dsdt: u64) -> FADTBuilder {
     let register =
-        |bits, size, port: u16| GAS::new(AddressSpace::SystemIo, bits, 0, size, port.into());
+        |bits, size, port: u16| GAS::new(gas::AddressSpace::SystemIo, bits, 0, size, port.into());
     let boot = boot_flag::LEGACY_DEVICES | boot_flag::VGA_NOT_PRESENT;
     let mut table = FADTBuilder::new(OEM, OEM_TABLE, OEM_REVISION)
         .firmware_ctrl_64(facs)
@@ -162,11 +172,44 @@ fn dsdt(layout: &PcLayout) -> Sdt {
     if let Some(port) = layout.pvpanic {
         devices.extend(device("PEVT", &"QEMU0001", &[&ports(port, 1)]));
     }
+    if let Some(pci) = &layout.pci {
+        devices.extend(pci_root(pci));
+    }
     body.extend(Scope::raw(Path::new("_SB_"), devices));
 
     let mut table = Sdt::new(*b"DSDT", HEADER_LENGTH, REVISION, OEM, OEM_TABLE, OEM_REVISION);
     table.append_slice(&body);
     table
+}
+
+/// Root of PCI (PCI Firmware 3.2, section 4.1): bus 0, its windows, and the memory of its configuration space, which
+/// an operating system uses only if it is reserved. Without `_PRT` there are no interrupt pins.
+fn pci_root(pci: &PciLayout) -> Vec<u8> {
+    const ECAM_LENGTH: u32 = 1 << 20;
+    /// Motherboard resources.
+    const RESERVED: &str = "PNP0C02";
+    let last = pci.window + (pci.window_length - 1);
+    let memory = AddressSpaceCacheable::NotCacheable;
+    let resources: [&dyn Aml; 3] = [
+        &AddressSpace::new_bus_number(0u16, 0),
+        &ports(pci.config_port, 8),
+        &AddressSpace::new_memory(memory, true, pci.window, last, None),
+    ];
+    let ecam: [&dyn Aml; 1] = [&Memory32Fixed::new(true, pci.ecam, ECAM_LENGTH)];
+    let mut devices = device("MRES", &EISAName::new(RESERVED), &ecam);
+    Device::new(
+        Path::new("PCI0"),
+        vec![
+            &Name::new(Path::new("_HID"), &EISAName::new("PNP0A08")),
+            &Name::new(Path::new("_CID"), &EISAName::new("PNP0A03")),
+            &Name::new(Path::new("_UID"), &0u8),
+            &Name::new(Path::new("_SEG"), &0u8),
+            &Name::new(Path::new("_BBN"), &0u8),
+            &Name::new(Path::new("_CRS"), &ResourceTemplate::new(resources.to_vec())),
+        ],
+    )
+    .to_aml_bytes(&mut devices);
+    devices
 }
 
 /// A device that works and has these fixed resources.
@@ -194,9 +237,19 @@ mod tests {
     use std::process::Command;
     use vmm_mem::testing::memory;
 
-    fn written(vcpus: u8) -> Vec<u8> {
+    const WITH_PCI: PcLayout = PcLayout {
+        pci: Some(PciLayout {
+            ecam: 0xe000_0000,
+            window: 0xc000_0000,
+            window_length: 0x2000_0000,
+            config_port: 0xcf8,
+        }),
+        ..LAYOUT
+    };
+
+    fn written(layout: &PcLayout, vcpus: u8) -> Vec<u8> {
         let ram = memory(&[(0, 1 << 20)]);
-        assert_eq!(write(&ram, &LAYOUT, vcpus), Ok(ACPI));
+        assert_eq!(write(&ram, layout, vcpus), Ok(ACPI));
         let mut region = vec![0; ACPI_ROOM as usize];
         ram.read_slice(ACPI, &mut region).unwrap();
         region
@@ -208,7 +261,7 @@ mod tests {
 
     #[test]
     fn tables_say_what_the_layout_says() {
-        let region = written(3);
+        let region = written(&LAYOUT, 3);
         let tables = Tables::from_address(ACPI, reach(&region)).unwrap();
         assert_eq!(tables.tables().count(), 2, "both have correct checksums");
 
@@ -243,6 +296,22 @@ mod tests {
     }
 
     #[test]
+    fn pci_has_its_own_table() {
+        let region = written(&WITH_PCI, 1);
+        let tables = Tables::from_address(ACPI, reach(&region)).unwrap();
+        let table = tables.find(b"MCFG").unwrap();
+        // Reserved (8 bytes), then base, segment, first and last bus, reserved.
+        let entry = [0xe000_0000_u64.to_le_bytes(), [0; 8]].concat();
+        assert_eq!(table.bytes()[44..], entry);
+        assert!(
+            Tables::from_address(ACPI, reach(&written(&LAYOUT, 1)))
+                .unwrap()
+                .find(b"MCFG")
+                .is_none()
+        );
+    }
+
+    #[test]
     fn numbers_of_cpus() {
         let ram = memory(&[(0, 1 << 20)]);
         assert_eq!(write(&ram, &LAYOUT, 0), Err(BootError::BadVcpus));
@@ -253,7 +322,7 @@ mod tests {
     /// The reference compiler reads the DSDT back, where it is installed.
     #[test]
     fn the_reference_disassembler_understands_the_dsdt() {
-        let region = written(1);
+        let region = written(&WITH_PCI, 1);
         let tables = Tables::from_address(ACPI, reach(&region)).unwrap();
         let fadt = Fadt::parse(tables.find(b"FACP").unwrap()).unwrap();
         let dsdt = Table::read(fadt.dsdt(), reach(&region)).unwrap();
@@ -269,16 +338,28 @@ mod tests {
         }
         let iasl =
             |arguments: &[&str]| Command::new("iasl").args(arguments).current_dir(&folder).output();
-        match iasl(&["-d", "dsdt.aml", "FACP.aml", "APIC.aml"]) {
+        match iasl(&["-d", "dsdt.aml", "FACP.aml", "APIC.aml", "MCFG.aml"]) {
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             disassembled => {
                 let disassembled = disassembled.unwrap();
                 assert!(disassembled.status.success(), "{disassembled:?}");
                 let source = std::fs::read_to_string(folder.join("dsdt.dsl")).unwrap();
-                for text in ["_S5", "COM1", "PNP0501", "PNP0B00", "QEMU0001", "IRQNoFlags"] {
+                let texts = [
+                    "_S5",
+                    "COM1",
+                    "PNP0501",
+                    "PNP0B00",
+                    "QEMU0001",
+                    "IRQNoFlags",
+                    "PNP0A08",
+                    "WordBusNumber",
+                    "DWordMemory",
+                    "Memory32Fixed",
+                ];
+                for text in texts {
                     assert!(source.contains(text), "no {text} in\n{source}");
                 }
-                for table in ["FACP.dsl", "APIC.dsl"] {
+                for table in ["FACP.dsl", "APIC.dsl", "MCFG.dsl"] {
                     let text = std::fs::read_to_string(folder.join(table)).unwrap();
                     assert!(!text.contains("Invalid") && !text.contains("**** "), "{text}");
                 }

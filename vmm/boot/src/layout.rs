@@ -75,6 +75,21 @@ pub struct PcLayout {
     pub rtc_century: u8,
     /// Port of the pvpanic device.
     pub pvpanic: Option<u16>,
+    /// PCI, if the machine has it.
+    pub pci: Option<PciLayout>,
+}
+
+/// Where PCI is: one bus without bridges, whose functions interrupt by messages only.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PciLayout {
+    /// Memory-mapped configuration space of bus 0, 1 MiB, aligned to its size.
+    pub ecam: u32,
+    /// First guest-physical address of the memory windows of functions.
+    pub window: u32,
+    /// Length of the memory for windows in bytes.
+    pub window_length: u32,
+    /// First of the eight ports of configuration mechanism 1.
+    pub config_port: u16,
 }
 
 /// What a range of guest-physical addresses is.

@@ -27,7 +27,7 @@ mod testing;
 
 pub use bzimage::BzImage;
 pub use error::BootError;
-pub use layout::{MemoryKind, MemoryRange, PcLayout, memory_map, ram_ranges};
+pub use layout::{MemoryKind, MemoryRange, PcLayout, PciLayout, memory_map, ram_ranges};
 pub use pvh::PvhKernel;
 pub use start::InitialState;
 

@@ -28,6 +28,7 @@ pub const LAYOUT: PcLayout = PcLayout {
     rtc_irq: 8,
     rtc_century: 0x32,
     pvpanic: Some(0x505),
+    pci: None,
 };
 
 /// A bzImage with `length` bytes of code (rounded up to 16) that wants 16 MiB from 16 MiB on.

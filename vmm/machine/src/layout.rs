@@ -101,6 +101,7 @@ pub fn layout() -> PcLayout {
         rtc_irq: RTC_IRQ,
         rtc_century: rtc::spec::CENTURY,
         pvpanic: Some(PVPANIC),
+        pci: None,
     }
 }
 
