@@ -11,7 +11,7 @@ pub mod group {
     pub const IP: u64 = 1 << 0;
     /// `cr0`, `cr2`, `cr3`, `cr4`, `efer`, `cpl`.
     pub const CONTROL: u64 = 1 << 1;
-    /// All segment and table registers.
+    /// All segment and table registers but `cs`.
     pub const SEGMENTS: u64 = 1 << 2;
     /// `star` … `pat`.
     pub const MSRS: u64 = 1 << 3;
@@ -23,8 +23,10 @@ pub mod group {
     pub const XCR0: u64 = 1 << 6;
     /// `inject`, `window`. On exit always valid.
     pub const INJECT: u64 = 1 << 7;
+    /// `cs`.
+    pub const CODE: u64 = 1 << 8;
     /// Every group.
-    pub const ALL: u64 = 0xff;
+    pub const ALL: u64 = 0x1ff;
 }
 
 /// Indices into [`VcpuState::gpr`], in instruction-encoding order.

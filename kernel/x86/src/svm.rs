@@ -11,7 +11,7 @@
 //! * FPU, debug address registers and TSC_AUX stay those of the vCPU that ran last on the CPU, until another one
 //!   runs there; host programs use none of them.
 
-use core::arch::{asm, naked_asm};
+use core::arch::asm;
 use core::cell::{Cell, UnsafeCell};
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -20,7 +20,7 @@ use abi::{ABI_VERSION, Status};
 use hw_x86::msr;
 use hw_x86::paging::{cr0, xcr0};
 use hw_x86::vmcb::{
-    Vmcb, VmcbSegment, event, exit, intercept3, intercept4, npf, tlb_control, v_intr,
+    ControlArea, Vmcb, VmcbSegment, event, exit, intercept3, intercept4, npf, tlb_control, v_intr,
 };
 use kernel_core::object::{Thread, Vcpu, Vm};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
@@ -175,6 +175,8 @@ pub struct VcpuFrames {
     xcr0: Cell<u64>,
     debug: Cell<[u64; 4]>,
     tsc_aux: Cell<u64>,
+    /// An interrupt window is asked for.
+    window: Cell<bool>,
     /// The processor's copy of the VMCB is out of date.
     unclean: Cell<bool>,
 }
@@ -207,6 +209,7 @@ impl VcpuFrames {
             xcr0: Cell::new(xcr0::X87),
             debug: Cell::new([0; 4]),
             tsc_aux: Cell::new(0),
+            window: Cell::new(false),
             unclean: Cell::new(true),
         };
         this.reset();
@@ -297,24 +300,14 @@ impl VcpuFrames {
 
     /// Copies groups to the state page and marks them valid.
     pub fn read_groups(&self, groups: u64) {
-        let (state, Vmcb { control, save }) = (self.state(), self.vmcb());
-        if groups & group::IP != 0 {
-            state.rip = save.rip;
-            state.rsp = save.rsp;
-            state.rflags = save.rflags;
-            state.interrupt_shadow = control.interrupt_shadow & SHADOW;
-        }
-        if groups & group::CONTROL != 0 {
-            state.cr0 = save.cr0;
-            state.cr2 = save.cr2;
-            state.cr3 = save.cr3;
-            state.cr4 = save.cr4;
-            state.efer = save.efer & !msr::efer::SVME;
-            state.cpl = save.cpl as u64;
-        }
+        let (state, vmcb) = (self.state(), self.vmcb());
+        read_code(state, vmcb, groups);
+        let Vmcb { control, save } = vmcb;
         if groups & group::SEGMENTS != 0 {
-            for (to, from) in state.segments.iter_mut().zip(&save.segments) {
-                *to = to_abi(from);
+            for (index, from) in save.segments.iter().enumerate() {
+                if index != VcpuState::CS {
+                    state.segments[index] = to_abi(from);
+                }
             }
             state.gdtr = to_abi(&save.gdtr);
             state.ldtr = to_abi(&save.ldtr);
@@ -342,12 +335,28 @@ impl VcpuFrames {
         if groups & group::XCR0 != 0 {
             state.xcr0 = self.xcr0.get();
         }
-        state.valid |= groups & group::ALL;
+    }
+
+    /// Asks for an exit as soon as the guest can take an interrupt, or withdraws that.
+    #[cold]
+    fn set_window(&self, wanted: bool) {
+        let control = &mut self.vmcb().control;
+        self.window.set(wanted);
+        self.unclean.set(true);
+        if wanted {
+            control.intercept3 |= intercept3::VINTR;
+            control.v_intr =
+                v_intr::INTR_MASKING | v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIFT;
+        } else {
+            control.intercept3 &= !intercept3::VINTR;
+            control.v_intr = v_intr::INTR_MASKING;
+        }
     }
 
     /// Takes over the groups that the VMM changed. `Err`: an XCR0 that the machine does not have.
+    /// `is_owner`: the CPU holds this vCPU's extended state.
     #[inline(always)]
-    fn write_groups(&self, state: &VcpuState, dirty: u64) -> Result<(), Status> {
+    fn write_groups(&self, state: &VcpuState, dirty: u64, is_owner: bool) -> Result<(), Status> {
         let Vmcb { control, save } = self.vmcb();
         if dirty & group::IP != 0 {
             save.rip = state.rip;
@@ -356,13 +365,18 @@ impl VcpuFrames {
             control.interrupt_shadow = state.interrupt_shadow & SHADOW;
         }
         if dirty & !(group::IP | group::INJECT) != 0 {
-            self.write_rare_groups(state, dirty)?;
+            self.write_rare_groups(state, dirty, is_owner)?;
         }
         Ok(())
     }
 
     #[cold]
-    fn write_rare_groups(&self, state: &VcpuState, dirty: u64) -> Result<(), Status> {
+    fn write_rare_groups(
+        &self,
+        state: &VcpuState,
+        dirty: u64,
+        is_owner: bool,
+    ) -> Result<(), Status> {
         let Vmcb { control, save } = self.vmcb();
         self.unclean.set(true);
         if dirty & group::CONTROL != 0 {
@@ -375,9 +389,14 @@ impl VcpuFrames {
             // What the guest's TLB holds may not fit the new registers.
             self.asid_epoch.set(0);
         }
+        if dirty & group::CODE != 0 {
+            save.segments[VcpuState::CS] = from_abi(&state.segments[VcpuState::CS]);
+        }
         if dirty & group::SEGMENTS != 0 {
-            for (to, from) in save.segments.iter_mut().zip(&state.segments) {
-                *to = from_abi(from);
+            for (index, from) in state.segments.iter().enumerate() {
+                if index != VcpuState::CS {
+                    save.segments[index] = from_abi(from);
+                }
             }
             save.gdtr = from_abi(&state.gdtr);
             save.ldtr = from_abi(&state.ldtr);
@@ -413,9 +432,36 @@ impl VcpuFrames {
                 return Err(Status::BadArgument);
             }
             self.xcr0.set(new);
+            if is_owner && features().xsave {
+                // SAFETY: the value has been checked against the machine's.
+                unsafe { write_xcr0(new) };
+            }
         }
         Ok(())
     }
+}
+
+/// Copies what most exits need: where the guest is, and for `CONTROL` and `CODE` how its code is to be read.
+#[inline(always)]
+fn read_code(state: &mut VcpuState, Vmcb { control, save }: &Vmcb, groups: u64) {
+    if groups & group::IP != 0 {
+        state.rip = save.rip;
+        state.rsp = save.rsp;
+        state.rflags = save.rflags;
+        state.interrupt_shadow = control.interrupt_shadow & SHADOW;
+    }
+    if groups & group::CONTROL != 0 {
+        state.cr0 = save.cr0;
+        state.cr2 = save.cr2;
+        state.cr3 = save.cr3;
+        state.cr4 = save.cr4;
+        state.efer = save.efer & !msr::efer::SVME;
+        state.cpl = save.cpl as u64;
+    }
+    if groups & group::CODE != 0 {
+        state.segments[VcpuState::CS] = to_abi(&save.segments[VcpuState::CS]);
+    }
+    state.valid |= groups & group::ALL;
 }
 
 fn to_abi(from: &VmcbSegment) -> Segment {
@@ -433,56 +479,54 @@ fn from_abi(from: &Segment) -> VmcbSegment {
 ///
 /// # Safety
 /// GIF is clear and IF set; host state was saved and guest state loaded (VMSAVE, VMLOAD); the VMCB is as SVM wants it.
-#[unsafe(naked)]
-unsafe extern "C" fn world_switch(vmcb: u64, registers: *mut u64) {
-    naked_asm!(
-        "push rbx",
-        "push rbp",
-        "push r12",
-        "push r13",
-        "push r14",
-        "push r15",
-        "push rsi",
-        "mov rax, rdi",
-        "mov rcx, [rsi + 8]",
-        "mov rdx, [rsi + 16]",
-        "mov rbx, [rsi + 24]",
-        "mov rbp, [rsi + 40]",
-        "mov rdi, [rsi + 56]",
-        "mov r8, [rsi + 64]",
-        "mov r9, [rsi + 72]",
-        "mov r10, [rsi + 80]",
-        "mov r11, [rsi + 88]",
-        "mov r12, [rsi + 96]",
-        "mov r13, [rsi + 104]",
-        "mov r14, [rsi + 112]",
-        "mov r15, [rsi + 120]",
-        "mov rsi, [rsi + 48]",
-        "vmrun rax",
-        "xchg rsi, [rsp]",
-        "mov [rsi + 8], rcx",
-        "mov [rsi + 16], rdx",
-        "mov [rsi + 24], rbx",
-        "mov [rsi + 40], rbp",
-        "mov [rsi + 56], rdi",
-        "mov [rsi + 64], r8",
-        "mov [rsi + 72], r9",
-        "mov [rsi + 80], r10",
-        "mov [rsi + 88], r11",
-        "mov [rsi + 96], r12",
-        "mov [rsi + 104], r13",
-        "mov [rsi + 112], r14",
-        "mov [rsi + 120], r15",
-        "pop rax",
-        "mov [rsi + 48], rax",
-        "pop r15",
-        "pop r14",
-        "pop r13",
-        "pop r12",
-        "pop rbp",
-        "pop rbx",
-        "ret",
-    )
+#[inline(always)]
+unsafe fn world_switch(vmcb: u64, registers: *mut u64) {
+    // SAFETY: the caller's contract. Everything that the guest may change is declared, or pushed where the compiler keeps
+    // the register to itself.
+    unsafe {
+        asm!(
+            "push rbx",
+            "push rbp",
+            "push rsi",
+            "mov rcx, [rsi + 8]",
+            "mov rdx, [rsi + 16]",
+            "mov rbx, [rsi + 24]",
+            "mov rbp, [rsi + 40]",
+            "mov rdi, [rsi + 56]",
+            "mov r8, [rsi + 64]",
+            "mov r9, [rsi + 72]",
+            "mov r10, [rsi + 80]",
+            "mov r11, [rsi + 88]",
+            "mov r12, [rsi + 96]",
+            "mov r13, [rsi + 104]",
+            "mov r14, [rsi + 112]",
+            "mov r15, [rsi + 120]",
+            "mov rsi, [rsi + 48]",
+            "vmrun rax",
+            "xchg rsi, [rsp]",
+            "mov [rsi + 8], rcx",
+            "mov [rsi + 16], rdx",
+            "mov [rsi + 24], rbx",
+            "mov [rsi + 40], rbp",
+            "mov [rsi + 56], rdi",
+            "mov [rsi + 64], r8",
+            "mov [rsi + 72], r9",
+            "mov [rsi + 80], r10",
+            "mov [rsi + 88], r11",
+            "mov [rsi + 96], r12",
+            "mov [rsi + 104], r13",
+            "mov [rsi + 112], r14",
+            "mov [rsi + 120], r15",
+            "pop rax",
+            "mov [rsi + 48], rax",
+            "pop rbp",
+            "pop rbx",
+            inout("rax") vmcb => _,
+            inout("rsi") registers => _,
+            out("rcx") _, out("rdx") _, out("rdi") _, out("r8") _, out("r9") _, out("r10") _,
+            out("r11") _, out("r12") _, out("r13") _, out("r14") _, out("r15") _,
+        );
+    }
 }
 
 /// Lets pending host interrupts in (they are noted in `PerCpu::pending`) or not, and sets GIF.
@@ -501,13 +545,14 @@ unsafe fn end_guest_mode(interrupts: bool) {
     }
 }
 
-/// Runs the guest with the lock not held; returns its exit code. Kernel hypercalls are answered here.
+/// Runs the guest with the lock not held; returns its exit code, and how many of its hypercalls the kernel answered.
 #[inline(always)]
-fn enter(frames: &VcpuFrames, host_state: u64, entries: &mut u64, settled: &mut u64) -> u64 {
+fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
     let vmcb = frames.vmcb();
     let state = frames.state();
     let registers = (&raw mut state.gpr).cast::<u64>();
     vmcb.save.rax = state.gpr[gpr::RAX];
+    let mut settled = 0;
     // SAFETY: host state goes to this CPU's own page and comes back from there; the VMCB is complete, its maps and
     // tables are the kernel's. With GIF clear nothing interrupts between VMLOAD and VMRUN.
     let code = unsafe {
@@ -515,14 +560,13 @@ fn enter(frames: &VcpuFrames, host_state: u64, entries: &mut u64, settled: &mut 
         asm!("vmload rax", in("rax") frames.vmcb_physical, options(nostack));
         loop {
             world_switch(frames.vmcb_physical, registers);
-            *entries += 1;
             let code = (&raw const vmcb.control.exit_code).read_volatile();
             if code != exit::VMMCALL || vmcb.save.rax != abi::vcpu::HYPERCALL_VERSION {
                 break code;
             }
             // A hypercall of the kernel's own.
             const VMMCALL_LENGTH: u64 = 3;
-            *settled += 1;
+            settled += 1;
             vmcb.save.rax = ABI_VERSION as u64;
             vmcb.save.rip = vmcb.save.rip.wrapping_add(VMMCALL_LENGTH);
             vmcb.control.interrupt_shadow = 0;
@@ -537,15 +581,15 @@ fn enter(frames: &VcpuFrames, host_state: u64, entries: &mut u64, settled: &mut 
         end_guest_mode(matches!(code, exit::INTR | exit::NMI));
     }
     state.gpr[gpr::RAX] = vmcb.save.rax;
-    code
+    (code, settled)
 }
 
 // ---- FPU, debug and auxiliary registers --------------------------------------------------------------
 
 /// Makes this vCPU's registers those in the CPU.
 #[cold]
-fn become_owner(kernel: &Kernel<X86>, number: usize, name: Handle<Vcpu<X86>>, vcpu: &Vcpu<X86>) {
-    let owner = &local(number).guest.owner;
+fn become_owner(kernel: &Kernel<X86>, local: &Local, name: Handle<Vcpu<X86>>, vcpu: &Vcpu<X86>) {
+    let owner = &local.owner;
     let have = features();
     // SAFETY: TS is cleared around FPU instructions only; areas are as large as `xsave_size`, aligned to pages; XCR0
     // values are within the machine's. Debug and auxiliary registers are no memory. A vCPU that no longer exists left
@@ -611,157 +655,201 @@ const SHADOW: u64 = 1;
 /// Clean bits for a VMCB whose cached parts have not changed: all that are defined (APM vol. 2 §15.15.3).
 const CLEAN: u64 = 0xfff;
 
-/// Runs the vCPU that the current thread, `thread_name`, is in `VcpuRun` on, until there is something for
-/// its VMM or for the scheduler.
+/// Why a vCPU is not entered.
+enum Stop {
+    /// The VMM is to see this exit.
+    Exit(u64),
+    /// The call ends with this status.
+    Failed(Status),
+}
+
+/// Enters the vCPU that the current thread, `thread_name`, is in `VcpuRun` on, once. Unless there is something for its
+/// VMM the thread stays in `VcpuRun`: it enters again when it is chosen again.
 pub fn run(
     mut kernel: Guard,
     number: usize,
     thread_name: Handle<Thread<X86>>,
     name: Handle<Vcpu<X86>>,
 ) -> Guard {
-    let mut first = true;
-    loop {
-        let thread = kernel.memory.at(thread_name);
-        let Some(vcpu) = kernel.memory.get(name) else {
-            kernel.vcpu_return(thread, None, Status::Aborted);
+    let local = local(number);
+    let cpu_bit = 1u64 << number;
+    let (frames, vm_name) = match prepare(&kernel, &local.guest, name) {
+        Ok((vcpu, vm)) => {
+            vm.space.active.set(vm.space.active.get() | cpu_bit);
+            arm(local, kernel.cpus[number].deadline().min(vcpu.arch.state().deadline));
+            (&raw const vcpu.arch, vcpu.vm)
+        }
+        Err(stop) => {
+            refuse(&kernel, thread_name, name, &stop);
             return kernel;
-        };
-        let vm = kernel.memory.get(vcpu.vm).filter(|vm| !vm.space.dying.get());
-        let (Some(vm), Some(notification)) = (vm, kernel.memory.get(vcpu.notification)) else {
-            kernel.vcpu_return(thread, Some(vcpu), Status::Aborted);
-            return kernel;
-        };
-        let frames = &vcpu.arch;
-        let state = frames.state();
-        let dirty = state.dirty;
-        if dirty != 0 {
-            state.dirty = 0;
-            if let Err(status) = frames.write_groups(state, dirty) {
-                kernel.vcpu_return(thread, Some(vcpu), status);
-                return kernel;
-            }
-            let is_owner = local(number).guest.owner.get() == Some(name);
-            if dirty & group::XCR0 != 0 && is_owner && features().xsave {
-                // SAFETY: `write_groups` has checked the value against the machine's.
-                unsafe { write_xcr0(frames.xcr0.get()) };
-            }
         }
-        let bits = notification.bits.take();
-        if bits != 0 {
-            state.events = bits;
-            return give(kernel, thread_name, name, kernel_exit::RECALL, 0);
-        }
-        let deadline = state.deadline;
-        // Checked on the way in only after something took time: the VMM has just looked at its clock.
-        if !first && deadline <= crate::time::tsc() {
-            return give(kernel, thread_name, name, kernel_exit::DEADLINE, 0);
-        }
-        first = false;
+    };
+    unlock(kernel);
+    // SAFETY: the vCPU is not freed before this CPU has answered a shootdown, which it does when it takes the lock.
+    let frames = unsafe { &*frames };
+    let (code, settled) = enter(frames, local.guest.host_state.get());
+    kernel = lock(number);
 
-        if local(number).guest.owner.get() != Some(name) {
-            become_owner(&kernel, number, name, vcpu);
-        }
-        let cpu_local = &local(number).guest;
-        if frames.asid_epoch.get() != cpu_local.asid_epoch.get()
-            || frames.vm_generation.get() != vm.space.generation.get()
-        {
-            new_asid(cpu_local, frames, vm);
-            frames.vmcb().control.n_cr3 = kernel.memory.physical(vm.space.root);
-        }
-        if frames.port_generation.get() != vm.space.port_generation.get() {
-            frames.port_generation.set(vm.space.port_generation.get());
-            frames.unclean.set(true);
-            if let Some(map) = vm.space.port_map.get() {
-                frames.vmcb().control.iopm_base_pa = kernel.memory.physical(map);
-            }
-        }
-        let window = state.window != 0;
-        let control = &mut frames.vmcb().control;
-        if (control.intercept3 & intercept3::VINTR != 0) != window {
-            control.intercept3 ^= intercept3::VINTR;
-            control.v_intr = v_intr::INTR_MASKING
-                | if window {
-                    v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIFT
-                } else {
-                    0
-                };
-            frames.unclean.set(true);
-        }
-        control.event_inj = state.inject;
-        state.inject = 0;
-        control.clean = if frames.unclean.replace(false) { 0 } else { CLEAN };
-
-        let cpu_bit = 1u64 << number;
-        vm.space.active.set(vm.space.active.get() | cpu_bit);
-        let vm_name = vcpu.vm;
-        arm(local(number), kernel.cpus[number].deadline().min(deadline));
-        let host_state = cpu_local.host_state.get();
-        let (mut entries, mut settled) = (0, 0);
-        let frames: *const VcpuFrames = frames;
-        unlock(kernel);
-        // SAFETY: the vCPU is not freed before this CPU has answered a shootdown, which it does when it takes the lock.
-        let code = enter(unsafe { &*frames }, host_state, &mut entries, &mut settled);
-        kernel = lock(number);
-
-        add(&kernel.counters.vm_entries, entries);
-        add(&kernel.counters.settled, settled);
-        if let Some(vm) = kernel.memory.get(vm_name) {
-            vm.space.active.set(vm.space.active.get() & !cpu_bit);
-        }
-        let Some(vcpu) = kernel.memory.get(name) else {
-            handle_pending(&kernel, number);
-            return kernel;
-        };
-        let frames = &vcpu.arch;
-        let (state, control) = (frames.state(), &mut frames.vmcb().control);
-        state.entries += entries;
+    count(&kernel.counters.vm_entries);
+    if let Some(vm) = kernel.memory.get(vm_name) {
+        vm.space.active.set(vm.space.active.get() & !cpu_bit);
+    }
+    let Some(vcpu) = kernel.memory.get(name) else {
+        handle_pending(&kernel, number);
+        return kernel;
+    };
+    let frames = &vcpu.arch;
+    let (state, control) = (frames.state(), &mut frames.vmcb().control);
+    state.entries += 1;
+    if settled != 0 {
+        // Each is an exit and another entry.
+        state.entries += settled;
         state.settled += settled;
-        control.tlb_control = tlb_control::NOTHING;
-        state.inject = interrupted_event(control.exit_int_info);
-        match code {
-            exit::INTR | exit::NMI | exit::SMI | exit::INIT => {
-                state.settled += 1;
-                count(&kernel.counters.settled);
-                handle_pending(&kernel, number);
-                // The thread may have been stopped or its call ended, or another one may have to run.
-                if kernel.cpus[number].current.get() != Some(thread_name)
-                    || kernel.memory.at(thread_name).vcpu.get() != Some(name)
-                {
-                    return kernel;
-                }
-                if control.interrupt_shadow & SHADOW != 0 {
-                    // Not every processor takes a shadow back into the guest (QEMU's does not), so the VMM has to see
-                    // the instruction in it.
-                    state.events = 0;
-                    return give(kernel, thread_name, name, kernel_exit::RECALL, 0);
-                }
-                if kernel.cpus[number].resched.get() {
-                    return kernel;
-                }
-            }
-            exit::VINTR => {
-                state.window = 0;
-                return give(kernel, thread_name, name, kernel_exit::WINDOW, 0);
-            }
-            _ => {
-                state.exit_info1 = control.exit_info1;
-                state.exit_info2 = control.exit_info2;
-                let have = features();
-                // Where the processor does not say how long the instruction is, the VMM looks at it.
-                let groups = match code {
-                    exit::IOIO => 0,
-                    _ if have.nrip_save && code != exit::NPF => 0,
-                    _ => group::CONTROL | group::SEGMENTS,
-                };
-                state.next_rip = if have.nrip_save { control.n_rip } else { 0 };
-                state.bytes_len = 0;
-                if have.decode_assist && code == exit::NPF && control.exit_info1 & npf::FETCH == 0 {
-                    state.bytes_len = control.fetched_bytes as u64 & 0xf;
-                    state.bytes[..15].copy_from_slice(&control.instruction_bytes);
-                }
-                return give(kernel, thread_name, name, code, groups);
-            }
+        add(&kernel.counters.vm_entries, settled);
+        add(&kernel.counters.settled, settled);
+    }
+    control.tlb_control = tlb_control::NOTHING;
+    state.inject = interrupted_event(control.exit_int_info);
+    match code {
+        exit::INTR | exit::NMI | exit::SMI | exit::INIT => {
+            state.settled += 1;
+            count(&kernel.counters.settled);
+            handle_pending(&kernel, number);
+            after_interrupt(&kernel, number, thread_name, name);
         }
+        exit::VINTR => {
+            state.window = 0;
+            give(&kernel, thread_name, vcpu, kernel_exit::WINDOW, group::IP);
+        }
+        _ => {
+            state.exit_info1 = control.exit_info1;
+            state.exit_info2 = control.exit_info2;
+            // A processor that does not save the next instruction's address leaves 0. Then the VMM looks at the
+            // instruction, but for port accesses, where EXITINFO2 has that address.
+            state.next_rip = control.n_rip;
+            state.bytes_len = 0;
+            let groups = match code {
+                exit::NPF => {
+                    page_fault_bytes(state, control);
+                    group::IP | group::CONTROL | group::CODE | group::SEGMENTS
+                }
+                exit::IOIO => group::IP,
+                _ if control.n_rip != 0 => group::IP,
+                _ => group::IP | group::CONTROL | group::CODE,
+            };
+            give(&kernel, thread_name, vcpu, code, groups);
+        }
+    }
+    kernel
+}
+
+/// Brings the processor structures of a vCPU, and what the CPU holds of it, up to date.
+#[inline(always)]
+fn prepare<'a>(
+    kernel: &'a Kernel<X86>,
+    local: &Local,
+    name: Handle<Vcpu<X86>>,
+) -> Result<(&'a Vcpu<X86>, &'a Vm<X86>), Stop> {
+    let aborted = Stop::Failed(Status::Aborted);
+    let Some(vcpu) = kernel.memory.get(name) else { return Err(aborted) };
+    let vm = kernel.memory.get(vcpu.vm).filter(|vm| !vm.space.dying.get());
+    let (Some(vm), Some(notification)) = (vm, kernel.memory.get(vcpu.notification)) else {
+        return Err(aborted);
+    };
+    let frames = &vcpu.arch;
+    let state = frames.state();
+    let is_owner = local.owner.get() == Some(name);
+    let dirty = state.dirty;
+    if dirty != 0 {
+        state.dirty = 0;
+        frames.write_groups(state, dirty, is_owner).map_err(Stop::Failed)?;
+    }
+    let bits = notification.bits.take();
+    if bits != 0 {
+        state.events = bits;
+        return Err(Stop::Exit(kernel_exit::RECALL));
+    }
+    if !is_owner {
+        become_owner(kernel, local, name, vcpu);
+    }
+    if frames.asid_epoch.get() != local.asid_epoch.get()
+        || frames.vm_generation.get() != vm.space.generation.get()
+    {
+        new_asid(local, frames, vm);
+        frames.vmcb().control.n_cr3 = kernel.memory.physical(vm.space.root);
+    }
+    if frames.port_generation.get() != vm.space.port_generation.get() {
+        frames.port_generation.set(vm.space.port_generation.get());
+        frames.unclean.set(true);
+        if let Some(map) = vm.space.port_map.get() {
+            frames.vmcb().control.iopm_base_pa = kernel.memory.physical(map);
+        }
+    }
+    let window = state.window != 0;
+    if frames.window.get() != window {
+        frames.set_window(window);
+    }
+    let control = &mut frames.vmcb().control;
+    control.event_inj = state.inject;
+    state.inject = 0;
+    control.clean = CLEAN;
+    if frames.unclean.get() {
+        frames.unclean.set(false);
+        control.clean = 0;
+    }
+    Ok((vcpu, vm))
+}
+
+/// Ends `VcpuRun` without an entry.
+#[cold]
+fn refuse(
+    kernel: &Kernel<X86>,
+    thread_name: Handle<Thread<X86>>,
+    name: Handle<Vcpu<X86>>,
+    stop: &Stop,
+) {
+    let vcpu = kernel.memory.get(name);
+    match (stop, vcpu) {
+        (&Stop::Exit(code), Some(vcpu)) => give(kernel, thread_name, vcpu, code, group::IP),
+        (&Stop::Exit(_), None) => {}
+        (&Stop::Failed(status), _) => {
+            kernel.vcpu_return(kernel.memory.at(thread_name), vcpu, status);
+        }
+    }
+}
+
+/// What the VMM has to know after a host interrupt, if anything. The deadline is looked at only here: on the way in the VMM
+/// has just looked at its clock, and a deadline that is past interrupts at once.
+#[cold]
+fn after_interrupt(
+    kernel: &Kernel<X86>,
+    number: usize,
+    thread_name: Handle<Thread<X86>>,
+    name: Handle<Vcpu<X86>>,
+) {
+    // The thread may have been stopped or its call ended.
+    if kernel.cpus[number].current.get() != Some(thread_name)
+        || kernel.memory.at(thread_name).vcpu.get() != Some(name)
+    {
+        return;
+    }
+    let Some(vcpu) = kernel.memory.get(name) else { return };
+    if vcpu.arch.vmcb().control.interrupt_shadow & SHADOW != 0 {
+        // Not every processor takes a shadow back into the guest (QEMU's does not), so the VMM has to see the
+        // instruction in it.
+        vcpu.arch.state().events = 0;
+        give(kernel, thread_name, vcpu, kernel_exit::RECALL, group::IP);
+    } else if vcpu.arch.state().deadline <= crate::time::tsc() {
+        give(kernel, thread_name, vcpu, kernel_exit::DEADLINE, group::IP);
+    }
+}
+
+/// Bytes of the instruction that faulted, where the processor has them (APM vol. 2 §15.33.5).
+#[cold]
+fn page_fault_bytes(state: &mut VcpuState, control: &ControlArea) {
+    if features().decode_assist && control.exit_info1 & npf::FETCH == 0 {
+        state.bytes_len = control.fetched_bytes as u64 & 0xf;
+        state.bytes[..15].copy_from_slice(&control.instruction_bytes);
     }
 }
 
@@ -785,21 +873,26 @@ fn interrupted_event(info: u64) -> u64 {
 /// Ends `VcpuRun` with an exit for the VMM.
 #[inline(always)]
 fn give(
-    kernel: Guard,
+    kernel: &Kernel<X86>,
     thread_name: Handle<Thread<X86>>,
-    name: Handle<Vcpu<X86>>,
+    vcpu: &Vcpu<X86>,
     code: u64,
     groups: u64,
-) -> Guard {
-    let vcpu = kernel.memory.at(name);
-    let state = vcpu.arch.state();
+) {
+    const NEXT_KNOWN: u64 = group::IP;
+    const LOOK: u64 = group::IP | group::CONTROL | group::CODE;
+    let (state, vmcb) = (vcpu.arch.state(), vcpu.arch.vmcb());
     state.exit_code = code;
     state.valid = group::INJECT;
-    vcpu.arch.read_groups(group::IP | groups);
+    // Constants make straight code of the frequent cases.
+    match groups {
+        NEXT_KNOWN => read_code(state, vmcb, NEXT_KNOWN),
+        LOOK => read_code(state, vmcb, LOOK),
+        _ => vcpu.arch.read_groups(groups),
+    }
     if let Some(thread) = kernel.memory.get(thread_name) {
         kernel.vcpu_return(thread, Some(vcpu), Status::Ok);
     }
-    kernel
 }
 
 /// Frames of host state that each CPU needs.

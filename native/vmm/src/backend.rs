@@ -80,6 +80,15 @@ const fn group_of(register: Reg) -> u64 {
     }
 }
 
+/// The group that a segment register belongs to.
+#[inline(always)]
+const fn group_of_segment(segment: Seg) -> u64 {
+    match segment {
+        Seg::Cs => group::CODE,
+        _ => group::SEGMENTS,
+    }
+}
+
 /// Where a register is in the state page.
 #[inline(always)]
 fn register(state: &mut VcpuState, register: Reg) -> &mut u64 {
@@ -109,6 +118,7 @@ fn register(state: &mut VcpuState, register: Reg) -> &mut u64 {
     }
 }
 
+#[inline(always)]
 fn segment(state: &mut VcpuState, segment: Seg) -> &mut StateSegment {
     match segment {
         Seg::Gdtr => &mut state.gdtr,
@@ -151,15 +161,16 @@ impl Backend for NativeVcpu<'_> {
         *register(self.change(group_of(name)), name) = value;
     }
 
+    #[inline(always)]
     fn segment(&mut self, name: Seg) -> Segment {
         let StateSegment { selector, attrib, limit, base } =
-            *segment(self.with(group::SEGMENTS), name);
+            *segment(self.with(group_of_segment(name)), name);
         Segment { selector, attrib, limit, base }
     }
 
     fn set_segment(&mut self, name: Seg, value: Segment) {
         let Segment { selector, attrib, limit, base } = value;
-        *segment(self.change(group::SEGMENTS), name) =
+        *segment(self.change(group_of_segment(name)), name) =
             StateSegment { selector, attrib, limit, base };
     }
 
@@ -204,6 +215,9 @@ impl Backend for NativeVcpu<'_> {
                 return Exit::HostError(status as u64);
             }
             let state = self.vcpu.state();
+            if state.exit_code < exit::RECALL {
+                return svm::decode(state.exit_code, state.exit_info1, state.exit_info2);
+            }
             match state.exit_code {
                 exit::RECALL => return Exit::Recall { events: state.events },
                 exit::WINDOW => return Exit::Window,

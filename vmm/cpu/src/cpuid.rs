@@ -46,8 +46,8 @@ pub enum Patch {
     Features,
     /// Leaf 7: `OSPKE`.
     ExtendedFeatures,
-    /// Leaf `0xB`: x2APIC id.
-    Topology,
+    /// Leaf `0xB`, this subleaf.
+    Topology(u32),
     /// Leaf `0xD`, subleaf 0: size of the enabled state.
     XsaveSize,
     /// Leaf `0xD`, subleaf 1: size of the enabled state, compacted.
@@ -409,16 +409,15 @@ impl CpuidTable {
 
     /// The answer for a leaf and subleaf, and what is still to be filled in.
     #[inline]
-    pub fn lookup(&self, number: u32, subleaf: u32) -> (Values, Patch) {
-        if (number as usize) < BASIC {
+    pub fn lookup(&self, number: u32, subleaf: u32) -> (&Values, Patch) {
+        if let Some(values) = self.basic.get(number as usize) {
             return match number {
-                leaf::FEATURES => (self.basic[1], Patch::Features),
+                leaf::FEATURES => (values, Patch::Features),
                 leaf::CACHE => (at(&self.caches, subleaf), Patch::None),
-                leaf::EXTENDED_FEATURES if subleaf != 0 => {
-                    (if subleaf == 1 { self.extended_features_1 } else { [0; 4] }, Patch::None)
-                }
-                leaf::EXTENDED_FEATURES => (self.basic[7], Patch::ExtendedFeatures),
-                leaf::TOPOLOGY => self.topology(subleaf),
+                leaf::EXTENDED_FEATURES if subleaf == 1 => (&self.extended_features_1, Patch::None),
+                leaf::EXTENDED_FEATURES if subleaf != 0 => (&NOTHING, Patch::None),
+                leaf::EXTENDED_FEATURES => (values, Patch::ExtendedFeatures),
+                leaf::TOPOLOGY => (values, Patch::Topology(subleaf)),
                 leaf::XSAVE => {
                     let patch = match subleaf {
                         0 => Patch::XsaveSize,
@@ -427,36 +426,41 @@ impl CpuidTable {
                     };
                     (at(&self.xsave, subleaf), patch)
                 }
-                _ => (self.basic[number as usize], Patch::None),
+                _ => (values, Patch::None),
             };
         }
-        match number {
-            leaf::AMD_CACHE => (at(&self.amd_caches, subleaf), Patch::None),
-            leaf::AMD_TOPOLOGY if self.extended[0][0] >= number => ([0; 4], Patch::AmdTopology),
-            leaf::HYPERVISOR => (self.signature, Patch::None),
-            leaf::HYPERVISOR_FEATURES => (self.paravirtual, Patch::None),
-            leaf::HYPERVISOR_TIMING => (self.timing, Patch::None),
-            leaf::EXTENDED.. => (at(&self.extended, number - leaf::EXTENDED), Patch::None),
-            _ => ([0; 4], Patch::None),
+        if let Some(values) = self.extended.get(number.wrapping_sub(leaf::EXTENDED) as usize) {
+            return match number {
+                leaf::AMD_CACHE => (at(&self.amd_caches, subleaf), Patch::None),
+                leaf::AMD_TOPOLOGY if self.extended[0][0] >= number => (values, Patch::AmdTopology),
+                _ => (values, Patch::None),
+            };
         }
+        let values = match number {
+            leaf::HYPERVISOR => &self.signature,
+            leaf::HYPERVISOR_FEATURES => &self.paravirtual,
+            leaf::HYPERVISOR_TIMING => &self.timing,
+            _ => &NOTHING,
+        };
+        (values, Patch::None)
     }
 
-    fn topology(&self, subleaf: u32) -> (Values, Patch) {
+    fn topology(&self, subleaf: u32, apic_id: u32) -> Values {
         const THREAD: u32 = 1;
         const CORE: u32 = 2;
         if self.basic[0][0] < leaf::TOPOLOGY {
-            return ([0; 4], Patch::None);
+            return NOTHING;
         }
-        let values = match subleaf {
-            0 => [0, 1, THREAD << 8, 0],
-            1 => [self.id_bits(), self.vcpus, CORE << 8 | 1, 0],
-            _ => [0, 0, subleaf & 0xff, 0],
-        };
-        (values, Patch::Topology)
+        match subleaf {
+            0 => [0, 1, THREAD << 8, apic_id],
+            1 => [self.id_bits(), self.vcpus, CORE << 8 | 1, apic_id],
+            _ => [0, 0, subleaf & 0xff, apic_id],
+        }
     }
 
     /// Fills in what depends on the virtual CPU.
-    pub fn patch(&self, mut values: Values, patch: Patch, cpu: CpuView) -> Values {
+    pub fn patch(&self, values: &Values, patch: Patch, cpu: CpuView) -> Values {
+        let mut values = *values;
         let set = |word: &mut u32, bit: u32, on: bool| {
             if on {
                 *word |= bit;
@@ -471,7 +475,7 @@ impl CpuidTable {
             Patch::ExtendedFeatures => {
                 set(&mut values[2], extended_c::OSPKE, cpu.cr4 & cr4::PKE != 0);
             }
-            Patch::Topology => values[3] = cpu.apic_id,
+            Patch::Topology(subleaf) => values = self.topology(subleaf, cpu.apic_id),
             Patch::XsaveSize if self.xcr0_allowed != 0 => values[1] = self.xsave_size(cpu.xcr0),
             Patch::XsaveCompactSize if values[0] & xsave_a::XSAVEC != 0 => {
                 values[1] = self.xsave_compact_size(cpu.xcr0);
@@ -489,10 +493,12 @@ impl CpuidTable {
     }
 }
 
+const NOTHING: Values = [0; 4];
+
 /// An entry of a table, 0 beyond its end.
 #[inline]
-fn at(table: &[Values], index: u32) -> Values {
-    table.get(index as usize).copied().unwrap_or_default()
+fn at(table: &[Values], index: u32) -> &Values {
+    table.get(index as usize).unwrap_or(&NOTHING)
 }
 
 #[cfg(test)]

@@ -235,13 +235,18 @@ impl Cpu {
 
     #[inline(always)]
     fn cpuid<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
-        let (number, subleaf) = (vcpu.gpr(Gpr::Rax) as u32, vcpu.gpr(Gpr::Rcx) as u32);
-        let (mut values, patch) = board.cpuid().lookup(number, subleaf);
-        if patch != Patch::None {
-            values = self.patch_cpuid(vcpu, board, values, patch);
-        }
         let Some(next) = self.fetch.next_rip(vcpu, board.memory(), Pattern::CPUID) else {
             return self.lost(vcpu, board);
+        };
+        let (number, subleaf) = (vcpu.gpr(Gpr::Rax) as u32, vcpu.gpr(Gpr::Rcx) as u32);
+        let (values, patch) = board.cpuid().lookup(number, subleaf);
+        let patched;
+        let values = match patch {
+            Patch::None => values,
+            _ => {
+                patched = self.patch_cpuid(vcpu, board, values, patch);
+                &patched
+            }
         };
         vcpu.set_gpr(Gpr::Rax, values[0].into());
         vcpu.set_gpr(Gpr::Rbx, values[1].into());
@@ -255,7 +260,7 @@ impl Cpu {
         &self,
         vcpu: &mut B,
         board: &M,
-        values: Values,
+        values: &Values,
         patch: Patch,
     ) -> Values {
         let cr4 = vcpu.get(Reg::Cr4);

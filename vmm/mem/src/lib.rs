@@ -38,6 +38,16 @@ pub struct Window {
     pub host: *mut u8,
 }
 
+impl Window {
+    #[inline(always)]
+    fn locate(&self, address: u64) -> Option<(*mut u8, u64)> {
+        let offset = address.wrapping_sub(self.base);
+        // `wrapping_add` only forms the address; it is in the window, whoever uses it.
+        (offset < self.length)
+            .then(|| (self.host.wrapping_add(offset as usize), self.length - offset))
+    }
+}
+
 /// Why windows do not make a guest memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LayoutError {
@@ -230,14 +240,21 @@ impl GuestMemory {
     /// Where an address is, and how many bytes of its window follow (at least one).
     #[inline]
     fn locate(&self, address: u64) -> Result<(*mut u8, u64), MemoryError> {
-        for window in &self.windows[..self.count] {
-            let offset = address.wrapping_sub(window.base);
-            if offset < window.length {
-                // `wrapping_add` only forms the address; it is in the window, whoever uses it.
-                return Ok((window.host.wrapping_add(offset as usize), window.length - offset));
-            }
+        // Most machines have most of their memory in the first window.
+        let [first, others @ ..] = &self.windows;
+        match first.locate(address) {
+            Some(place) => Ok(place),
+            None => Self::locate_in(others, address),
         }
-        Err(MemoryError::NotBacked { address })
+    }
+
+    /// Unused windows are empty.
+    #[inline(never)]
+    fn locate_in(windows: &[Window], address: u64) -> Result<(*mut u8, u64), MemoryError> {
+        windows
+            .iter()
+            .find_map(|window| window.locate(address))
+            .ok_or(MemoryError::NotBacked { address })
     }
 
     /// Calls `act` with each contiguous part of a span: a valid host address and a length. The parts'
