@@ -107,12 +107,22 @@ impl FetchCache {
         if known != 0 {
             return Some(known);
         }
-        self.look(vcpu, memory, pattern)
+        self.find(vcpu, memory, pattern)
     }
 
     /// The same after an exit that no instruction caused, when the processor's answer is of another one.
-    #[inline(always)]
+    #[inline(never)]
     pub fn look(
+        &mut self,
+        vcpu: &mut impl Backend,
+        memory: &GuestMemory,
+        pattern: Pattern,
+    ) -> Option<u64> {
+        self.find(vcpu, memory, pattern)
+    }
+
+    #[inline(always)]
+    fn find(
         &mut self,
         vcpu: &mut impl Backend,
         memory: &GuestMemory,

@@ -468,6 +468,7 @@ impl Cpu {
     }
 
     /// Goes on behind the present instruction; `false` (and `#UD`) if it is not `pattern`.
+    #[inline(never)]
     fn skip<B: Backend, M: Board>(
         &mut self,
         vcpu: &mut B,
