@@ -34,7 +34,13 @@ pub const GROUPS: &[Group] = &[
     Group {
         name: "native",
         directory: "programs",
-        packages: &["native-root", "native-console", "native-vmm", "native-check"],
+        packages: &[
+            "native-root",
+            "native-console",
+            "native-vmm",
+            "native-steward",
+            "native-check",
+        ],
         flags: &["-Crelocation-model=static", "-Ccode-model=small"],
     },
     Group {

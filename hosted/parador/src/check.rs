@@ -44,6 +44,10 @@ const PER_VM_MEMORY: u64 = 1 << 20;
 const PAGE_TABLE_SHIFT: u32 = 8;
 /// Assumed length of the boot files of a virtual machine whose kernel was not fetched yet, in bytes.
 const UNFETCHED_FILES: u64 = 20 << 20;
+/// Assumed length of a micro-guest that was not built yet, in bytes.
+const MICRO_FILES: u64 = 1 << 20;
+/// What the name of a micro-guest follows.
+const MICRO_PREFIX: &str = "micro:";
 /// An emulated machine's memory is a multiple of this, in bytes.
 const MEMORY_STEP: u64 = 64 << 20;
 /// QEMU's limit for the q35 board with default settings.
@@ -138,6 +142,8 @@ pub struct Vm {
 pub enum KernelSource {
     /// Debian's cloud kernel, fetched with apt.
     Debian,
+    /// A micro-guest of the build, the name of its file.
+    Micro(String),
     /// A file.
     File(PathBuf),
 }
@@ -389,7 +395,10 @@ impl Checker<'_> {
         };
         let kernel = match vm.kernel.get_ref().as_str() {
             "debian" => KernelSource::Debian,
-            path => KernelSource::File(self.folder.join(path)),
+            text => match text.strip_prefix(MICRO_PREFIX).filter(|name| is_name(name)) {
+                Some(name) => KernelSource::Micro(format!("guest-{name}")),
+                None => KernelSource::File(self.folder.join(text)),
+            },
         };
         let initrd = vm.initrd.map(|initrd| {
             let source = match initrd.get_ref().as_str() {
@@ -691,6 +700,9 @@ impl Plan {
                 }
             }
             match files {
+                None if matches!(vm.kernel.get_ref(), KernelSource::Micro(_)) => {
+                    boot_files += MICRO_FILES + initrd_length;
+                }
                 None => {
                     boot_files += UNFETCHED_FILES + initrd_length;
                     if vm.memory.get_ref().0 < guest::LINUX_MINIMUM {
@@ -951,6 +963,7 @@ impl fmt::Display for Plan {
         for vm in &self.vms {
             let kernel = match vm.kernel.get_ref() {
                 KernelSource::Debian => "Debian's kernel, checked when it is fetched".to_owned(),
+                KernelSource::Micro(name) => format!("{name} of the build"),
                 KernelSource::File(path) => format!("{} is whole", path.display()),
             };
             writeln!(f, "  {:<8} {}, {kernel}", vm.name, vm.memory.get_ref())?;

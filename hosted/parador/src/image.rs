@@ -82,7 +82,7 @@ pub fn build(
     plan.check_programs(&artifacts)?;
 
     let staging = stage(folder, &interruptible)?;
-    let files = boot_files(plan, &programs, staging.path(), steps, &interruptible)?;
+    let files = boot_files(plan, &programs, &artifacts, staging.path(), steps, &interruptible)?;
     plan.check_files(&files)?;
 
     let kernel = staging.path().join(programs::KERNEL);
@@ -126,6 +126,7 @@ fn stage(folder: &Path, interruptible: &Interruptible) -> Result<TempDir, Failur
 fn boot_files(
     plan: &Plan,
     programs: &Programs,
+    artifacts: &Path,
     staging: &Path,
     steps: &Steps,
     interruptible: &Interruptible,
@@ -163,6 +164,7 @@ fn boot_files(
             (KernelSource::File(path), _) => path.clone(),
             (KernelSource::Debian, Some(fetched)) => fetched.kernel(),
             (KernelSource::Debian, None) => PathBuf::new(),
+            (KernelSource::Micro(name), _) => artifacts.join(name),
         },
         initrd: vm.initrd.as_ref().map(|initrd| match initrd.get_ref() {
             InitrdSource::File(path) => path.clone(),

@@ -333,9 +333,11 @@ impl Mux {
         }
     }
 
-    /// Goes to the start of a line on the screen.
+    /// Goes to the start of a line on the screen. An incomplete line makes room: it is shown again.
     fn fresh_line(&mut self) {
-        if !self.at_start {
+        if self.partial {
+            put_all(&mut self.output, b"\r\x1b[K");
+        } else if !self.at_start {
             put_all(&mut self.output, b"\r\n");
         }
         (self.partial, self.at_start) = (false, true);
@@ -491,7 +493,8 @@ impl Mux {
         self.output.clear();
         self.tell_of_room();
         self.selected = index;
-        self.at_start = false;
+        (self.partial, self.at_start) = (false, false);
+        self.clients[index].unseen = false;
         let Client { number, name, .. } = &self.clients[index];
         let (number, name) = (*number, name.clone());
         let ended = if self.clients[index].life == Life::Ended { ", ended" } else { "" };
@@ -506,8 +509,7 @@ impl Mux {
     /// Shows the selected client's last output.
     fn show_last(&mut self, lines: usize, bytes: usize) {
         let Self { clients, output, selected, at_start, .. } = self;
-        let client = &mut clients[*selected];
-        client.unseen = false;
+        let client = &clients[*selected];
         let length = client.kept.last_lines(lines, bytes.min(output.room()));
         for byte in client.kept.last(length) {
             output.put(byte);
@@ -518,7 +520,7 @@ impl Mux {
     fn show_kept(&mut self) {
         self.output.clear();
         self.tell_of_room();
-        self.at_start = false;
+        (self.partial, self.at_start) = (false, false);
         let name = self.clients[self.selected].name.clone();
         self.say(format_args!("all that is kept of {name}:"));
         self.show_last(KEPT, KEPT);
@@ -528,7 +530,7 @@ impl Mux {
         self.all = !self.all;
         for client in &mut self.clients {
             client.cook = Cook::new();
-            client.hidden = 0;
+            (client.hidden, client.unseen) = (0, false);
         }
         self.partial = false;
         match self.all {

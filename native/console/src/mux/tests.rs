@@ -150,7 +150,7 @@ fn lines_of_all_have_prefixes() {
     rig.0.log(b"vm micro ended\n");
     assert_eq!(
         rig.line(),
-        "[steward] > li\r\n[micro] hello\r\n[steward] > list\r\n[linux] half a line\r\n[log] vm micro ended\r\n"
+        "[steward] > li\r\x1b[K[micro] hello\r\n[steward] > list\r\n[linux] half a line\r\n[log] vm micro ended\r\n"
     );
     rig.keys("\x1da");
     rig.line();
@@ -180,7 +180,8 @@ fn nobody_forges_a_prefix() {
             rig.write(LINUX, attempt);
             // As a terminal of 80 columns shows it.
             let shown = rig.line();
-            for line in shown.split("\r\n").filter(|line| !line.is_empty()) {
+            let lines = shown.split("\r\n").flat_map(|line| line.split("\r\x1b[K"));
+            for line in lines.filter(|line| !line.is_empty()) {
                 assert!(line.len() < 80, "{attempt:?} wraps: {line:?}");
                 let line = line.trim_end_matches('\x08');
                 assert!(line.starts_with("[linux] "), "{attempt:?} shows {line:?}");

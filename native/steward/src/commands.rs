@@ -1,0 +1,235 @@
+//! What a user can say, and how half a word is completed.
+
+use heapless::{String, Vec};
+use proto::manage::{Kind, State};
+use proto::system::MAX_NAME;
+
+use crate::editor::WIDTH;
+
+/// What a word of a command names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Word {
+    /// A command.
+    Command,
+    /// A virtual machine that runs.
+    Running,
+    /// A virtual machine that is paused.
+    Paused,
+    /// A virtual machine that does not run.
+    Stopped,
+    /// A virtual machine.
+    Vm,
+    /// A template.
+    Template,
+    /// Something new, or nothing.
+    Free,
+}
+
+/// A command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Command {
+    /// Its name.
+    pub name: &'static str,
+    /// What follows it, for users.
+    pub usage: &'static str,
+    /// What its words are, after the first.
+    pub words: &'static [Word],
+    /// How many of them may be left out.
+    pub optional: usize,
+    /// What it does.
+    pub help: &'static str,
+}
+
+macro_rules! commands {
+    ($($name:literal $usage:literal [$($word:ident)*] $optional:literal $help:literal;)+) => {
+        &[$(Command {
+            name: $name,
+            usage: $usage,
+            words: &[$(Word::$word),*],
+            optional: $optional,
+            help: $help,
+        }),+]
+    };
+}
+
+/// All commands.
+pub const COMMANDS: &[Command] = commands! {
+    "help" "[COMMAND]" [Command] 1 "shows what there is to say";
+    "list" "" [] 0 "shows servers, programs, virtual machines and templates";
+    "start" "VM" [Stopped] 0 "starts a virtual machine that does not run";
+    "stop" "VM" [Running] 0 "presses its power button: the guest shuts down if it listens";
+    "kill" "VM" [Running] 0 "ends it at once";
+    "pause" "VM" [Running] 0 "stops its virtual CPUs and its time";
+    "resume" "VM" [Paused] 0 "lets it go on after a pause";
+    "restart" "VM" [Running] 0 "ends it at once and starts it anew";
+    "create" "NAME TEMPLATE" [Free Template] 0 "makes a virtual machine after a template";
+    "destroy" "VM" [Vm] 0 "ends it at once and forgets it";
+    "top" "[ROUNDS]" [Free] 1 "shows time, exits and memory of each, second by second";
+    "memory" "" [] 0 "shows the memory that is left";
+    "shutdown" "" [] 0 "stops all virtual machines, then ends itself";
+};
+
+/// The command of this name.
+pub fn find(name: &str) -> Option<&'static Command> {
+    COMMANDS.iter().find(|command| command.name == name)
+}
+
+/// A line taken apart.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Said<'l> {
+    /// The command.
+    pub command: &'static Command,
+    /// Its words, as many as it wants.
+    pub words: Vec<&'l str, 2>,
+}
+
+/// Why a line is no command.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Wrong<'l> {
+    /// There is no such command.
+    Unknown(&'l str),
+    /// It wants other words.
+    Usage(&'static Command),
+}
+
+/// Takes a line apart; `None` if it is empty.
+pub fn parse(line: &str) -> Option<Result<Said<'_>, Wrong<'_>>> {
+    let mut words = line.split_ascii_whitespace();
+    let name = words.next()?;
+    let Some(command) = find(name) else { return Some(Err(Wrong::Unknown(name))) };
+    let mut rest = Vec::new();
+    for word in words {
+        if rest.len() == command.words.len() || rest.push(word).is_err() {
+            return Some(Err(Wrong::Usage(command)));
+        }
+    }
+    let least = command.words.len() - command.optional;
+    Some(if rest.len() < least {
+        Err(Wrong::Usage(command))
+    } else {
+        Ok(Said { command, words: rest })
+    })
+}
+
+/// What the word at the end of `before_cursor` names, and what is there of it.
+pub fn word_at_end(before_cursor: &str) -> (Word, &str) {
+    let start = before_cursor.rfind(' ').map_or(0, |space| space + 1);
+    let (before, word) = before_cursor.split_at(start);
+    let mut words = before.split_ascii_whitespace();
+    let kind = match words.next() {
+        None => Word::Command,
+        Some(name) => {
+            let words = find(name).map(|command| command.words).unwrap_or_default();
+            let index = before.split_ascii_whitespace().count() - 1;
+            words.get(index).copied().unwrap_or(Word::Free)
+        }
+    };
+    (kind, word)
+}
+
+/// Whether a listed thing is what a word names.
+pub fn is_named(word: Word, kind: Kind, state: State) -> bool {
+    let lives = matches!(state, State::Running | State::Paused);
+    match word {
+        Word::Command | Word::Free => false,
+        Word::Template => kind == Kind::Template,
+        Word::Vm => kind == Kind::Vm,
+        Word::Running => kind == Kind::Vm && (lives || state == State::Waiting),
+        Word::Paused => kind == Kind::Vm && state == State::Paused,
+        Word::Stopped => kind == Kind::Vm && !lives,
+    }
+}
+
+/// A completion in the making: the candidates that begin with what is there.
+#[derive(Default)]
+pub struct Completion {
+    /// What all candidates begin with.
+    common: String<MAX_NAME>,
+    /// Number of candidates.
+    count: usize,
+    /// The candidates, for the user to choose.
+    list: String<{ 8 * WIDTH }>,
+}
+
+impl Completion {
+    /// Adds a name if it begins with `word`.
+    pub fn offer(&mut self, word: &str, name: &str) {
+        if !name.starts_with(word) {
+            return;
+        }
+        if self.count == 0 {
+            // Names are short enough.
+            let _ = self.common.push_str(name);
+        } else {
+            let same = self.common.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
+            self.common.truncate(same);
+        }
+        self.count += 1;
+        // A list that is too long is cut.
+        let _ = self.list.push_str(name).and_then(|()| self.list.push_str("  "));
+    }
+
+    /// What can be added to `word`, and whether the word is complete then.
+    pub fn rest(&self, word: &str) -> (&str, bool) {
+        (self.common.get(word.len()..).unwrap_or_default(), self.count == 1)
+    }
+
+    /// The candidates, if there are several.
+    pub fn choices(&self) -> Option<&str> {
+        (self.count > 1).then(|| self.list.trim_end())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_taken_apart() {
+        assert_eq!(parse("  "), None);
+        let said = |line| parse(line).unwrap().map(|said| (said.command.name, said.words.to_vec()));
+        assert_eq!(said(" list "), Ok(("list", vec![])));
+        assert_eq!(said("create a  b"), Ok(("create", vec!["a", "b"])));
+        assert_eq!(said("top"), Ok(("top", vec![])));
+        assert_eq!(said("top 3"), Ok(("top", vec!["3"])));
+        assert_eq!(said("lst"), Err(Wrong::Unknown("lst")));
+        for line in ["start", "create a", "list x", "top 1 2", "create a b c"] {
+            assert!(matches!(said(line), Err(Wrong::Usage(_))), "{line}");
+        }
+    }
+
+    #[test]
+    fn words_have_kinds() {
+        assert_eq!(word_at_end(""), (Word::Command, ""));
+        assert_eq!(word_at_end("li"), (Word::Command, "li"));
+        assert_eq!(word_at_end("start "), (Word::Stopped, ""));
+        assert_eq!(word_at_end("create new te"), (Word::Template, "te"));
+        assert_eq!(word_at_end("create ne"), (Word::Free, "ne"));
+        assert_eq!(word_at_end("list x"), (Word::Free, "x"));
+        assert_eq!(word_at_end("nonsense x"), (Word::Free, "x"));
+    }
+
+    #[test]
+    fn completions() {
+        let complete = |word: &str| {
+            let mut completion = Completion::default();
+            COMMANDS.iter().for_each(|command| completion.offer(word, command.name));
+            let (rest, whole) = completion.rest(word);
+            (rest.to_owned(), whole, completion.choices().map(str::to_owned))
+        };
+        assert_eq!(complete("li"), ("st".into(), true, None));
+        assert_eq!(complete("re"), ("s".into(), false, None.or(Some("resume  restart".into()))));
+        assert_eq!(complete("x"), (String::<1>::new().as_str().into(), false, None));
+        assert!(complete("").2.unwrap().starts_with("help  list"));
+    }
+
+    #[test]
+    fn names_fit_their_commands() {
+        assert!(is_named(Word::Running, Kind::Vm, State::Paused));
+        assert!(!is_named(Word::Running, Kind::Task, State::Running));
+        assert!(is_named(Word::Stopped, Kind::Vm, State::Ended(3)));
+        assert!(!is_named(Word::Stopped, Kind::Vm, State::Running));
+        assert!(is_named(Word::Template, Kind::Template, State::New));
+        assert!(!is_named(Word::Free, Kind::Vm, State::New));
+    }
+}

@@ -1,0 +1,321 @@
+//! Steward: the operator's program. It shows what runs and carries out commands, at a line of the console.
+//!
+//! It holds its console session and the management gate, nothing else: whatever it does, root decides.
+#![cfg_attr(not(test), no_std, no_main)]
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
+
+mod commands;
+mod editor;
+mod root;
+mod screen;
+mod table;
+
+use core::fmt::Write;
+
+use abi::FOREVER;
+use native_rt::{error, time};
+use proto::console::MAX_BYTES;
+use proto::control::code;
+use proto::manage::{self, Figures, Kind, Refusal, State};
+use proto::start::{Clock, Start, event};
+use proto::system::{MAX_NAME, MAX_VMS};
+
+use crate::commands::{COMMANDS, Command, Completion, Said, Word, Wrong};
+use crate::editor::{Editor, Event};
+use crate::root::Root;
+use crate::screen::Screen;
+
+/// One second, in ns.
+const SECOND: u64 = 1_000_000_000;
+/// Time that a VMM has for a report, in ns.
+const REPORT_TIME: u64 = 20_000_000;
+/// Seconds that guests have to shut down.
+const PATIENCE: u32 = 20;
+
+type Name = heapless::String<MAX_NAME>;
+
+#[cfg(not(test))]
+native_rt::entry!(main);
+
+/// Serves the operator until `shutdown`; returns the exit code.
+fn main(start: &Start<'static>) -> u64 {
+    let screen = match Screen::open() {
+        Ok(screen) => screen,
+        Err(status) => {
+            error!("no console: {status:?}");
+            return code::BAD_CONFIG;
+        }
+    };
+    let mut steward =
+        Steward { screen, root: Root::new(), clock: start.clock, editor: Editor::new("steward> ") };
+    steward.say(format_args!("This is the steward of this system; `help` shows what to say."));
+    steward.serve()
+}
+
+struct Steward {
+    screen: Screen,
+    root: Root,
+    clock: Clock,
+    editor: Editor,
+}
+
+/// What follows a command.
+#[derive(PartialEq, Eq)]
+enum Next {
+    Another,
+    End,
+}
+
+impl Steward {
+    fn serve(&mut self) -> u64 {
+        self.editor.show(&mut self.screen);
+        loop {
+            let events = self.screen.wait(FOREVER);
+            if self.screen.is_gone() {
+                error!("the console is gone");
+                return code::INTERNAL;
+            }
+            if events & event::STOP != 0 {
+                return code::OK;
+            }
+            if events & event::CONSOLE != 0 && self.read() == Next::End {
+                self.screen.flush();
+                return code::OK;
+            }
+        }
+    }
+
+    /// Takes all keys that were typed.
+    fn read(&mut self) -> Next {
+        let mut buffer = [0; MAX_BYTES];
+        loop {
+            let keys = self.screen.read(&mut buffer);
+            for &key in keys {
+                match self.editor.key(key, &mut self.screen) {
+                    Event::None => {}
+                    Event::Complete => self.complete(),
+                    Event::Line => {
+                        let line = self.editor.take_line();
+                        if self.carry_out(&line) == Next::End {
+                            return Next::End;
+                        }
+                        self.editor.show(&mut self.screen);
+                    }
+                }
+            }
+            if keys.len() < MAX_BYTES {
+                return Next::Another;
+            }
+        }
+    }
+
+    fn say(&mut self, text: core::fmt::Arguments) {
+        // A screen takes everything.
+        let _ = write!(self.screen, "{text}\r\n");
+    }
+
+    // ---- completion --------------------------------------------------------------------------
+
+    fn complete(&mut self) {
+        let (kind, word) = commands::word_at_end(self.editor.before_cursor());
+        let mut typed = editor::Line::new();
+        // It comes out of a line.
+        let _ = typed.push_str(word);
+        let mut completion = Completion::default();
+        if kind == Word::Command {
+            COMMANDS.iter().for_each(|command| completion.offer(&typed, command.name));
+        } else {
+            // Without an answer there is nothing to offer.
+            let _ = self.root.list(|entry| {
+                if commands::is_named(kind, entry.kind, entry.state) {
+                    completion.offer(&typed, entry.name);
+                }
+            });
+        }
+        let (rest, whole) = completion.rest(&typed);
+        let shown = completion.choices().filter(|_| rest.is_empty());
+        self.editor.insert_text(rest, &mut self.screen);
+        if whole {
+            self.editor.insert_space(&mut self.screen);
+        }
+        if let Some(choices) = shown {
+            let _ = write!(self.screen, "\r\n{choices}\r\n");
+            self.editor.show(&mut self.screen);
+        }
+    }
+
+    // ---- commands ----------------------------------------------------------------------------
+
+    fn carry_out(&mut self, line: &str) -> Next {
+        let result = match commands::parse(line) {
+            None => Ok(()),
+            Some(Err(Wrong::Unknown(name))) => {
+                self.say(format_args!("there is no command {name:?}; `help` shows all"));
+                Ok(())
+            }
+            Some(Err(Wrong::Usage(command))) => {
+                self.show_usage(command);
+                Ok(())
+            }
+            Some(Ok(Said { command, words })) => {
+                let first = words.first().copied().unwrap_or_default();
+                let second = words.get(1).copied().unwrap_or_default();
+                match command.name {
+                    "shutdown" => {
+                        self.shutdown();
+                        return Next::End;
+                    }
+                    name => self.command(name, first, second),
+                }
+            }
+        };
+        if let Err(refusal) = result {
+            self.say(format_args!("refused: {}", refusal.text()));
+        }
+        Next::Another
+    }
+
+    fn command(&mut self, command: &str, first: &str, second: &str) -> Result<(), Refusal> {
+        let label = match command {
+            "help" => return self.help(first),
+            "list" => return self.list(),
+            "top" => return self.top(first),
+            "memory" => return self.memory(),
+            "start" => manage::START,
+            "stop" => manage::STOP,
+            "kill" => manage::KILL,
+            "pause" => manage::PAUSE,
+            "resume" => manage::RESUME,
+            "restart" => manage::RESTART,
+            "create" => manage::CREATE,
+            _ => manage::DESTROY,
+        };
+        self.root.ask(label, first, second)?;
+        self.say(format_args!("{command} {first}: done"));
+        Ok(())
+    }
+
+    fn show_usage(&mut self, command: &Command) {
+        let Command { name, usage, help, .. } = command;
+        self.say(format_args!("{name} {usage}: {help}"));
+    }
+
+    fn help(&mut self, name: &str) -> Result<(), Refusal> {
+        if let Some(command) = commands::find(name) {
+            self.show_usage(command);
+            return Ok(());
+        }
+        for Command { name, usage, help, .. } in COMMANDS {
+            let space = 21_usize.saturating_sub(name.len());
+            self.say(format_args!("  {name} {usage:<space$} {help}"));
+        }
+        self.say(format_args!(
+            "Tab completes, arrow keys bring lines back. Ctrl-] ? is the console's help."
+        ));
+        Ok(())
+    }
+
+    fn list(&mut self) -> Result<(), Refusal> {
+        self.say(format_args!("{}", table::LIST_HEAD));
+        let Self { root, screen, .. } = self;
+        root.list(|entry| {
+            let _ = table::entry(entry, screen);
+            let _ = write!(screen, "\r\n");
+        })
+    }
+
+    fn memory(&mut self) -> Result<(), Refusal> {
+        let [free, pieces, used, all] = self.root.memory()?;
+        let kib = free >> 10;
+        self.say(format_args!("free: {kib} KiB in {pieces} pieces"));
+        self.say(format_args!("kernel memory: {used} of {all} pages in use"));
+        Ok(())
+    }
+
+    /// Virtual machines that are alive: number and name.
+    fn alive(&self) -> Result<heapless::Vec<(u32, Name), MAX_VMS>, Refusal> {
+        let mut alive = heapless::Vec::new();
+        self.root.list(|entry| {
+            if entry.kind == Kind::Vm && matches!(entry.state, State::Running | State::Paused) {
+                let name = entry.name.try_into().unwrap_or_default();
+                // There are no more than fit.
+                let _ = alive.push((entry.number, name));
+            }
+        })?;
+        Ok(alive)
+    }
+
+    /// Waits; `false` if the operator pressed a key.
+    fn sleep(&mut self, nanos: u64) -> bool {
+        let until = time::after(&self.clock, nanos);
+        while time::tsc() < until {
+            if self.screen.wait(until) != 0 {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Fresh figures of virtual machines.
+    fn figures(&mut self, of: &[(u32, Name)]) -> Option<heapless::Vec<Option<Figures>, MAX_VMS>> {
+        for (number, _) in of {
+            // Orders a report. One that has ended has no figures below.
+            let _ = self.root.figures(*number);
+        }
+        self.sleep(REPORT_TIME)
+            .then(|| of.iter().map(|(number, _)| self.root.figures(*number).ok()).collect())
+    }
+
+    fn top(&mut self, rounds: &str) -> Result<(), Refusal> {
+        let rounds: u32 = rounds.parse().unwrap_or(1);
+        let vms = self.alive()?;
+        let Some(mut before) = self.figures(&vms) else { return Ok(()) };
+        for _ in 0..rounds {
+            if !self.sleep(SECOND) {
+                break;
+            }
+            let Some(now) = self.figures(&vms) else { break };
+            self.say(format_args!("{}", table::TOP_HEAD));
+            let Self { root, screen, .. } = self;
+            root.list(|entry| {
+                let index = vms.iter().position(|(number, _)| *number == entry.number);
+                let both = index.and_then(|index| Some((before[index]?, now[index]?)));
+                if let Some((before, now)) = both {
+                    let _ = table::figures(entry, &before, &now, screen);
+                    let _ = write!(screen, "\r\n");
+                }
+            })?;
+            before = now;
+        }
+        Ok(())
+    }
+
+    fn shutdown(&mut self) {
+        for round in 0..=PATIENCE {
+            let alive = self.alive().unwrap_or_default();
+            if alive.is_empty() {
+                break;
+            }
+            for (_, name) in &alive {
+                let _ = match round {
+                    0 => {
+                        self.say(format_args!("{name} is asked to shut down"));
+                        // One that has just ended need not be asked.
+                        let _ = self.root.ask(manage::RESUME, name, "");
+                        self.root.ask(manage::STOP, name, "")
+                    }
+                    PATIENCE => {
+                        self.say(format_args!("{name} does not, and is ended"));
+                        self.root.ask(manage::KILL, name, "")
+                    }
+                    _ => Ok(()),
+                };
+            }
+            if round < PATIENCE {
+                self.sleep(SECOND);
+            }
+        }
+        self.say(format_args!("the steward leaves"));
+    }
+}
