@@ -117,7 +117,7 @@ pub trait Board {
     /// Lets everything that is due happen, and says what waits for the CPU.
     fn settle(&mut self, cpu: usize) -> Signals;
     /// Whether a maskable interrupt waits for the CPU.
-    fn interrupt_pending(&self, cpu: usize) -> bool;
+    fn interrupt_pending(&mut self, cpu: usize) -> bool;
     /// The CPU takes the interrupt that waits: gives its vector.
     fn acknowledge(&mut self, cpu: usize) -> Option<u8>;
     /// Counts and (once) logs.

@@ -706,7 +706,7 @@ mod tests {
                 deadline: self.deadline,
             }
         }
-        fn interrupt_pending(&self, _: usize) -> bool {
+        fn interrupt_pending(&mut self, _: usize) -> bool {
             !self.requested.is_empty()
         }
         fn acknowledge(&mut self, _: usize) -> Option<u8> {

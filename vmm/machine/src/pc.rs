@@ -1,10 +1,18 @@
 //! The board `pc`: chips of a PC without PCI, at the places of [`layout`].
+//!
+//! Virtual CPUs run at the same time, each in a thread of the host's. What never changes ([`Fixed`]) they share; chips
+//! and wires are behind one lock, which is held while a chip works and never while the guest runs. Whoever leaves
+//! something for another CPU kicks it: a kick that comes before that CPU enters the guest or waits is not lost
+//! ([`Host::kick`]), and it looks at everything after each kick, so its own memory of having something to look
+//! at ([`Seat::attention`]) need not be shared.
 
 use hw_x86::cpuid::leaf;
 use vmm_bus::{Access, Device, InterruptMessage, Map, Piece, Region, WAKE_INPUT};
 use vmm_cpu::board::Emulated;
 use vmm_cpu::cpuid::{CpuidConfig, CpuidTable, Values};
-use vmm_cpu::exit::EXIT_NAMES;
+
+use spin::mutex::SpinMutex;
+use spin::relax::{RelaxStrategy, Spin};
 use vmm_cpu::{
     Backend, Board, Cpu, IoExit, MAX_VCPUS, MemoryFault, Pause, Signals, TscClock, Unknown,
 };
@@ -33,19 +41,26 @@ use crate::{Host, PcConfig};
 const PORT_RANGES: usize = 17;
 const FOUR_GIB: u64 = 1 << 32;
 
-/// A machine with room for `CPUS` virtual CPUs, at most [`MAX_VCPUS`].
-pub struct Pc<'m, const CPUS: usize = MAX_VCPUS> {
-    machine: Machine<'m, CPUS>,
-    maps: Maps,
-    cpus: [Cpu; CPUS],
+/// A machine with room for `CPUS` virtual CPUs, at most [`MAX_VCPUS`]. Threads of virtual CPUs wait for each other as
+/// `R` says.
+pub struct Pc<'m, R = Spin, const CPUS: usize = MAX_VCPUS> {
+    fixed: Fixed<'m>,
+    machine: SpinMutex<Machine<CPUS>, R>,
 }
 
-/// Everything but the CPUs.
-struct Machine<'m, const CPUS: usize> {
+/// What does not change while the machine runs.
+struct Fixed<'m> {
     memory: &'m GuestMemory,
     cpuid: CpuidTable,
+    clock: TscClock,
     start_unix: u64,
     vcpus: usize,
+    physical_bits: u32,
+    maps: Maps,
+}
+
+/// Chips and wires.
+struct Machine<const CPUS: usize> {
     chips: Chips,
     apics: [LocalApic; CPUS],
     /// An I/O APIC input in mode ExtINT asks a CPU to take its vector from the 8259.
@@ -136,7 +151,7 @@ fn page_of_words(base: u64, length: u64, chip: Chip) -> Map<1> {
     map
 }
 
-impl<'m, const CPUS: usize> Pc<'m, CPUS> {
+impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
     /// A machine in the state after power-on, its memory as the caller has filled it. `host_cpuid` gives the
     /// host's `CPUID` answers for a leaf and a subleaf.
     pub fn new(
@@ -176,10 +191,6 @@ impl<'m, const CPUS: usize> Pc<'m, CPUS> {
             high_memory: memory.ranges().filter(|range| !below(range)).map(|range| range.1).sum(),
         };
         let machine = Machine {
-            memory,
-            cpuid,
-            start_unix: config.start_unix,
-            vcpus,
             chips: Chips {
                 uart: Uart::new(),
                 pic: PicPair::new(),
@@ -202,56 +213,80 @@ impl<'m, const CPUS: usize> Pc<'m, CPUS> {
             startup: [None; CPUS],
             wires: Wires::new(config.clock, *memory),
         };
-        let maps = Maps {
-            ports: ports(),
-            io_apic: page_of_words(layout::IO_APIC, ioapic::spec::LEN, Chip::IoApic),
-            local_apic: page_of_words(0, lapic::spec::LEN, Chip::LocalApic),
+        let fixed = Fixed {
+            memory,
+            cpuid,
+            clock: config.clock,
+            start_unix: config.start_unix,
+            vcpus,
+            physical_bits,
+            maps: Maps {
+                ports: ports(),
+                io_apic: page_of_words(layout::IO_APIC, ioapic::spec::LEN, Chip::IoApic),
+                local_apic: page_of_words(0, lapic::spec::LEN, Chip::LocalApic),
+            },
         };
-        let cpus = core::array::from_fn(|index| Cpu::new(index, physical_bits));
-        Self { machine, maps, cpus }
+        Self { fixed, machine: SpinMutex::new(machine) }
     }
 
-    /// Runs virtual CPU `index` until the host is needed.
-    pub fn run<B: Backend, H: Host>(&mut self, index: usize, vcpu: &mut B, host: &mut H) -> Pause {
-        let index = index.min(self.machine.vcpus - 1);
-        let Self { machine, maps, cpus } = self;
-        cpus[index].run(vcpu, &mut PcBoard { machine, maps, host, running: index })
+    /// Virtual CPU `index` in its state after power-on, to be made once: CPU 0 runs, the others wait to be started.
+    pub fn cpu(&self, index: usize) -> Cpu {
+        Cpu::new(index.min(self.fixed.vcpus - 1), self.fixed.physical_bits)
+    }
+
+    /// Runs a virtual CPU until the host is needed. `host` is the outside as the CPU's thread reaches it.
+    pub fn run<B: Backend, H: Host>(&self, cpu: &mut Cpu, vcpu: &mut B, host: &mut H) -> Pause {
+        let mut seat = Seat { pc: self, host, cpu: cpu.index(), attention: false };
+        cpu.run(vcpu, &mut seat)
     }
 
     /// The serial line has bytes, or takes bytes again.
-    pub fn input<H: Host>(&mut self, host: &mut H) {
-        let Self { machine, maps, .. } = self;
-        let mut board = PcBoard { machine, maps, host, running: CPUS };
-        board.with_chip(Chip::Uart, |chip, env| chip.wake(WAKE_INPUT, env));
+    pub fn input<H: Host>(&self, host: &mut H) {
+        self.locked(host, CPUS, |board| {
+            board.with_chip(Chip::Uart, |chip, env| chip.wake(WAKE_INPUT, env));
+        });
     }
 
     /// The power button is pressed: the guest is asked to switch off.
-    pub fn press_power_button<H: Host>(&mut self, host: &mut H) {
-        let Self { machine, maps, .. } = self;
-        let Machine { chips, wires, .. } = &mut *machine;
-        let mut env = ChipEnv { wires, host: &mut *host, chip: Chip::Pm as usize };
-        chips.pm.press_power_button(&mut env);
-        PcBoard { machine, maps, host, running: CPUS }.carry_on();
-    }
-
-    /// Exits of a virtual CPU by reason, named by [`EXIT_NAMES`].
-    pub fn exits(&self, index: usize) -> &[u64; EXIT_NAMES.len()] {
-        self.cpus[index.min(CPUS - 1)].exits()
+    pub fn press_power_button<H: Host>(&self, host: &mut H) {
+        self.locked(host, CPUS, |board| {
+            let Machine { chips, wires, .. } = &mut *board.machine;
+            let mut env = ChipEnv { wires, host: &mut *board.host, chip: Chip::Pm as usize };
+            chips.pm.press_power_button(&mut env);
+            board.carry_on();
+        });
     }
 
     /// What the guest did that the machine does not know.
     pub fn counters(&self) -> Counters {
-        self.machine.wires.counters
+        self.machine.lock().wires.counters
+    }
+
+    /// Works on the chips, on behalf of virtual CPU `running` ([`CPUS`](Self): of none), and kicks those CPUs that have
+    /// something to look at afterwards.
+    #[inline]
+    fn locked<H: Host, T>(
+        &self,
+        host: &mut H,
+        running: usize,
+        act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS>) -> T,
+    ) -> T {
+        let mut machine = self.machine.lock();
+        let mut board = PcBoard { fixed: &self.fixed, machine: &mut machine, host };
+        let result = act(&mut board);
+        let others = board.machine.wires.take_kicks() & !(1 << running);
+        if others != 0 {
+            board.kick(others);
+        }
+        result
     }
 }
 
-/// The machine together with its outside, while a virtual CPU runs.
+/// The chips together with the outside, while the lock is held.
 struct PcBoard<'a, 'm, H, const CPUS: usize> {
-    machine: &'a mut Machine<'m, CPUS>,
-    maps: &'a Maps,
+    fixed: &'a Fixed<'m>,
+    machine: &'a mut Machine<CPUS>,
     host: &'a mut H,
-    /// The CPU that runs, which needs no kick.
-    running: usize,
 }
 
 impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
@@ -326,7 +361,7 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
             return;
         }
         self.machine.intr = level;
-        for cpu in 0..self.machine.vcpus {
+        for cpu in 0..self.fixed.vcpus {
             self.machine.apics[cpu].set_lint(0, level);
             // A pin in another mode than ExtINT may have made something of it.
             self.take_events_of(cpu);
@@ -341,16 +376,16 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
         let machine = &mut *self.machine;
         let matching = |cpu: &usize| Some(*cpu) != sender && machine.apics[*cpu].matches(&message);
         let mut all = 0_u32;
-        for cpu in (0..machine.vcpus).filter(matching) {
+        for cpu in (0..self.fixed.vcpus).filter(matching) {
             all |= 1 << cpu;
         }
         if message.delivery == lapic::spec::LOWEST {
-            let lowest = (0..machine.vcpus)
+            let lowest = (0..self.fixed.vcpus)
                 .filter(|cpu| all & 1 << cpu != 0)
                 .min_by_key(|&cpu| machine.apics[cpu].ppr());
             all = lowest.map_or(0, |cpu| 1 << cpu);
         }
-        for cpu in 0..self.machine.vcpus {
+        for cpu in 0..self.fixed.vcpus {
             if all & 1 << cpu != 0 && self.machine.apics[cpu].deliver(&message) {
                 self.take_events_of(cpu);
                 self.alert(cpu);
@@ -358,11 +393,14 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
         }
     }
 
-    /// The CPU has to look at what waits for it. A CPU goes idle only after it has looked, so one kick is enough.
+    /// The CPU has to look at what waits for it.
     fn alert(&mut self, cpu: usize) {
-        let alerted = self.machine.wires.attention & 1 << cpu != 0;
         self.machine.wires.attention |= 1 << cpu;
-        if cpu != self.running && !alerted {
+    }
+
+    #[cold]
+    fn kick(&mut self, others: u32) {
+        for cpu in (0..self.fixed.vcpus).filter(|cpu| others & 1 << cpu != 0) {
             self.host.kick(cpu);
         }
     }
@@ -370,7 +408,7 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
     /// Takes what local APICs have for the board; whether there was anything.
     fn take_apic_events(&mut self) -> bool {
         let mut any = false;
-        for cpu in 0..self.machine.vcpus {
+        for cpu in 0..self.fixed.vcpus {
             any |= self.take_events_of(cpu);
         }
         any
@@ -465,19 +503,6 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
         let offset = address.wrapping_sub(apic.base());
         (apic.mode() == Mode::XApic && offset < lapic::spec::LEN).then_some(offset)
     }
-
-    /// What an emulated access comes to.
-    fn finish<B: Backend>(&mut self, vcpu: &mut B, result: Result<u64, Stop>) -> Emulated {
-        match result {
-            Ok(next) => Emulated::Next(next),
-            Err(Stop::Raise(event)) => Emulated::Raise(event),
-            Err(Stop::Unknown(bytes)) => {
-                let rip = vcpu.get(vmm_cpu::Reg::Rip);
-                self.unknown(Unknown::Instruction { rip, bytes });
-                Emulated::Unknown
-            }
-        }
-    }
 }
 
 /// A key for [`crate::once::Once`]; addresses of texts (kind 0) are below 2^56.
@@ -485,37 +510,13 @@ const fn key(kind: u64, what: u64) -> u64 {
     kind << 56 | (what & ((1 << 56) - 1))
 }
 
-impl<H: Host, const CPUS: usize> Board for PcBoard<'_, '_, H, CPUS> {
-    #[inline]
-    fn memory(&self) -> &GuestMemory {
-        self.machine.memory
-    }
-
-    #[inline]
-    fn cpuid(&self) -> &CpuidTable {
-        &self.machine.cpuid
-    }
-
-    #[inline]
-    fn clock(&self) -> &TscClock {
-        &self.machine.wires.clock
-    }
-
-    #[inline]
-    fn host_tsc(&self) -> u64 {
-        self.host.tsc()
-    }
-
-    fn start_unix(&self) -> u64 {
-        self.machine.start_unix
-    }
-
+impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
     #[inline]
     fn port_in(&mut self, port: u16, size: u8) -> u32 {
         if port == layout::PCI_ADDRESS && size == 4 {
             return self.unknown_port(Access::new(port.into(), size)) as u32;
         }
-        let maps = self.maps;
+        let maps = &self.fixed.maps;
         maps.ports.read(port.into(), size, |piece| self.read_piece(piece)) as u32
     }
 
@@ -525,7 +526,7 @@ impl<H: Host, const CPUS: usize> Board for PcBoard<'_, '_, H, CPUS> {
             self.unknown_port(Access::new(port.into(), size));
             return;
         }
-        let maps = self.maps;
+        let maps = &self.fixed.maps;
         maps.ports.write(port.into(), size, value.into(), |piece, value| {
             self.write_piece(piece, value);
         });
@@ -547,37 +548,42 @@ impl<H: Host, const CPUS: usize> Board for PcBoard<'_, '_, H, CPUS> {
         done
     }
 
-    fn cr8(&mut self, cpu: usize) -> u8 {
-        self.machine.apics[cpu].cr8()
+    fn read_memory(&mut self, cpu: usize, address: u64, size: u8) -> u64 {
+        let maps = &self.fixed.maps;
+        if let Some(offset) = self.in_local_apic(cpu, address) {
+            return maps.local_apic.read(offset, size, |Piece { device, access }| match device {
+                Some(_) => self.with_apic(cpu, |apic, env| apic.read(access, env)),
+                None => access.open_bus(),
+            });
+        }
+        maps.io_apic.read(address, size, |piece| match piece.device {
+            Some(_) => self.read_piece(piece),
+            None => {
+                self.unknown_memory(piece.access.offset);
+                piece.access.open_bus()
+            }
+        })
     }
 
-    fn set_cr8(&mut self, cpu: usize, value: u8) {
-        self.with_apic(cpu, |apic, _| apic.set_cr8(value));
+    fn write_memory(&mut self, cpu: usize, address: u64, size: u8, value: u64) {
+        let maps = &self.fixed.maps;
+        if let Some(offset) = self.in_local_apic(cpu, address) {
+            maps.local_apic.write(offset, size, value, |Piece { device, access }, value| {
+                if device.is_some() {
+                    self.with_apic(cpu, |apic, env| apic.write(access, value, env));
+                }
+            });
+            return;
+        }
+        maps.io_apic.write(address, size, value, |piece, value| match piece.device {
+            Some(_) => self.write_piece(piece, value),
+            None => self.unknown_memory(piece.access.offset),
+        });
     }
 
-    fn tsc_written(&mut self, cpu: usize, tsc: u64) {
-        self.with_apic(cpu, |apic, env| apic.sync_tsc(tsc, env));
-    }
-
-    fn emulate_memory<B: Backend>(&mut self, cpu: usize, vcpu: &mut B, _: MemoryFault) -> Emulated {
-        let memory = self.machine.memory;
-        let result = vmm_emu::memory_access(vcpu, memory, &mut CpuBus { board: self, cpu });
-        self.finish(vcpu, result)
-    }
-
-    fn emulate_io<B: Backend>(&mut self, cpu: usize, vcpu: &mut B, io: IoExit) -> Emulated {
-        let memory = self.machine.memory;
-        let result = vmm_emu::string_io(vcpu, memory, &mut CpuBus { board: self, cpu }, io);
-        self.finish(vcpu, result)
-    }
-
-    #[inline]
-    fn attention(&self, cpu: usize) -> bool {
-        self.machine.wires.attention & 1 << cpu != 0
-    }
-
+    /// Lets everything that is due happen, and says what waits for a CPU.
     fn settle(&mut self, cpu: usize) -> Signals {
-        let now = self.machine.wires.clock.nanos(self.host.tsc());
+        let now = self.fixed.clock.nanos(self.host.tsc());
         // Each timer once: one that is due again at once is seen by the next call.
         let mut start = 0;
         while let Some(timer) = self.machine.wires.take_due(start, now) {
@@ -588,10 +594,8 @@ impl<H: Host, const CPUS: usize> Board for PcBoard<'_, '_, H, CPUS> {
                 }
                 None => {
                     let owner = timer - CHIPS.len();
+                    // Leaves the owner alerted if there is something for it.
                     self.with_apic(owner, |apic, env| apic.wake(0, env));
-                    if owner != self.running && self.interrupt_waits(owner) {
-                        self.host.kick(owner);
-                    }
                 }
             }
         }
@@ -612,13 +616,8 @@ impl<H: Host, const CPUS: usize> Board for PcBoard<'_, '_, H, CPUS> {
         };
         machine.nmi &= !bit;
         machine.init &= !bit;
-        machine.wires.attention &= !bit;
+        machine.wires.looked(cpu);
         signals
-    }
-
-    #[inline]
-    fn interrupt_pending(&self, cpu: usize) -> bool {
-        self.interrupt_waits(cpu)
     }
 
     fn acknowledge(&mut self, cpu: usize) -> Option<u8> {
@@ -672,54 +671,149 @@ impl<H: Host, const CPUS: usize> Board for PcBoard<'_, '_, H, CPUS> {
     }
 }
 
-/// The devices as the emulator reaches them from one CPU.
-struct CpuBus<'b, 'a, 'm, H, const CPUS: usize> {
-    board: &'b mut PcBoard<'a, 'm, H, CPUS>,
+/// The machine as one virtual CPU sees it while it runs.
+struct Seat<'a, 'm, H, R, const CPUS: usize> {
+    pc: &'a Pc<'m, R, CPUS>,
+    host: &'a mut H,
     cpu: usize,
+    /// There is something for this CPU to look at. What others leave for it comes with a kick.
+    attention: bool,
 }
 
-impl<H: Host, const CPUS: usize> Devices for CpuBus<'_, '_, '_, H, CPUS> {
-    fn read(&mut self, address: u64, size: u8) -> u64 {
-        let (board, cpu) = (&mut *self.board, self.cpu);
-        let maps = board.maps;
-        if let Some(offset) = board.in_local_apic(cpu, address) {
-            return maps.local_apic.read(offset, size, |Piece { device, access }| match device {
-                Some(_) => board.with_apic(cpu, |apic, env| apic.read(access, env)),
-                None => access.open_bus(),
-            });
-        }
-        maps.io_apic.read(address, size, |piece| match piece.device {
-            Some(_) => board.read_piece(piece),
-            None => {
-                board.unknown_memory(piece.access.offset);
-                piece.access.open_bus()
+impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize> Seat<'_, 'm, H, R, CPUS> {
+    #[inline]
+    fn locked<T>(&mut self, act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS>) -> T) -> T {
+        let bit = 1 << self.cpu;
+        let (result, attention) = self.pc.locked(self.host, self.cpu, |board| {
+            (act(board), board.machine.wires.attention & bit != 0)
+        });
+        self.attention |= attention;
+        result
+    }
+
+    /// What an emulated access comes to.
+    fn finish<B: Backend>(&mut self, vcpu: &mut B, result: Result<u64, Stop>) -> Emulated {
+        match result {
+            Ok(next) => Emulated::Next(next),
+            Err(Stop::Raise(event)) => Emulated::Raise(event),
+            Err(Stop::Unknown(bytes)) => {
+                let rip = vcpu.get(vmm_cpu::Reg::Rip);
+                self.unknown(Unknown::Instruction { rip, bytes });
+                Emulated::Unknown
             }
-        })
+        }
+    }
+}
+
+impl<H: Host, R: RelaxStrategy, const CPUS: usize> Board for Seat<'_, '_, H, R, CPUS> {
+    #[inline]
+    fn memory(&self) -> &GuestMemory {
+        self.pc.fixed.memory
+    }
+
+    #[inline]
+    fn cpuid(&self) -> &CpuidTable {
+        &self.pc.fixed.cpuid
+    }
+
+    #[inline]
+    fn clock(&self) -> &TscClock {
+        &self.pc.fixed.clock
+    }
+
+    #[inline]
+    fn host_tsc(&self) -> u64 {
+        self.host.tsc()
+    }
+
+    fn start_unix(&self) -> u64 {
+        self.pc.fixed.start_unix
+    }
+
+    #[inline]
+    fn port_in(&mut self, port: u16, size: u8) -> u32 {
+        self.locked(|board| board.port_in(port, size))
+    }
+
+    #[inline]
+    fn port_out(&mut self, port: u16, size: u8, value: u32) {
+        self.locked(|board| board.port_out(port, size, value));
+    }
+
+    fn apic_read(&mut self, cpu: usize, msr: u32) -> Option<u64> {
+        self.locked(|board| board.apic_read(cpu, msr))
+    }
+
+    fn apic_write(&mut self, cpu: usize, msr: u32, value: u64) -> Option<()> {
+        self.locked(|board| board.apic_write(cpu, msr, value))
+    }
+
+    fn cr8(&mut self, cpu: usize) -> u8 {
+        self.locked(|board| board.machine.apics[cpu].cr8())
+    }
+
+    fn set_cr8(&mut self, cpu: usize, value: u8) {
+        self.locked(|board| board.with_apic(cpu, |apic, _| apic.set_cr8(value)));
+    }
+
+    fn tsc_written(&mut self, cpu: usize, tsc: u64) {
+        self.locked(|board| board.with_apic(cpu, |apic, env| apic.sync_tsc(tsc, env)));
+    }
+
+    fn emulate_memory<B: Backend>(&mut self, _: usize, vcpu: &mut B, _: MemoryFault) -> Emulated {
+        let memory = self.pc.fixed.memory;
+        let result = vmm_emu::memory_access(vcpu, memory, self);
+        self.finish(vcpu, result)
+    }
+
+    fn emulate_io<B: Backend>(&mut self, _: usize, vcpu: &mut B, io: IoExit) -> Emulated {
+        let memory = self.pc.fixed.memory;
+        let result = vmm_emu::string_io(vcpu, memory, self, io);
+        self.finish(vcpu, result)
+    }
+
+    #[inline]
+    fn attention(&self, _: usize) -> bool {
+        self.attention
+    }
+
+    fn settle(&mut self, cpu: usize) -> Signals {
+        self.attention = false;
+        self.locked(|board| board.settle(cpu))
+    }
+
+    fn interrupt_pending(&mut self, cpu: usize) -> bool {
+        self.locked(|board| board.interrupt_waits(cpu))
+    }
+
+    fn acknowledge(&mut self, cpu: usize) -> Option<u8> {
+        self.locked(|board| board.acknowledge(cpu))
+    }
+
+    #[cold]
+    fn unknown(&mut self, what: Unknown) {
+        self.locked(|board| board.unknown(what));
+    }
+}
+
+/// The devices as the emulator reaches them: the lock is taken for each access, not for the whole instruction.
+impl<H: Host, R: RelaxStrategy, const CPUS: usize> Devices for Seat<'_, '_, H, R, CPUS> {
+    fn read(&mut self, address: u64, size: u8) -> u64 {
+        let cpu = self.cpu;
+        self.locked(|board| board.read_memory(cpu, address, size))
     }
 
     fn write(&mut self, address: u64, size: u8, value: u64) {
-        let (board, cpu) = (&mut *self.board, self.cpu);
-        let maps = board.maps;
-        if let Some(offset) = board.in_local_apic(cpu, address) {
-            maps.local_apic.write(offset, size, value, |Piece { device, access }, value| {
-                if device.is_some() {
-                    board.with_apic(cpu, |apic, env| apic.write(access, value, env));
-                }
-            });
-            return;
-        }
-        maps.io_apic.write(address, size, value, |piece, value| match piece.device {
-            Some(_) => board.write_piece(piece, value),
-            None => board.unknown_memory(piece.access.offset),
-        });
+        let cpu = self.cpu;
+        self.locked(|board| board.write_memory(cpu, address, size, value));
     }
 
     fn port_in(&mut self, port: u16, size: u8) -> u32 {
-        self.board.port_in(port, size)
+        Board::port_in(self, port, size)
     }
 
     fn port_out(&mut self, port: u16, size: u8, value: u32) {
-        self.board.port_out(port, size, value);
+        Board::port_out(self, port, size, value);
     }
 }
 
@@ -768,6 +862,7 @@ mod tests {
     /// The guest's moves in these tests.
     struct Rig<'m> {
         pc: Pc<'m>,
+        cpu: Cpu,
         vcpu: ScriptedVcpu,
         host: TestHost,
     }
@@ -786,7 +881,8 @@ mod tests {
             let mut vcpu = ScriptedVcpu::flat32();
             vcpu.set(Reg::Rip, 0x1000);
             vcpu.next_rip = 0x1000;
-            Self { pc: Pc::new(config, memory, |_, _| [0; 4]), vcpu, host: TestHost::default() }
+            let pc = Pc::new(config, memory, |_, _| [0; 4]);
+            Self { cpu: pc.cpu(0), pc, vcpu, host: TestHost::default() }
         }
 
         /// One exit, then back to the host.
@@ -794,7 +890,7 @@ mod tests {
         fn exit(&mut self, exit: Exit) {
             self.vcpu.then(move |_| exit);
             self.vcpu.then(|_| Exit::Recall { events: 7 });
-            let pause = self.pc.run(0, &mut self.vcpu, &mut self.host);
+            let pause = self.pc.run(&mut self.cpu, &mut self.vcpu, &mut self.host);
             assert_eq!(pause, Pause::Recall(7));
         }
 
@@ -1012,7 +1108,7 @@ mod tests {
             let mut rig = Rig::new(&memory, 1);
             rig.vcpu.set_gpr(Gpr::Rax, value.into());
             rig.vcpu.then(move |_| io(port, size, true));
-            let pause = rig.pc.run(0, &mut rig.vcpu, &mut rig.host);
+            let pause = rig.pc.run(&mut rig.cpu, &mut rig.vcpu, &mut rig.host);
             assert_eq!(pause, Pause::End(outcome), "port {port:#x}");
         }
     }
@@ -1022,21 +1118,22 @@ mod tests {
         let memory = memory();
         let mut rig = Rig::new(&memory, 2);
         let mut second = ScriptedVcpu::flat32();
+        let mut cpu = rig.pc.cpu(1);
         let idle = Pause::Idle { deadline_tsc: u64::MAX };
-        assert_eq!(rig.pc.run(1, &mut second, &mut rig.host), idle);
+        assert_eq!(rig.pc.run(&mut cpu, &mut second, &mut rig.host), idle);
         rig.mmio(&memory, 0xfee0_0310, Some(1 << 24));
         rig.mmio(&memory, 0xfee0_0300, Some(0x4500)); // INIT
         rig.mmio(&memory, 0xfee0_0300, Some(0x4609)); // start at 0x9000
         assert_eq!(rig.host.kicks, [1], "once until it runs");
         second.then(|_| Exit::Recall { events: 1 });
-        assert_eq!(rig.pc.run(1, &mut second, &mut rig.host), Pause::Recall(1));
+        assert_eq!(rig.pc.run(&mut cpu, &mut second, &mut rig.host), Pause::Recall(1));
         assert_eq!(second.segment(vmm_cpu::Seg::Cs).base, 0x9000);
         // Its own id, and an interrupt from the first.
         second.set_gpr(Gpr::Rax, 1);
         second.next_rip = 2;
         second.then(|_| Exit::Cpuid);
         second.then(|_| Exit::Recall { events: 1 });
-        rig.pc.run(1, &mut second, &mut rig.host);
+        rig.pc.run(&mut cpu, &mut second, &mut rig.host);
         assert_eq!(second.gpr(Gpr::Rbx) >> 24, 1);
     }
 
@@ -1054,7 +1151,7 @@ mod tests {
             rig.host.tsc += random & 0xffff;
             rig.vcpu.then(move |_| io(port, size, write));
             rig.vcpu.then(|_| Exit::Recall { events: 0 });
-            if let Pause::End(_) = rig.pc.run(0, &mut rig.vcpu, &mut rig.host) {
+            if let Pause::End(_) = rig.pc.run(&mut rig.cpu, &mut rig.vcpu, &mut rig.host) {
                 rig = Rig::new(&memory, 1);
             }
         }

@@ -99,6 +99,8 @@ pub struct Wires {
     earliest: Nanos,
     /// CPUs that have to look at what waits for them.
     pub attention: u32,
+    /// Those of them that have been kicked for it.
+    kicked: u32,
     pub end: Option<Outcome>,
     pub counters: Counters,
     pub once: Once,
@@ -120,6 +122,7 @@ impl Wires {
             timers: [NEVER; TIMERS],
             earliest: NEVER,
             attention: 0,
+            kicked: 0,
             end: None,
             counters: Counters {
                 unknown_ports: 0,
@@ -183,6 +186,20 @@ impl Wires {
         } else {
             own
         }
+    }
+
+    /// Takes the CPUs that are to be kicked: what waits for them is not known to them yet.
+    #[inline]
+    pub fn take_kicks(&mut self) -> u32 {
+        let kicks = self.attention & !self.kicked;
+        self.kicked |= kicks;
+        kicks
+    }
+
+    /// The CPU has looked at everything.
+    pub fn looked(&mut self, cpu: usize) {
+        self.attention &= !(1 << cpu);
+        self.kicked &= !(1 << cpu);
     }
 
     /// Logs a message once for its key.
