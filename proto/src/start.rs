@@ -29,6 +29,8 @@ pub const THREAD_PAGES: u64 = 0x40_2000;
 pub const MAX_THREADS: usize = 14;
 /// Address of the state page of the first vCPU; the others follow.
 pub const STATE_PAGES: u64 = 0x41_0000;
+/// Bytes of the stack of each vCPU after the first, in a VMM's private memory.
+pub const VCPU_STACK: u64 = 20 << 10;
 /// First private memory.
 pub const MEMORY: u64 = 0x42_0000;
 /// Top of the first thread's stack.
@@ -85,6 +87,8 @@ pub mod event {
     pub const RESUME: u64 = 1 << 10;
     /// VMM: write the report ([`crate::manage::Report`]).
     pub const REPORT: u64 = 1 << 11;
+    /// VMM: a virtual CPU has something to look at.
+    pub const KICK: u64 = 1 << 4;
 }
 
 /// Most memory ranges of a task.

@@ -16,7 +16,7 @@ pub const VERSION: u32 = 2;
 /// Most virtual machines in a system.
 pub const MAX_VMS: usize = 16;
 /// Most vCPUs of one virtual machine.
-pub const MAX_VCPUS: usize = 16;
+pub const MAX_VCPUS: usize = 8;
 /// Most native programs in a system.
 pub const MAX_TASKS: usize = 16;
 /// Most arguments of a native program.

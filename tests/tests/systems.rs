@@ -260,6 +260,30 @@ fn linux_scenarios() -> Vec<Scenario> {
             ..base("linux-shell", linux("linux", "", on_console))
         },
         Scenario {
+            // Virtual CPUs with CPUs of their own, and sharing one; the second start is after a reset.
+            cpus: &[1, 4],
+            steps: vec![
+                Step::Console(" # "),
+                Step::Type("echo all $(nproc)\n"),
+                Step::Console("all 3"),
+                Step::Type(
+                    "for c in 0 1 2; do taskset $((1 << c)) awk '{ print \"ran on\", $39 }' /proc/self/stat; done\n",
+                ),
+                Step::Console("ran on 0"),
+                Step::Console("ran on 1"),
+                Step::Console("ran on 2"),
+                Step::Type("reboot\n"),
+                Step::Console("Linux version"),
+                Step::Console(" # "),
+                Step::Type("poweroff\n"),
+            ],
+            limit: 240,
+            ..base(
+                "linux-smp",
+                linux("linux", "", "cpus = 3\non_reset = \"reset\"\nconsole = \"com1\""),
+            )
+        },
+        Scenario {
             steps: vec![
                 Step::Console(" # "),
                 Step::Type("echo c > /proc/sysrq-trigger\n"),

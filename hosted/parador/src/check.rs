@@ -52,8 +52,6 @@ const MICRO_PREFIX: &str = "micro:";
 const MEMORY_STEP: u64 = 64 << 20;
 /// QEMU's limit for the q35 board with default settings.
 const MAX_CPUS: u32 = 288;
-/// What the VMM of this version can run; the format of descriptions has more.
-const VMM_VCPUS: u32 = 1;
 /// Guest memory is mapped in large pages and given in multiples of this, in bytes.
 const GUEST_MEMORY_STEP: u64 = 1 << 20;
 
@@ -380,11 +378,6 @@ impl Checker<'_> {
                 request.vcpus
             );
             self.problems.push(Problem::new(request.span.clone(), message));
-        } else if request.vcpus > VMM_VCPUS {
-            let message = format!("{} vCPUs: the VMM runs {VMM_VCPUS} so far", request.vcpus);
-            let problem = Problem::new(request.span.clone(), message);
-            self.problems
-                .push(problem.help("set cpus = 1; several virtual machines use several CPUs"));
         }
         let command_line = match &vm.cmdline {
             Some(text) => {
@@ -466,7 +459,7 @@ impl Checker<'_> {
                     let problem = Problem::new(pin.span(), no_such_cpu(cpu, count));
                     self.problems.push(problem.help("change the pin, or [system] cpus"));
                 }
-                if own.contains(&cpu) {
+                if own.contains(&cpu) && !share {
                     let message = format!("CPU {cpu} is listed twice");
                     self.problems.push(Problem::new(pin.span(), message));
                 } else if let (Some(other), false) = (owners.get(&cpu), share) {
@@ -489,7 +482,7 @@ impl Checker<'_> {
         let mut total = 0_u32;
         for request in requests {
             total = total.saturating_add(request.vcpus);
-            if request.vcpus > count {
+            if request.vcpus > count && !share {
                 let message = format!(
                     "`{}` has {}, the machine has {}",
                     request.name,
@@ -497,8 +490,11 @@ impl Checker<'_> {
                     plural(count, "CPU")
                 );
                 let problem = Problem::new(request.span.clone(), message);
-                self.problems
-                    .push(problem.help("give it fewer, or the machine more: [system] cpus"));
+                self.problems.push(
+                    problem.help(
+                        "give it fewer, the machine more ([system] cpus), or share_cpus = true",
+                    ),
+                );
             } else if total > count && !share && request.pins.is_empty() {
                 let message = format!(
                     "no CPU left for `{}`: {total} vCPUs so far on {}",

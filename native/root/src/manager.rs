@@ -13,7 +13,7 @@ use native_rt::{
 };
 use proto::control::{EXITED, PANICKED, STARTED, Statistics, code};
 use proto::log::{Level, MAX_TEXT};
-use proto::start::{Clock, RangeKind, Role, Start, Vmm, event};
+use proto::start::{Clock, RangeKind, Role, Start, VCPU_STACK, Vmm, event};
 use proto::system::{
     Board, MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, SerialPort, Server, ServerKind, System, Vm,
 };
@@ -352,6 +352,10 @@ impl<'a> Manager<'a> {
         };
         self.build(&shape, vm.binary, |root, child| {
             child.add_guest(&mut root.resources, vm.memory)?;
+            let further = cpus.len() as u64 - 1;
+            if further > 0 {
+                child.add_private(&mut root.resources, further * VCPU_STACK)?;
+            }
             root.add_file(child, RangeKind::Kernel, vm.kernel)?;
             if let Some(initrd) = vm.initrd {
                 root.add_file(child, RangeKind::Initrd, initrd)?;

@@ -7,8 +7,10 @@ use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use abi::{Item, Op, PAGE_SHIFT, PAGE_SIZE, Selector, Status, ops};
 use proto::start::MAX_THREADS;
 
-use crate::objects::{Factory, OwnThread, SchedContext, Serves};
+use crate::memory::Window;
+use crate::objects::{Factory, OwnThread, SchedContext, Serves, yield_now};
 use crate::syscall::call;
+use crate::time;
 
 /// Stacks of the further threads, lowest and highest address; thread `n` of the program has entry `n - 1`.
 static STACKS: [(AtomicU64, AtomicU64); MAX_THREADS] =
@@ -89,6 +91,17 @@ pub fn spawn<const BYTES: usize>(
     }
     let low = stack.memory.get() as u64;
     let high = low + BYTES as u64;
+    // SAFETY: the memory is the stack's, which was taken just now.
+    let thread = unsafe { make(making, low, high) }?;
+    begin(thread, high, body, argument)?;
+    Ok(thread)
+}
+
+/// Makes a stopped thread that has time and a stack at `low..high`, whose lowest page becomes the guard.
+///
+/// # Safety
+/// The stack's memory is this thread's alone.
+unsafe fn make(making: Making, low: u64, high: u64) -> Result<OwnThread, Status> {
     let index = STACKS
         .iter()
         .position(|entry| {
@@ -104,8 +117,98 @@ pub fn spawn<const BYTES: usize>(
     // SAFETY: the page is part of the stack, which no Rust object lives in yet; nothing will be
     // put there because access faults.
     unsafe { call(Op::Unmap, [guard, low >> PAGE_SHIFT, ops::UNMAP_SELF, 0, 0, 0]) }?;
-    begin(thread, high, body, argument)?;
     Ok(thread)
+}
+
+/// A thread that helps the first one for as long as a function runs, again and again.
+pub struct Hand {
+    thread: OwnThread,
+    top_of_stack: u64,
+}
+
+impl Hand {
+    /// A thread that does nothing yet. Its stack is `stack`, of at least three pages, the lowest of which becomes
+    /// the guard.
+    pub fn new(making: Making, stack: Window) -> Result<Self, Status> {
+        let (low, high) = (stack.base(), stack.base() + stack.length());
+        if stack.length() < 3 * PAGE_SIZE {
+            return Err(Status::BadArgument);
+        }
+        // SAFETY: no Rust object lives in a window, and nobody but this program knows this one.
+        let thread = unsafe { make(making, low, high) }?;
+        Ok(Self { thread, top_of_stack: high })
+    }
+}
+
+/// What a hand does.
+struct Job<'a> {
+    body: &'a (dyn Fn(usize) + Sync),
+    index: usize,
+    thread: OwnThread,
+    is_done: AtomicBool,
+}
+
+/// Lets hand `n` run `body(n + 1)` while this thread runs `main`, and returns when all have returned. A hand that
+/// has not `patience` ticks of the time-stamp counter after `main` is stopped wherever it is. The first error, if a
+/// hand does not start: then nothing runs, `main` neither.
+pub fn together<T>(
+    hands: &mut [Hand],
+    patience: u64,
+    body: &(dyn Fn(usize) + Sync),
+    main: impl FnOnce() -> T,
+) -> Result<T, Status> {
+    if hands.is_empty() { Ok(main()) } else { with_hands(hands, patience, body, main) }
+}
+
+#[inline(never)]
+fn with_hands<T>(
+    hands: &mut [Hand],
+    patience: u64,
+    body: &(dyn Fn(usize) + Sync),
+    main: impl FnOnce() -> T,
+) -> Result<T, Status> {
+    let job = |index: usize| Job {
+        body,
+        index: index + 1,
+        thread: hands[index].thread,
+        is_done: AtomicBool::new(false),
+    };
+    let jobs: [Option<Job>; MAX_THREADS] =
+        core::array::from_fn(|index| (index < hands.len()).then(|| job(index)));
+    let stop = |jobs: &[Option<Job>]| {
+        for job in jobs.iter().flatten() {
+            // It fails only if the thread has stopped itself meanwhile.
+            let _ = job.thread.stop();
+        }
+    };
+    for (index, (job, hand)) in jobs.iter().flatten().zip(hands.iter()).enumerate() {
+        let argument = (&raw const *job) as u64;
+        if let Err(status) = begin(hand.thread, hand.top_of_stack, work, argument) {
+            stop(&jobs[..index]);
+            return Err(status);
+        }
+    }
+    let result = main();
+    let deadline = time::tsc().saturating_add(patience);
+    while !jobs.iter().flatten().all(|job| job.is_done.load(Ordering::Acquire))
+        && time::tsc() < deadline
+    {
+        yield_now();
+    }
+    stop(&jobs);
+    Ok(result)
+}
+
+/// Where a hand starts; the argument is its job's address.
+extern "C" fn work(job: u64) -> ! {
+    // SAFETY: `together` passes a job's address and does not return before the thread has stopped.
+    let job = unsafe { &*core::ptr::with_exposed_provenance::<Job>(job as usize) };
+    (job.body)(job.index);
+    let thread = job.thread;
+    job.is_done.store(true, Ordering::Release);
+    loop {
+        let _ = thread.stop();
+    }
 }
 
 /// Starts a thread with an empty stack.

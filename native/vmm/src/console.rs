@@ -1,11 +1,14 @@
 //! The guest's serial line: a session of a console server, with buffers that save calls.
 
-use core::cell::{Cell, RefCell};
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use abi::{FOREVER, rights};
 use native_rt::{Gate, Message, Notification, Page, time, warn};
 use proto::console::{MAX_BYTES, OPEN, READ, WRITE};
 use proto::start::{Clock, event, slot};
+use spin::mutex::SpinMutex;
+
+use crate::Yielding;
 
 /// Bytes of output and input that are kept here.
 const BUFFER: usize = MAX_BYTES;
@@ -52,144 +55,164 @@ impl Buffer {
     }
 }
 
-/// The serial line's outside. Without a server, output is discarded and nothing is typed.
+/// The serial line's outside, for all threads of the VMM. Without a server, output is discarded and nothing is typed.
 pub struct Console {
-    gate: Cell<Option<Gate>>,
+    /// TSC value at which the output has waited long enough.
+    flush_at: AtomicU64,
     ticks: u64,
     last_ticks: u64,
-    output: RefCell<Buffer>,
-    input: RefCell<Buffer>,
-    /// TSC value at which the output has waited long enough.
-    flush_at: Cell<u64>,
+    session: SpinMutex<Session, Yielding>,
+}
+
+struct Session {
+    gate: Option<Gate>,
+    output: Buffer,
+    input: Buffer,
     /// The server has no room: it will say when it has.
-    blocked: Cell<bool>,
+    blocked: bool,
     /// The server may have input.
-    may_read: Cell<bool>,
+    may_read: bool,
 }
 
 impl Console {
     /// Opens the session, if the VMM has been given one.
     pub fn open(present: bool, clock: &Clock) -> Self {
-        let console = Self {
-            gate: Cell::new(None),
-            ticks: time::ticks(clock.tsc_khz, PATIENCE),
-            last_ticks: time::ticks(clock.tsc_khz, LAST_PATIENCE),
-            output: RefCell::new(Buffer::EMPTY),
-            input: RefCell::new(Buffer::EMPTY),
-            flush_at: Cell::new(FOREVER),
-            blocked: Cell::new(false),
-            may_read: Cell::new(true),
+        let mut session = Session {
+            gate: None,
+            output: Buffer::EMPTY,
+            input: Buffer::EMPTY,
+            blocked: false,
+            may_read: true,
         };
         if present {
             let gate = Gate::at(slot::DEVICE);
             Page::current().set_capability(0, slot::NOTIFICATION, rights::SIGNAL);
             let open = Message::new(OPEN, [event::CONSOLE, 0, 0, 0]).with_items(1);
             match gate.call(open) {
-                Ok(answer) if answer.tag.label == proto::DONE => console.gate.set(Some(gate)),
+                Ok(answer) if answer.tag.label == proto::DONE => session.gate = Some(gate),
                 answer => warn!("no console: {answer:?}"),
             }
         }
-        console
+        Self {
+            flush_at: AtomicU64::new(FOREVER),
+            ticks: time::ticks(clock.tsc_khz, PATIENCE),
+            last_ticks: time::ticks(clock.tsc_khz, LAST_PATIENCE),
+            session: SpinMutex::new(session),
+        }
     }
 
     /// TSC value at which [`Console::flush`] is due.
     #[inline(always)]
     pub fn flush_at(&self) -> u64 {
-        self.flush_at.get()
+        self.flush_at.load(Ordering::Relaxed)
     }
 
     /// Takes a byte of output, unless the server has had no room for long.
     pub fn put(&self, byte: u8) -> bool {
-        if self.gate.get().is_none() {
+        let session = &mut *self.session.lock();
+        if session.gate.is_none() {
             return true;
         }
-        let taken = self.output.borrow_mut().put(byte);
-        let length = self.output.borrow().waiting().len();
-        if !self.blocked.get() {
+        let taken = session.output.put(byte);
+        let length = session.output.waiting().len();
+        if !session.blocked {
             if byte == b'\n' || length >= FULL {
-                self.flush();
+                self.send(session);
             } else if length == 1 {
-                self.flush_at.set(time::tsc().saturating_add(self.ticks));
+                self.flush_at.store(time::tsc().saturating_add(self.ticks), Ordering::Relaxed);
             }
         }
-        taken || self.output.borrow_mut().put(byte)
+        taken || session.output.put(byte)
     }
 
     /// Sends the output, as far as the server takes it.
     #[cold]
     pub fn flush(&self) {
-        self.flush_at.set(FOREVER);
-        let Some(gate) = self.gate.get() else { return };
-        let mut output = self.output.borrow_mut();
-        while !output.waiting().is_empty() {
-            let length = output.waiting().len();
-            let words = Page::current().set_bytes(output.waiting());
-            let write = Message::new(WRITE, [length as u64, 0, 0, 0]).with_page(words);
-            match gate.call(write) {
-                Ok(answer) if answer.tag.label == proto::DONE => {
-                    let taken = (answer.words[0] as usize).min(length);
-                    output.consume(taken);
-                    self.blocked.set(taken < length);
-                    if taken < length {
-                        return;
-                    }
-                }
-                answer => {
-                    drop(output);
-                    return self.lose(answer);
-                }
-            }
-        }
+        self.send(&mut self.session.lock());
     }
 
-    /// The server is gone: the guest goes on without it.
-    fn lose(&self, answer: Result<Message, native_rt::Status>) {
-        self.gate.set(None);
-        warn!("the console is gone: {answer:?}");
+    fn send(&self, session: &mut Session) {
+        self.flush_at.store(FOREVER, Ordering::Relaxed);
+        session.send();
     }
 
     /// The server says that there is input or room.
     pub fn wake(&self) {
-        self.may_read.set(true);
-        self.blocked.set(false);
-        self.flush();
+        let session = &mut *self.session.lock();
+        session.may_read = true;
+        session.blocked = false;
+        self.send(session);
     }
 
     /// Takes a byte of input.
     pub fn take(&self) -> Option<u8> {
-        let mut input = self.input.borrow_mut();
-        if input.waiting().is_empty()
-            && self.may_read.get()
-            && let Some(gate) = self.gate.get()
-        {
-            match gate.call(Message::new(READ, [MAX_BYTES as u64, 0, 0, 0])) {
-                Ok(answer) if answer.tag.label == proto::DONE => {
-                    let page = Page::current();
-                    let length =
-                        page.bytes(answer.tag.words, answer.words[0], &mut input.bytes).len();
-                    (input.start, input.end) = (0, length);
-                    self.may_read.set(length == MAX_BYTES);
-                }
-                answer => self.lose(answer),
-            }
-        }
-        let byte = input.waiting().first().copied();
-        if byte.is_some() {
-            input.consume(1);
-        }
-        byte
+        self.session.lock().take()
     }
 
     /// Sends the last output, waiting for room if need be.
     pub fn finish(&self, notification: Notification) {
         let deadline = time::tsc().saturating_add(self.last_ticks);
         self.flush();
-        while !self.output.borrow().waiting().is_empty()
-            && self.gate.get().is_some()
-            && notification.wait(deadline).is_ok()
-        {
+        while self.session.lock().has_output() && notification.wait(deadline).is_ok() {
             self.flush();
         }
+    }
+}
+
+impl Session {
+    fn has_output(&self) -> bool {
+        self.gate.is_some() && !self.output.waiting().is_empty()
+    }
+
+    fn send(&mut self) {
+        while let Some(gate) = self.gate
+            && self.has_output()
+        {
+            let length = self.output.waiting().len();
+            let words = Page::current().set_bytes(self.output.waiting());
+            let write = Message::new(WRITE, [length as u64, 0, 0, 0]).with_page(words);
+            match gate.call(write) {
+                Ok(answer) if answer.tag.label == proto::DONE => {
+                    let taken = (answer.words[0] as usize).min(length);
+                    self.output.consume(taken);
+                    self.blocked = taken < length;
+                    if self.blocked {
+                        return;
+                    }
+                }
+                answer => self.lose(answer),
+            }
+        }
+    }
+
+    /// The server is gone: the guest goes on without it.
+    fn lose(&mut self, answer: Result<Message, native_rt::Status>) {
+        self.gate = None;
+        warn!("the console is gone: {answer:?}");
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        if self.input.waiting().is_empty()
+            && self.may_read
+            && let Some(gate) = self.gate
+        {
+            match gate.call(Message::new(READ, [MAX_BYTES as u64, 0, 0, 0])) {
+                Ok(answer) if answer.tag.label == proto::DONE => {
+                    let page = Page::current();
+                    let input = &mut self.input;
+                    let length =
+                        page.bytes(answer.tag.words, answer.words[0], &mut input.bytes).len();
+                    (input.start, input.end) = (0, length);
+                    self.may_read = length == MAX_BYTES;
+                }
+                answer => self.lose(answer),
+            }
+        }
+        let byte = self.input.waiting().first().copied();
+        if byte.is_some() {
+            self.input.consume(1);
+        }
+        byte
     }
 }
 

@@ -2,15 +2,18 @@
 
 use core::fmt;
 
-use native_rt::{log, time};
+use native_rt::{Notification, log, time};
+use proto::start::event;
 use vmm_machine::{Host, Level};
 
 use crate::console::Console;
 
-/// The outside of the machine: clock, console, log.
+/// The outside of the machine as one thread reaches it: clock, console, log, other threads.
 pub struct NativeHost<'a> {
     /// The serial line.
     pub console: &'a Console,
+    /// What wakes each virtual CPU.
+    pub notifications: &'a [Notification],
 }
 
 impl Host for NativeHost<'_> {
@@ -36,6 +39,10 @@ impl Host for NativeHost<'_> {
         log::write(level, text);
     }
 
-    /// There is one virtual CPU, so nobody else to tell.
-    fn kick(&mut self, _: usize) {}
+    fn kick(&mut self, index: usize) {
+        if let Some(notification) = self.notifications.get(index) {
+            // It fails only if the capability is gone, and the virtual CPU with it.
+            let _ = notification.signal(event::KICK);
+        }
+    }
 }

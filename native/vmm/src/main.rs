@@ -2,7 +2,8 @@
 //! servers.
 //!
 //! It holds capabilities for its guest's memory, its console session and gates to root; nothing else. The memory
-//! that it uses beyond the guest's is fixed when it starts: image, one stack, one heap.
+//! that it uses beyond the guest's is fixed when it starts: image, a stack for each virtual CPU, one heap. Each virtual
+//! CPU has a thread and a notification; the first thread also listens to the servers and to root.
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
@@ -15,15 +16,19 @@ mod registers;
 use core::arch::x86_64::__cpuid_count;
 
 use abi::rights;
+use heapless::Vec;
 use native_rt::start::{exit, file, guest_memory, windows};
+use native_rt::thread::{Hand, Making, together};
 use native_rt::{
     Factory, Gate, Message, Notification, Space, Status, Vcpu, Vm, error, info, time, warn,
 };
 use proto::control::{STARTED, Statistics, code};
-use proto::start::{RangeKind, Role, Start, Vmm, event, slot};
+use proto::start::{RangeKind, Role, Start, VCPU_STACK, Vmm, event, slot};
 use proto::system::OnReset;
+use spin::mutex::SpinMutex;
+use spin::relax::RelaxStrategy;
 use vmm_boot::BootConfig;
-use vmm_cpu::TscClock;
+use vmm_cpu::{Cpu, MAX_VCPUS, TscClock};
 use vmm_machine::{Outcome, Pause, Pc, PcConfig};
 use vmm_mem::GuestMemory;
 
@@ -32,9 +37,26 @@ use crate::console::Console;
 use crate::host::NativeHost;
 
 const VM: u64 = slot::FREE;
-const VCPU: u64 = slot::FREE + 1;
-/// Number of virtual CPUs that this VMM can run.
-const MAX_VCPUS: usize = 1;
+/// Slots of a virtual CPU: itself, its notification, its thread and what that runs on.
+const fn vcpu_slots(index: usize) -> u64 {
+    VM + 1 + 4 * index as u64
+}
+/// Turn of a virtual CPU's thread, in ns.
+const TURN: u64 = 10_000_000;
+/// Time for the other virtual CPUs to stop when one has ended the machine, in ns.
+const PATIENCE: u64 = 1_000_000_000;
+
+/// Lets others run while it waits for a lock: whoever has it may share the CPU.
+struct Yielding;
+
+impl RelaxStrategy for Yielding {
+    fn relax() {
+        native_rt::yield_now();
+    }
+}
+
+type Machine<'m> = Pc<'m, Yielding>;
+type Cell<T> = SpinMutex<T, Yielding>;
 
 #[cfg(not(test))]
 native_rt::entry!(main);
@@ -45,8 +67,8 @@ fn main(start: &Start<'static>) -> u64 {
         error!("started as something else than a VMM");
         return code::BAD_CONFIG;
     };
-    if plan.cpus.len() != MAX_VCPUS {
-        error!("{} virtual CPUs; this version runs {MAX_VCPUS}", plan.cpus.len());
+    if !(1..=MAX_VCPUS).contains(&plan.cpus.len()) {
+        error!("{} virtual CPUs; this version runs 1 to {MAX_VCPUS}", plan.cpus.len());
         return code::BAD_CONFIG;
     }
     let layout = vmm_machine::layout();
@@ -55,25 +77,24 @@ fn main(start: &Start<'static>) -> u64 {
         error!("guest memory is not {} bytes", plan.memory);
         return code::BAD_CONFIG;
     };
-    let (vm, vcpu) = match make_guest() {
+    let console = Console::open(plan.console, &start.clock);
+    let mut guest = match Guest::new(start, plan, &console) {
         Ok(made) => made,
         Err(status) => {
             error!("the kernel makes no guest: {status:?}");
             return code::INTERNAL;
         }
     };
-    if let Err(status) = map_guest(start, vm, layout.hole_start) {
+    if let Err(status) = map_guest(start, guest.vm, layout.hole_start) {
         error!("cannot map guest memory: {status:?}");
         return code::INTERNAL;
     }
-    let console = Console::open(plan.console, &start.clock);
-    let mut vcpu = NativeVcpu::new(vcpu, &console);
-    let mut statistics = Statistics::ZERO;
+    let statistics = Cell::new(Statistics::ZERO);
     // Root goes on in any case.
     let _ = Gate::at(slot::CONTROL).call(Message::new(STARTED, [0; 4]));
     let mut resets = 0u32;
     loop {
-        let outcome = match run(start, plan, &memory, &mut vcpu, &console, &mut statistics) {
+        let outcome = match run(start, plan, &memory, &mut guest, &console, &statistics) {
             Ok(outcome) => outcome,
             Err(code) => return code,
         };
@@ -86,16 +107,57 @@ fn main(start: &Start<'static>) -> u64 {
             continue;
         }
         console.finish(Notification::at(slot::NOTIFICATION));
-        (statistics.entries, statistics.settled) = vcpu.counts();
+        let mut statistics = statistics.into_inner();
+        for vcpu in &guest.vcpus {
+            let (entries, settled) = vcpu.lock().counts();
+            statistics.entries += entries;
+            statistics.settled += settled;
+        }
         exit(exit_code(outcome), &statistics);
     }
 }
 
-fn make_guest() -> Result<(Vm, Vcpu), Status> {
-    let factory = Factory::at(slot::FACTORY);
-    let vm = factory.vm(VM)?;
-    let vcpu = Vcpu::create(factory, VCPU, vm, 0, Notification::at(slot::NOTIFICATION))?;
-    Ok((vm, vcpu))
+/// The kernel's objects.
+struct Guest<'a> {
+    vm: Vm,
+    vcpus: Vec<Cell<NativeVcpu<'a>>, MAX_VCPUS>,
+    notifications: Vec<Notification, MAX_VCPUS>,
+    /// Threads of the virtual CPUs from the second on.
+    hands: Vec<Hand, MAX_VCPUS>,
+}
+
+impl<'a> Guest<'a> {
+    fn new(start: &Start, plan: &Vmm, console: &'a Console) -> Result<Self, Status> {
+        let factory = Factory::at(slot::FACTORY);
+        let mut guest = Self {
+            vm: factory.vm(VM)?,
+            vcpus: Vec::new(),
+            notifications: Vec::new(),
+            hands: Vec::new(),
+        };
+        let stacks = windows(start, RangeKind::Private).next();
+        for (index, &cpu) in plan.cpus.iter().enumerate() {
+            let slots = vcpu_slots(index);
+            let notification = if index == 0 {
+                Notification::at(slot::NOTIFICATION)
+            } else {
+                let further = index as u64 - 1;
+                let stack = stacks
+                    .and_then(|window| window.part(further * VCPU_STACK, VCPU_STACK))
+                    .ok_or(Status::NoQuota)?;
+                let sched = factory.sched_context(slots + 3, start.priority, TURN, 0)?;
+                let making = Making { factory, task: slot::TASK, slot: slots + 2, cpu, sched };
+                let hand = Hand::new(making, stack)?;
+                guest.hands.push(hand).map_err(|_| Status::Overflow)?;
+                factory.notification(slots + 1)?
+            };
+            let vcpu = Vcpu::create(factory, slots, guest.vm, index as u32, notification)?;
+            let vcpu = Cell::new(NativeVcpu::new(vcpu, console));
+            guest.notifications.push(notification).map_err(|_| Status::Overflow)?;
+            guest.vcpus.push(vcpu).map_err(|_| Status::Overflow)?;
+        }
+        Ok(guest)
+    }
 }
 
 /// Maps guest memory for the guest: from 0 to the hole, the rest from 4 GiB on.
@@ -121,20 +183,22 @@ fn run(
     start: &Start,
     plan: &Vmm,
     memory: &GuestMemory,
-    vcpu: &mut NativeVcpu,
+    guest: &mut Guest,
     console: &Console,
-    statistics: &mut Statistics,
+    statistics: &Cell<Statistics>,
 ) -> Result<Outcome, u64> {
+    let Guest { vcpus, notifications, hands, .. } = guest;
     let layout = vmm_machine::layout();
+    let count = vcpus.len() as u8;
     let config = BootConfig {
         layout: &layout,
-        vcpus: 1,
+        vcpus: count,
         kernel: file(start, RangeKind::Kernel).unwrap_or(&[]),
         initrd: file(start, RangeKind::Initrd),
         command_line: plan.command_line.as_bytes(),
     };
     match vmm_boot::load(memory, &config) {
-        Ok(state) => registers::set(vcpu, &state),
+        Ok(state) => registers::set(&mut *vcpus[0].lock(), &state),
         Err(error) => {
             error!("the guest cannot be loaded: {error:?}");
             return Err(code::BAD_CONFIG);
@@ -144,40 +208,57 @@ fn run(
         release_files(start);
     }
     let config = PcConfig {
-        vcpus: 1,
+        vcpus: count,
         clock: TscClock::new(start.clock.tsc_khz, time::tsc()),
         xcr0_mask: plan.xcr0_mask,
         start_unix: time::unix_seconds(&start.clock),
         kvmclock: true,
     };
-    let mut host = NativeHost { console };
-    let mut pc = Pc::<MAX_VCPUS>::new(config, memory, host_cpuid);
-    let notification = Notification::at(slot::NOTIFICATION);
-    let outcome = loop {
-        let events = match pc.run(0, vcpu, &mut host) {
-            Pause::End(outcome) => break outcome,
+    let pc = Machine::new(config, memory, host_cpuid);
+    let drive = |index: usize| {
+        let mut host = NativeHost { console, notifications };
+        let mut cpu = pc.cpu(index);
+        let outcome = drive(&pc, &mut cpu, &mut vcpus[index].lock(), &mut host);
+        // The others end too.
+        pc.end(outcome, &mut host);
+        for (sum, count) in statistics.lock().exits.iter_mut().zip(cpu.exits()) {
+            *sum += count;
+        }
+    };
+    let patience = time::ticks(start.clock.tsc_khz, PATIENCE);
+    match together(hands, patience, &drive, || drive(0)) {
+        Ok(()) => Ok(pc.outcome().unwrap_or(Outcome::HostError(0))),
+        Err(status) => {
+            error!("a virtual CPU's thread does not start: {status:?}");
+            Err(code::INTERNAL)
+        }
+    }
+}
+
+/// Runs a virtual CPU until the machine ends.
+fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHost) -> Outcome {
+    let notification = host.notifications[cpu.index()];
+    loop {
+        let events = match pc.run(cpu, vcpu, host) {
+            Pause::End(outcome) => return outcome,
             Pause::Recall(events) => events,
             Pause::Idle { deadline_tsc } => {
-                console.flush();
+                host.console.flush();
                 match notification.wait(deadline_tsc) {
                     Ok(events) => events,
                     Err(Status::Timeout) => continue,
                     Err(status) => {
                         error!("cannot wait: {status:?}");
-                        return Err(code::INTERNAL);
+                        return Outcome::HostError(status as u64);
                     }
                 }
             }
         };
         if events & event::CONSOLE != 0 {
-            console.wake();
-            pc.input(&mut host);
+            host.console.wake();
+            pc.input(host);
         }
-    };
-    for (sum, count) in statistics.exits.iter_mut().zip(pc.exits(0)) {
-        *sum += count;
     }
-    Ok(outcome)
 }
 
 /// Gives the files up, and the page tables that map them: the guest will not be loaded again.

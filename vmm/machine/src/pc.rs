@@ -14,7 +14,7 @@ use vmm_cpu::cpuid::{CpuidConfig, CpuidTable, Values};
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
 use vmm_cpu::{
-    Backend, Board, Cpu, IoExit, MAX_VCPUS, MemoryFault, Pause, Signals, TscClock, Unknown,
+    Backend, Board, Cpu, IoExit, MAX_VCPUS, MemoryFault, Outcome, Pause, Signals, TscClock, Unknown,
 };
 use vmm_dev::pc::debugexit::DebugExit;
 use vmm_dev::pc::ioapic::{self, IoApic};
@@ -154,6 +154,8 @@ fn page_of_words(base: u64, length: u64, chip: Chip) -> Map<1> {
 impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
     /// A machine in the state after power-on, its memory as the caller has filled it. `host_cpuid` gives the
     /// host's `CPUID` answers for a leaf and a subleaf.
+    // Not inlined: what it needs on the stack is free again when the machine runs.
+    #[inline(never)]
     pub fn new(
         config: PcConfig,
         memory: &'m GuestMemory,
@@ -190,7 +192,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
             low_memory: memory.ranges().filter(below).map(|range| range.1).sum(),
             high_memory: memory.ranges().filter(|range| !below(range)).map(|range| range.1).sum(),
         };
-        let machine = Machine {
+        let machine = || Machine {
             chips: Chips {
                 uart: Uart::new(),
                 pic: PicPair::new(),
@@ -213,7 +215,8 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
             startup: [None; CPUS],
             wires: Wires::new(config.clock, *memory),
         };
-        let fixed = Fixed {
+        // Built in place: both are large, and stacks are small.
+        let fixed = |cpuid| Fixed {
             memory,
             cpuid,
             clock: config.clock,
@@ -226,7 +229,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
                 local_apic: page_of_words(0, lapic::spec::LEN, Chip::LocalApic),
             },
         };
-        Self { fixed, machine: SpinMutex::new(machine) }
+        Self { fixed: fixed(cpuid), machine: SpinMutex::new(machine()) }
     }
 
     /// Virtual CPU `index` in its state after power-on, to be made once: CPU 0 runs, the others wait to be started.
@@ -255,6 +258,16 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
             chips.pm.press_power_button(&mut env);
             board.carry_on();
         });
+    }
+
+    /// The machine ends, if it has not already: every virtual CPU's [`Pc::run`] says so.
+    pub fn end<H: Host>(&self, outcome: Outcome, host: &mut H) {
+        self.locked(host, CPUS, |board| board.machine.wires.end(outcome));
+    }
+
+    /// How the machine has ended.
+    pub fn outcome(&self) -> Option<Outcome> {
+        self.machine.lock().wires.end
     }
 
     /// What the guest did that the machine does not know.

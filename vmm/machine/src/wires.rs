@@ -188,6 +188,12 @@ impl Wires {
         }
     }
 
+    /// The machine ends, as it was first told.
+    pub fn end(&mut self, outcome: Outcome) {
+        self.end.get_or_insert(outcome);
+        self.attention = u32::MAX;
+    }
+
     /// Takes the CPUs that are to be kicked: what waits for them is not known to them yet.
     #[inline]
     pub fn take_kicks(&mut self) -> u32 {
@@ -307,8 +313,7 @@ impl<H: Host> Env for ChipEnv<'_, H> {
                 return self.host.log(Level::Info, text);
             }
         };
-        self.wires.end.get_or_insert(outcome);
-        self.wires.attention = u32::MAX;
+        self.wires.end(outcome);
     }
 
     fn missing(&mut self, what: &'static str, value: u64) {
