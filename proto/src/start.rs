@@ -9,6 +9,7 @@
 //! | [`MESSAGE_PAGE`] | message page of the first thread |
 //! | [`THREAD_PAGES`] | message pages of further threads |
 //! | [`STATE_PAGES`] | vCPU state pages |
+//! | [`REPORT_PAGE`] | a VMM's report to root |
 //! | [`MEMORY`] | private memory: heap, further stacks |
 //! | up to [`STACK_TOP`] | stack of the first thread; the page below it is never mapped |
 //! | [`FILES`] | read-only files: kernel, RAM disk |
@@ -29,6 +30,9 @@ pub const THREAD_PAGES: u64 = 0x40_2000;
 pub const MAX_THREADS: usize = 14;
 /// Address of the state page of the first vCPU; the others follow.
 pub const STATE_PAGES: u64 = 0x41_0000;
+/// Address of the page in which a VMM reports ([`crate::manage::Report`]).
+pub const REPORT_PAGE: u64 = STATE_PAGES + MAX_VCPUS as u64 * 4096;
+const _: () = assert!(REPORT_PAGE < MEMORY);
 /// Bytes of the stack of each vCPU after the first, in a VMM's private memory.
 pub const VCPU_STACK: u64 = 20 << 10;
 /// First private memory.

@@ -9,8 +9,8 @@ use native_rt::{
 };
 use proto::manage::Report;
 use proto::start::{
-    FILES, FILES_ALIGN, GUEST_MEMORY, MAX_RANGES, MAX_START, MEMORY, MESSAGE_PAGE, Range,
-    RangeKind, STACK_TOP, START_PAGE, Start, slot,
+    FILES, FILES_ALIGN, GUEST_MEMORY, MAX_RANGES, MAX_START, MEMORY, MESSAGE_PAGE, REPORT_PAGE,
+    Range, RangeKind, STACK_TOP, START_PAGE, Start, slot,
 };
 
 use crate::directory::Directory;
@@ -316,7 +316,7 @@ impl Child {
     /// Gives it a page for reports.
     pub fn add_report(&mut self, resources: &mut Resources) -> Result<(), StartError> {
         let rights = rights::READ | rights::WRITE;
-        let window = self.add_shared(resources, RangeKind::Report, MEMORY, 1, rights)?;
+        let window = self.add_shared(resources, RangeKind::Report, REPORT_PAGE, 1, rights)?;
         self.report = Some(window);
         Ok(())
     }

@@ -5,6 +5,7 @@ use core::sync::atomic::{AtomicU32, Ordering};
 use abi::vcpu::VcpuState;
 use abi::{Op, PAGE_SIZE, Selector, Status};
 use proto::start::STATE_PAGES;
+use proto::system::MAX_VCPUS;
 
 use crate::objects::{Factory, Notification, Vm};
 use crate::syscall::call;
@@ -19,7 +20,7 @@ pub struct Vcpu {
 }
 
 impl Vcpu {
-    /// Makes virtual CPU `index` (0 to 15) of a guest; events of `notification` make [`Vcpu::run`] return.
+    /// Makes virtual CPU `index` (below [`MAX_VCPUS`]) of a guest; events of `notification` make [`Vcpu::run`] return.
     pub fn create(
         factory: Factory,
         slot: Selector,
@@ -27,7 +28,9 @@ impl Vcpu {
         index: u32,
         notification: Notification,
     ) -> Result<Self, Status> {
-        if index >= 16 || TAKEN.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0 {
+        if index as usize >= MAX_VCPUS
+            || TAKEN.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0
+        {
             return Err(Status::Busy);
         }
         let address = STATE_PAGES + index as u64 * PAGE_SIZE;
