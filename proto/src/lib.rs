@@ -16,6 +16,7 @@ pub mod log;
 pub mod manage;
 pub mod net;
 pub mod ring;
+pub mod service;
 pub mod session;
 pub mod start;
 pub mod system;

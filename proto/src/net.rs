@@ -24,8 +24,8 @@ pub const FRAMES: usize = 128;
 pub const DATA: u64 = 8192;
 /// Shortest frame: two addresses and a type.
 pub const MIN_FRAME: u64 = 14;
-/// Longest frame: 64 KiB of segments to be cut, behind an Ethernet header with a VLAN tag.
-pub const MAX_FRAME: u64 = 65536 + 18;
+/// Longest frame: IPv6 with the longest payload, behind an Ethernet header with a VLAN tag.
+pub const MAX_FRAME: u64 = 65_535 + 40 + 18;
 /// Usual length of a session's memory in bytes.
 pub const SESSION_BYTES: u64 = DATA + 2 * (160 << 10);
 
@@ -44,9 +44,9 @@ pub type Mac = [u8; 6];
 /// values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offload {
-    /// `VIRTIO_NET_HDR_F_NEEDS_CSUM` (1), `VIRTIO_NET_HDR_F_DATA_VALID` (2).
+    /// [`NEEDS_SUM`], [`SUM_VALID`].
     pub flags: u8,
-    /// `VIRTIO_NET_HDR_GSO_NONE` (0), `_TCPV4` (1), `_UDP` (3), `_TCPV6` (4), `_ECN` (0x80).
+    /// [`segments`]; other values are not passed on.
     pub segments: u8,
     /// Length of the headers of each segment.
     pub header: u16,
@@ -60,6 +60,20 @@ pub struct Offload {
 
 /// [`Offload::flags`]: the checksum is still to be made.
 pub const NEEDS_SUM: u8 = 1;
+/// [`Offload::flags`]: the checksum was verified.
+pub const SUM_VALID: u8 = 2;
+
+/// Values of [`Offload::segments`].
+pub mod segments {
+    /// The frame is whole.
+    pub const NONE: u8 = 0;
+    /// TCP over IPv4.
+    pub const TCP4: u8 = 1;
+    /// TCP over IPv6.
+    pub const TCP6: u8 = 4;
+    /// Added to one of the TCP kinds: its congestion bit is set.
+    pub const ECN: u8 = 0x80;
+}
 
 impl Offload {
     fn pack(self) -> [u64; 2] {
@@ -110,6 +124,28 @@ impl Info {
     fn unpack(words: [u64; INFO]) -> Self {
         let [a, b, c, d, e, f, _, _] = words[0].to_le_bytes();
         Self { mac: [a, b, c, d, e, f] }
+    }
+}
+
+/// What frames a client takes besides whole ones with all checksums. The switch finishes others before it passes them
+/// on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Takes {
+    /// The checksum may be missing.
+    pub sums: bool,
+    /// TCP over IPv4 may be uncut.
+    pub tcp4: bool,
+    /// TCP over IPv6 may be uncut.
+    pub tcp6: bool,
+}
+
+impl Takes {
+    fn pack(self) -> u64 {
+        u64::from(self.sums) | u64::from(self.tcp4) << 1 | u64::from(self.tcp6) << 2
+    }
+
+    fn unpack(word: u64) -> Self {
+        Self { sums: word & 1 != 0, tcp4: word & 2 != 0, tcp6: word & 4 != 0 }
     }
 }
 
@@ -274,8 +310,10 @@ impl<'m> Client<'m> {
     /// The client of a session of `length` bytes whose first words are `memory`. `None` if it is too short.
     pub fn new(memory: &'m [AtomicU64], length: u64) -> Option<Self> {
         let (to_switch, to_client) = areas(length)?;
+        let mut link = ClientLink::new(memory)?;
+        link.tell(Takes::default().pack());
         Some(Self {
-            link: ClientLink::new(memory)?,
+            link,
             sender: Sender::new(memory.get(TO_SWITCH..)?, to_switch)?,
             receiver: Receiver::new(memory.get(TO_CLIENT..)?, to_client)?,
             must_signal: false,
@@ -298,6 +336,11 @@ impl<'m> Client<'m> {
             }
             Connection::Up => true,
         }
+    }
+
+    /// Says what frames the client takes from now on; at first, whole ones only.
+    pub fn set_takes(&mut self, takes: Takes) {
+        self.link.tell(takes.pack());
     }
 
     /// What the switch tells, if connected.
@@ -455,6 +498,11 @@ impl<'m> Port<'m> {
     #[must_use]
     pub fn take_signal(&mut self) -> bool {
         core::mem::take(&mut self.must_signal)
+    }
+
+    /// What frames the client takes.
+    pub fn takes(&self) -> Takes {
+        Takes::unpack(self.link.client_info())
     }
 
     /// The client's address.

@@ -13,6 +13,7 @@
 //! | 1 | server | *accepted*: the request in force; 0: none |
 //! | 2 | client | *request*: generation that is asked (high half) and the client's count (low half) |
 //! | 8–15 | server | what the server tells of itself, valid while a request is accepted |
+//! | 16 | client | what the client tells of itself; it may change at any time |
 //!
 //! The rings behind the header are used by both sides only while `accepted == request`. To connect, a client writes a
 //! new request, signals the server and leaves the rings alone. The server, once nothing of an older connection is under
@@ -32,6 +33,7 @@ const GENERATION: usize = 0;
 const ACCEPTED: usize = 1;
 const REQUEST: usize = 2;
 const FIRST_INFO: usize = 8;
+const CLIENT_INFO: usize = 16;
 
 #[derive(Clone, Copy)]
 struct Header<'m>(&'m [AtomicU64]);
@@ -110,6 +112,11 @@ impl<'m> ClientLink<'m> {
         self.request &= u64::from(u32::MAX);
     }
 
+    /// Tells the server something about the client.
+    pub fn tell(&mut self, word: u64) {
+        self.header.write(CLIENT_INFO, word);
+    }
+
     /// Whether the last look found a connection.
     pub fn is_connected(&self) -> bool {
         self.connected
@@ -170,6 +177,11 @@ impl<'m> ServerLink<'m> {
         self.broken = self.accepted;
         self.accepted = 0;
         self.header.write(ACCEPTED, 0);
+    }
+
+    /// What the client tells about itself.
+    pub fn client_info(&self) -> u64 {
+        self.header.read(CLIENT_INFO)
     }
 
     /// Whether a request is in force.

@@ -12,12 +12,15 @@
 //! | [`REPORT_PAGE`] | a VMM's report to root |
 //! | [`MEMORY`] | private memory: heap, further stacks |
 //! | up to [`STACK_TOP`] | stack of the first thread; the page below it is never mapped |
+//! | [`DEVICES`] | registers of a server's device |
+//! | [`SESSIONS`] | memory shared with servers or clients |
 //! | [`FILES`] | read-only files: kernel, RAM disk |
 //! | [`GUEST_MEMORY`] | guest memory |
 
 use heapless::Vec;
 use serde::{Deserialize, Serialize};
 
+use crate::service::{Attachment, DiskServer, MAX_SESSIONS, NetServer};
 use crate::system::{MAX_ARGUMENTS, MAX_VCPUS, OnReset};
 
 /// Address of the start page; also the first argument of the task.
@@ -39,6 +42,14 @@ pub const VCPU_STACK: u64 = 20 << 10;
 pub const MEMORY: u64 = 0x42_0000;
 /// Top of the first thread's stack.
 pub const STACK_TOP: u64 = 0x60_0000;
+/// First byte of device registers.
+pub const DEVICES: u64 = 0x100_0000;
+/// Bytes for device registers.
+pub const DEVICES_LENGTH: u64 = 0x100_0000;
+/// Memory of the first session; the others follow.
+pub const SESSIONS: u64 = 0x200_0000;
+/// Distance of sessions, and the most memory of one.
+pub const SESSION_STRIDE: u64 = 0x8_0000;
 /// First byte of read-only files. The offset within is that of the boot bundle's in physical
 /// memory modulo [`FILES_ALIGN`], so that large pages map large files.
 pub const FILES: u64 = 0x4000_0000;
@@ -71,6 +82,8 @@ pub mod slot {
     pub const MANAGE: u64 = 15;
     /// First free slot.
     pub const FREE: u64 = 16;
+    /// Notification of the other side of the first session, right `SIGNAL`; the others follow.
+    pub const SESSIONS: u64 = COUNT - crate::service::MAX_SESSIONS as u64;
     /// Number of slots of a task.
     pub const COUNT: u64 = 120;
 }
@@ -93,10 +106,14 @@ pub mod event {
     pub const REPORT: u64 = 1 << 11;
     /// VMM: a virtual CPU has something to look at.
     pub const KICK: u64 = 1 << 4;
+    /// The other side of session `number` has something to say, or was started.
+    pub const fn session(number: usize) -> u64 {
+        1 << (32 + number % crate::service::MAX_SESSIONS)
+    }
 }
 
 /// Most memory ranges of a task.
-pub const MAX_RANGES: usize = 24;
+pub const MAX_RANGES: usize = 32;
 /// Most bytes of an encoded start page.
 pub const MAX_START: usize = 4096;
 
@@ -116,6 +133,15 @@ pub enum RangeKind {
     Report,
     /// What root shares with a multiplexer, read-only: see [`crate::console::directory`].
     Directory,
+    /// Memory of a session, in the order of the sessions.
+    Session,
+    /// Memory of a server for its device to read and write, in one piece.
+    Dma,
+    /// Registers of a server's device: a base address range of it, in their order. `physical` is the number of the
+    /// register. Pages that hold the table of its interrupts are left out.
+    Registers,
+    /// Configuration space of a server's device, read-only.
+    Configuration,
 }
 
 /// A range of the task's memory.
@@ -127,6 +153,8 @@ pub struct Range {
     pub base: u64,
     /// Length in bytes; of read-only files the exact one, else a multiple of the page size.
     pub length: u64,
+    /// Session, memory for a device: the address by which a device knows the first byte. Registers: see there. Else 0.
+    pub physical: u64,
 }
 
 /// The machine's clocks.
@@ -141,6 +169,7 @@ pub struct Clock {
 }
 
 /// What a task is to do.
+#[expect(clippy::large_enum_variant, reason = "there is one of them, and nothing allocates")]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Role<'a> {
     /// A native program with arguments.
@@ -154,6 +183,10 @@ pub enum Role<'a> {
     },
     /// A VMM.
     Vmm(#[serde(borrow)] Vmm<'a>),
+    /// A disk server.
+    Disk(DiskServer),
+    /// A switch.
+    Net(NetServer),
 }
 
 /// What a VMM is to do.
@@ -171,6 +204,8 @@ pub struct Vmm<'a> {
     pub on_reset: OnReset,
     /// `XCR0` bits that the guest may enable.
     pub xcr0_mask: u64,
+    /// Disks and network cards, in the order in which the guest sees them.
+    pub attachments: Vec<Attachment, MAX_SESSIONS>,
 }
 
 /// The start page.
@@ -210,7 +245,9 @@ mod tests {
     #[test]
     fn longest_description_fits_a_page() {
         let line = "x".repeat(crate::system::MAX_COMMAND_LINE);
-        let range = Range { kind: RangeKind::Guest, base: u64::MAX, length: u64::MAX };
+        let range =
+            Range { kind: RangeKind::Guest, base: u64::MAX, length: u64::MAX, physical: u64::MAX };
+        let attachment = Attachment { service: crate::service::Service::Net, signal: u64::MAX };
         let start = Start {
             name: "a-name-of-the-longest-kind-there",
             cpu: u32::MAX,
@@ -224,6 +261,7 @@ mod tests {
                 console: true,
                 on_reset: OnReset::Reset,
                 xcr0_mask: u64::MAX,
+                attachments: Vec::from_iter([attachment; MAX_SESSIONS]),
             }),
         };
         let mut buffer = [0; MAX_START];

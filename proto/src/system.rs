@@ -11,8 +11,11 @@
 use heapless::Vec;
 use serde::{Deserialize, Serialize};
 
+use crate::net::Mac;
+use crate::service::Part;
+
 /// Version of the encoding. Incremented by every change of a type in this module.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Most virtual machines in a system.
 pub const MAX_VMS: usize = 16;
 /// Most vCPUs of one virtual machine.
@@ -22,7 +25,11 @@ pub const MAX_TASKS: usize = 16;
 /// Most arguments of a native program.
 pub const MAX_ARGUMENTS: usize = 8;
 /// Most servers in a system.
-pub const MAX_SERVERS: usize = 4;
+pub const MAX_SERVERS: usize = 8;
+/// Most disks of one virtual machine.
+pub const MAX_VM_DISKS: usize = 4;
+/// Most network cards of one virtual machine.
+pub const MAX_VM_NETS: usize = 4;
 /// Longest name of a virtual machine, task or server, in bytes.
 pub const MAX_NAME: usize = 31;
 /// Longest guest kernel command line in bytes, without a terminating zero
@@ -79,11 +86,35 @@ pub struct Server<'a> {
     /// What it serves.
     pub kind: ServerKind,
     /// The device that it owns alone.
-    pub device: SerialPort,
+    pub device: Device,
     /// Bundle name of its program.
     pub binary: &'a str,
     /// 0..=[`MAX_PRIORITY`], highest first.
     pub priority: u8,
+    /// Which ends make `root` start it again.
+    pub restart: Restart,
+}
+
+/// A device that a server owns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Device {
+    /// None: a switch without uplink.
+    None,
+    /// A serial port.
+    Serial(SerialPort),
+    /// A PCI function: the one with this number, from 0, among those of its class, in the order of their addresses.
+    Pci(PciClass, u8),
+}
+
+/// Classes of PCI functions that servers drive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PciClass {
+    /// virtio-blk.
+    VirtioBlk,
+    /// virtio-net.
+    VirtioNet,
+    /// A SATA controller with AHCI, and the port that the disk is at; `None`: the first one with a disk.
+    Ahci(Option<u8>),
 }
 
 /// What a server serves.
@@ -93,6 +124,10 @@ pub enum ServerKind {
     Console,
     /// The same for many clients: an escape key selects the one that is shown.
     Multiplexer,
+    /// `proto`'s disk.
+    Block,
+    /// `proto`'s network.
+    Switch,
 }
 
 /// A virtual machine.
@@ -127,6 +162,34 @@ pub struct Vm<'a> {
     pub essential: bool,
     /// Not started: virtual machines are made after it at run time.
     pub template: bool,
+    /// Disks, in the order in which the guest sees them.
+    pub disks: Vec<VmDisk, MAX_VM_DISKS>,
+    /// Network cards, in the order in which the guest sees them.
+    pub nets: Vec<VmNet, MAX_VM_NETS>,
+}
+
+/// A disk of a virtual machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmDisk {
+    /// Index into [`System::servers`] of the disk server.
+    pub server: u8,
+    /// Which part of the server's disk. No two that overlap, unless both are read-only.
+    pub part: Part,
+    /// The guest cannot change it.
+    pub read_only: bool,
+}
+
+/// A network card of a virtual machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmNet {
+    /// Index into [`System::servers`] of the switch.
+    pub server: u8,
+    /// Its address.
+    pub mac: Mac,
+    /// Isolation group at the switch.
+    pub group: u8,
+    /// Most bytes per second that it may send; 0: as many as it can.
+    pub rate: u64,
 }
 
 /// Which ends of a virtual machine make `root` start it again.
@@ -211,9 +274,10 @@ mod tests {
             servers: Vec::from_iter([Server {
                 name: "console",
                 kind: ServerKind::Console,
-                device: SerialPort::Com1,
+                device: Device::Serial(SerialPort::Com1),
                 binary: "console",
                 priority: 40,
+                restart: Restart::OnCrash,
             }]),
             tasks: Vec::from_iter([Task {
                 name: "neighbour",
@@ -240,6 +304,17 @@ mod tests {
                 on_reset: OnReset::Exit,
                 essential: true,
                 template: false,
+                disks: Vec::from_iter([VmDisk {
+                    server: 1,
+                    part: Part { partition: Some(2), first: 0, sectors: 0 },
+                    read_only: false,
+                }]),
+                nets: Vec::from_iter([VmNet {
+                    server: 2,
+                    mac: [2, 0, 0, 0, 0, 1],
+                    group: 0,
+                    rate: 1 << 20,
+                }]),
             }]),
         }
     }

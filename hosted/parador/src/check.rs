@@ -9,12 +9,14 @@
 //! The last rule and the sizes of boot files need the files: [`check`] judges what it can see
 //! and [`Plan::check_files`] is called again when everything is there.
 
+use crate::attach::{Bus, Device, Disk, MachineDisk, MachineNet, Net, chosen_mac};
 use crate::description::{
-    self, Board, Console, Cpus, Description, Device, Log, OnReset, Restart, ServerKind, Size,
+    self, Board, Console, Cpus, Description, Log, OnReset, Restart, ServerKind, Size,
 };
 use crate::failure::{self, Failure};
 use crate::guest;
 use crate::problem::{Problem, Report};
+use proto::service::MAX_SESSIONS;
 use proto::system as compiled;
 use std::collections::HashMap;
 use std::fmt;
@@ -28,6 +30,9 @@ use vmm_boot::Kernel;
 const CONSOLE_NAME: &str = "console";
 /// Program of a console server.
 const CONSOLE_BINARY: &str = "console";
+/// Programs of a disk server and of a switch.
+const DISK_BINARY: &str = "disk";
+const NET_BINARY: &str = "net";
 /// Program of a VMM.
 const VMM_BINARY: &str = "vmm";
 /// Kernel command line where none is given.
@@ -80,6 +85,10 @@ pub struct Plan {
     tasks: Vec<Task>,
     /// Virtual machines.
     pub vms: Vec<Vm>,
+    /// Disks of the emulated machine.
+    pub disks: Vec<MachineDisk>,
+    /// Network cards of the emulated machine.
+    pub nets: Vec<MachineNet>,
     source: Source,
 }
 
@@ -95,8 +104,19 @@ struct Server {
     kind: ServerKind,
     /// It has several clients.
     shared: bool,
-    device: Device,
+    device: Option<Device>,
+    restart: Restart,
     priority: u8,
+}
+
+impl Server {
+    fn binary(&self) -> &'static str {
+        match self.kind {
+            ServerKind::Console => CONSOLE_BINARY,
+            ServerKind::Block => DISK_BINARY,
+            ServerKind::Switch => NET_BINARY,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -133,6 +153,8 @@ pub struct Vm {
     on_reset: OnReset,
     essential: bool,
     template: bool,
+    disks: Vec<compiled::VmDisk>,
+    nets: Vec<compiled::VmNet>,
 }
 
 /// Where a kernel comes from.
@@ -208,10 +230,14 @@ impl Checker<'_> {
             self.problems.push(problem.help("add a [[vm]] or a [[task]]"));
         }
 
+        let disks = self.machine_disks(&system.disk);
+        let nets = self.machine_nets(&system.net);
+        let machine = (system.board == Board::QemuQ35).then_some((&disks[..], &nets[..]));
+        self.ports(&server, &vm);
         let consoles = self.consoles(&vm, &task);
-        let servers = self.servers(server, &consoles, system.log);
+        let servers = self.servers(server, &consoles, system.log, machine);
         let mut names = Names::new("task or virtual machine");
-        let console = servers.iter().position(|server| server.device == Device::Com1);
+        let console = servers.iter().position(|server| server.device == Some(Device::Com1));
         let console = console.map(|index| index as u8);
         let tasks: Vec<Task> = task
             .into_iter()
@@ -220,7 +246,17 @@ impl Checker<'_> {
         // What is made after a template at run time shares CPUs with others.
         let started = vm.iter().map(Spanned::get_ref).filter(|vm| !vm.template);
         let requests: Vec<CpuRequest> = started.map(CpuRequest::of).collect();
-        let vms = vm.into_iter().map(|vm| self.vm(vm.into_inner(), &mut names, console)).collect();
+        let mut attached = Attached::default();
+        let vms = vm
+            .into_iter()
+            .enumerate()
+            .map(|(index, vm)| {
+                let vm = vm.into_inner();
+                let disks = self.disks(&vm, &servers, &mut attached);
+                let nets = self.nets(index, &vm, &servers, &mut attached);
+                Vm { disks, nets, ..self.vm(vm, &mut names, console) }
+            })
+            .collect();
 
         let described = system.cpus.as_ref().map(|cpus| (*cpus.get_ref(), Some(cpus.span())));
         let cpus = match overrides.cpus.map(|cpus| (cpus, None)).or(described) {
@@ -246,6 +282,8 @@ impl Checker<'_> {
             servers,
             tasks,
             vms,
+            disks,
+            nets,
             source,
         };
         let files = plan.visible_files();
@@ -265,6 +303,7 @@ impl Checker<'_> {
         described: Vec<Spanned<description::Server>>,
         consoles: &[Client],
         log: Log,
+        machine: Option<(&[MachineDisk], &[MachineNet])>,
     ) -> Vec<Server> {
         let shared = consoles.iter().any(|client| client.shares);
         let mut names = Names::new("server");
@@ -272,25 +311,41 @@ impl Checker<'_> {
         for server in described {
             let server = server.into_inner();
             names.add(&server.name, &mut self.problems);
-            let device = *server.device.get_ref();
-            if let Some(owner) = servers.iter().find(|other| other.device == device) {
-                let message = format!("com1 belongs to server `{}` already", owner.name);
-                let problem = Problem::new(server.device.span(), message);
-                self.problems
-                    .push(problem.help("a device has one owner; remove one of the two servers"));
+            let device = self.device(&server);
+            if let (Some(device), Some(written)) = (device, &server.device) {
+                let owner = servers
+                    .iter()
+                    .find(|other| other.device.is_some_and(|other| other.overlaps(device)));
+                if let Some(owner) = owner {
+                    let message = format!("{device} belongs to server `{}` already", owner.name);
+                    let problem = Problem::new(written.span(), message);
+                    self.problems.push(
+                        problem.help("a device has one owner; remove one of the two servers"),
+                    );
+                }
+                if device == Device::Com1 && log == Log::Com1 {
+                    self.problems.push(log_conflict(written.span()));
+                }
+                if let Some(missing) = machine.and_then(|machine| missing_device(device, machine)) {
+                    let message = format!("the machine has no {device}");
+                    self.problems.push(Problem::new(written.span(), message).help(missing));
+                }
             }
-            if log == Log::Com1 {
-                self.problems.push(log_conflict(server.device.span()));
-            }
+            let default = match server.kind {
+                ServerKind::Console => Restart::Never,
+                ServerKind::Block | ServerKind::Switch => Restart::OnCrash,
+            };
             servers.push(Server {
                 name: server.name.into_inner(),
                 kind: server.kind,
                 shared,
                 device,
+                restart: server.restart.unwrap_or(default),
                 priority: self.priority(server.priority, DEFAULT_SERVER_PRIORITY),
             });
         }
-        if let (Some(user), true) = (consoles.first(), servers.is_empty()) {
+        let has_console = servers.iter().any(|server| server.kind == ServerKind::Console);
+        if let (Some(user), false) = (consoles.first(), has_console) {
             if log == Log::Com1 {
                 self.problems.push(log_conflict(user.span.clone()));
             }
@@ -298,7 +353,8 @@ impl Checker<'_> {
                 name: CONSOLE_NAME.to_owned(),
                 kind: ServerKind::Console,
                 shared,
-                device: Device::Com1,
+                device: Some(Device::Com1),
+                restart: Restart::Never,
                 priority: DEFAULT_SERVER_PRIORITY,
             });
         }
@@ -418,6 +474,8 @@ impl Checker<'_> {
             on_reset: vm.on_reset,
             essential: vm.essential.unwrap_or(!vm.template),
             template: vm.template,
+            disks: Vec::new(),
+            nets: Vec::new(),
         }
     }
 
@@ -516,6 +574,244 @@ struct Client {
 
 fn uses_console(console: Option<&Spanned<Console>>) -> bool {
     console.is_some_and(|console| *console.get_ref() != Console::None)
+}
+
+/// What was attached to servers so far.
+#[derive(Default)]
+struct Attached {
+    /// Disks, with the virtual machine that has it.
+    disks: Vec<(String, Disk)>,
+    macs: Vec<proto::net::Mac>,
+    /// Sessions of each server.
+    sessions: HashMap<u8, usize>,
+}
+
+/// Disks, network cards and the servers behind them.
+impl Checker<'_> {
+    fn parsed<T>(
+        &mut self,
+        text: &Spanned<String>,
+        parse: impl FnOnce(&str) -> Result<T, String>,
+    ) -> Option<T> {
+        let parsed = parse(text.get_ref());
+        parsed.map_err(|message| self.problems.push(Problem::new(text.span(), message))).ok()
+    }
+
+    fn machine_disks(&mut self, written: &[Spanned<String>]) -> Vec<MachineDisk> {
+        let folder = self.folder;
+        let mut disks = Vec::new();
+        for text in written {
+            let Some(disk) = self.parsed(text, |text| MachineDisk::parse(text, folder)) else {
+                continue;
+            };
+            disks.push(disk);
+        }
+        disks
+    }
+
+    fn machine_nets(&mut self, written: &[Spanned<String>]) -> Vec<MachineNet> {
+        written.iter().filter_map(|text| self.parsed(text, MachineNet::parse)).collect()
+    }
+
+    /// The device of a server, if it is one that such a server can drive.
+    fn device(&mut self, server: &description::Server) -> Option<Device> {
+        let Some(written) = &server.device else {
+            if server.kind != ServerKind::Switch {
+                let message = format!("server `{}` has no device", server.name.get_ref());
+                let problem = Problem::new(server.name.span(), message);
+                self.problems.push(problem.help(device_help(server.kind)));
+            }
+            return None;
+        };
+        let device = self.parsed(written, Device::parse)?;
+        let fits = match server.kind {
+            ServerKind::Console => device == Device::Com1,
+            ServerKind::Block => matches!(device, Device::VirtioBlk(_) | Device::Ahci(..)),
+            ServerKind::Switch => matches!(device, Device::VirtioNet(_)),
+        };
+        if !fits {
+            let message = format!("server `{}` cannot drive {device}", server.name.get_ref());
+            let problem = Problem::new(written.span(), message);
+            self.problems.push(problem.help(device_help(server.kind)));
+        }
+        Some(device)
+    }
+
+    /// Checks that lists of ports name virtual machines, and all that are connected.
+    fn ports(
+        &mut self,
+        servers: &[Spanned<description::Server>],
+        vms: &[Spanned<description::Vm>],
+    ) {
+        for server in servers.iter().map(Spanned::get_ref) {
+            let Some(ports) = &server.ports else { continue };
+            if server.kind != ServerKind::Switch {
+                let message = format!("server `{}` has no ports", server.name.get_ref());
+                let problem = Problem::new(server.name.span(), message);
+                self.problems.push(problem.help("remove `ports`, or set kind = \"switch\""));
+                continue;
+            }
+            for port in ports {
+                let known = vms.iter().any(|vm| vm.get_ref().name.get_ref() == port.get_ref());
+                if !known {
+                    let message = format!("there is no virtual machine `{}`", port.get_ref());
+                    self.problems.push(Problem::new(port.span(), message));
+                }
+            }
+            for vm in vms.iter().map(Spanned::get_ref) {
+                let connected = vm.net.iter().find(|net| {
+                    net.get_ref().split(',').next() == Some(server.name.get_ref().as_str())
+                });
+                let listed = ports.iter().any(|port| port.get_ref() == vm.name.get_ref());
+                if let (Some(net), false) = (connected, listed) {
+                    let message = format!(
+                        "`{}` is no port of switch `{}`",
+                        vm.name.get_ref(),
+                        server.name.get_ref()
+                    );
+                    let problem = Problem::new(net.span(), message);
+                    self.problems.push(problem.help("add it to the switch's `ports`"));
+                }
+            }
+        }
+    }
+
+    /// Index of the server of that name and kind.
+    fn server_of(
+        &mut self,
+        name: &str,
+        kind: ServerKind,
+        span: Range<usize>,
+        servers: &[Server],
+        attached: &mut Attached,
+    ) -> Option<u8> {
+        let what = match kind {
+            ServerKind::Console => "console",
+            ServerKind::Block => "disk server",
+            ServerKind::Switch => "switch",
+        };
+        let found = servers.iter().position(|server| server.name == name);
+        let Some(index) = found.filter(|&index| servers[index].kind == kind) else {
+            let message = format!("there is no {what} `{name}`");
+            let kind = if kind == ServerKind::Block { "block" } else { "switch" };
+            let help = format!("add a [[server]] with name = \"{name}\" and kind = \"{kind}\"");
+            self.problems.push(Problem::new(span, message).help(help));
+            return None;
+        };
+        let index = index as u8;
+        let sessions = attached.sessions.entry(index).or_default();
+        *sessions += 1;
+        if *sessions == MAX_SESSIONS + 1 {
+            let message = format!("{what} `{name}` has more than {MAX_SESSIONS} clients");
+            self.problems.push(Problem::new(span, message).help("add a second server"));
+        }
+        Some(index)
+    }
+
+    fn disks(
+        &mut self,
+        vm: &description::Vm,
+        servers: &[Server],
+        attached: &mut Attached,
+    ) -> Vec<compiled::VmDisk> {
+        let mut disks = Vec::new();
+        if let (Some(text), true) = (vm.disk.first().or(vm.net.first()), vm.template) {
+            let message = "what is made after a template has neither disks nor network cards";
+            self.problems.push(Problem::new(text.span(), message));
+        }
+        if let Some(text) = vm.disk.get(compiled::MAX_VM_DISKS) {
+            let message = format!("a virtual machine has at most {} disks", compiled::MAX_VM_DISKS);
+            self.problems.push(Problem::new(text.span(), message));
+        }
+        for text in &vm.disk {
+            let Some(disk) = self.parsed(text, Disk::parse) else { continue };
+            let kind = ServerKind::Block;
+            let Some(server) = self.server_of(&disk.server, kind, text.span(), servers, attached)
+            else {
+                continue;
+            };
+            if let Some((other, _)) = attached.disks.iter().find(|(_, other)| disk.conflicts(other))
+            {
+                let message = format!("`{other}` has these sectors already");
+                let problem = Problem::new(text.span(), message);
+                self.problems
+                    .push(problem.help("what is shared is read-only for all: add `,ro` to each"));
+            }
+            disks.push(compiled::VmDisk { server, part: disk.part, read_only: disk.read_only });
+            attached.disks.push((vm.name.get_ref().clone(), disk));
+        }
+        disks
+    }
+
+    fn nets(
+        &mut self,
+        index: usize,
+        vm: &description::Vm,
+        servers: &[Server],
+        attached: &mut Attached,
+    ) -> Vec<compiled::VmNet> {
+        let mut nets = Vec::new();
+        if let Some(text) = vm.net.get(compiled::MAX_VM_NETS) {
+            let most = compiled::MAX_VM_NETS;
+            let message = format!("a virtual machine has at most {most} network cards");
+            self.problems.push(Problem::new(text.span(), message));
+        }
+        for (card, text) in vm.net.iter().enumerate() {
+            let Some(net) = self.parsed(text, Net::parse) else { continue };
+            let kind = ServerKind::Switch;
+            let Some(server) = self.server_of(&net.server, kind, text.span(), servers, attached)
+            else {
+                continue;
+            };
+            let mac = net.mac.unwrap_or(chosen_mac(index, card));
+            if attached.macs.contains(&mac) {
+                let problem = Problem::new(text.span(), "another network card has this address");
+                self.problems.push(problem.help("choose another one, or leave `mac` out"));
+            }
+            attached.macs.push(mac);
+            nets.push(compiled::VmNet { server, mac, group: net.group, rate: net.rate });
+        }
+        nets
+    }
+}
+
+fn device_help(kind: ServerKind) -> &'static str {
+    match kind {
+        ServerKind::Console => "a console drives com1",
+        ServerKind::Block => "a disk server drives pci:virtio-blk:0 or pci:ahci:0",
+        ServerKind::Switch => "a switch drives pci:virtio-net:0, or nothing",
+    }
+}
+
+/// What to do if the emulated machine lacks a device.
+fn missing_device(
+    device: Device,
+    (disks, nets): (&[MachineDisk], &[MachineNet]),
+) -> Option<&'static str> {
+    let on = |bus| disks.iter().filter(|disk| disk.bus == bus).count();
+    let (there, help) = match device {
+        Device::Com1 => (true, ""),
+        Device::VirtioBlk(index) => {
+            (usize::from(index) < on(Bus::Virtio), "add [system] disk = [\"disk.img\"]")
+        }
+        // The board has one controller; its disks are at the first ports.
+        Device::Ahci(index, port) => (
+            index == 0 && usize::from(port.unwrap_or(0)) < on(Bus::Ahci),
+            "add [system] disk = [\"disk.img,bus=ahci\"]; the board has one controller",
+        ),
+        Device::VirtioNet(index) => {
+            (usize::from(index) < nets.len(), "add [system] net = [\"user\"]")
+        }
+    };
+    (!there).then_some(help)
+}
+
+fn compile_restart(restart: Restart) -> compiled::Restart {
+    match restart {
+        Restart::Never => compiled::Restart::Never,
+        Restart::OnCrash => compiled::Restart::OnCrash,
+        Restart::Always => compiled::Restart::Always,
+    }
 }
 
 const SHARE_HELP: &str = "use other CPUs, or allow time slices with [system] share_cpus = true";
@@ -624,7 +920,7 @@ impl Plan {
     /// the description, if it is named there.
     pub fn binaries(&self) -> Vec<(&str, Option<Range<usize>>)> {
         let mut binaries: Vec<(&str, Option<Range<usize>>)> = Vec::new();
-        let servers = self.servers.iter().map(|_| (CONSOLE_BINARY, None));
+        let servers = self.servers.iter().map(|server| (server.binary(), None));
         let vms = self.vms.iter().map(|vm| match &vm.vmm {
             Some(vmm) => (vmm.get_ref().as_str(), Some(vmm.span())),
             None => (VMM_BINARY, None),
@@ -734,7 +1030,10 @@ impl Plan {
     /// Least memory of a machine for this system, in bytes, with boot files of the given length.
     fn memory_needed(&self, boot_files: u64) -> u64 {
         let guests = self.guest_memory();
-        let fixed = FIXED_MEMORY + PER_VM_MEMORY * self.vms.len() as u64;
+        let disks = self.vms.iter().map(|vm| vm.disks.len()).sum::<usize>() as u64;
+        let nets = self.vms.iter().map(|vm| vm.nets.len()).sum::<usize>() as u64;
+        let sessions = disks * proto::disk::SESSION_BYTES + nets * proto::net::SESSION_BYTES;
+        let fixed = FIXED_MEMORY + PER_VM_MEMORY * self.vms.len() as u64 + sessions;
         guests.saturating_add(guests >> PAGE_TABLE_SHIFT).saturating_add(fixed + boot_files)
     }
 
@@ -757,12 +1056,25 @@ impl Plan {
             kind: match server.kind {
                 ServerKind::Console if server.shared => compiled::ServerKind::Multiplexer,
                 ServerKind::Console => compiled::ServerKind::Console,
+                ServerKind::Block => compiled::ServerKind::Block,
+                ServerKind::Switch => compiled::ServerKind::Switch,
             },
             device: match server.device {
-                Device::Com1 => compiled::SerialPort::Com1,
+                None => compiled::Device::None,
+                Some(Device::Com1) => compiled::Device::Serial(compiled::SerialPort::Com1),
+                Some(Device::VirtioBlk(index)) => {
+                    compiled::Device::Pci(compiled::PciClass::VirtioBlk, index)
+                }
+                Some(Device::VirtioNet(index)) => {
+                    compiled::Device::Pci(compiled::PciClass::VirtioNet, index)
+                }
+                Some(Device::Ahci(index, port)) => {
+                    compiled::Device::Pci(compiled::PciClass::Ahci(port), index)
+                }
             },
-            binary: CONSOLE_BINARY,
+            binary: server.binary(),
             priority: server.priority,
+            restart: compile_restart(server.restart),
         });
         let tasks = self.tasks.iter().map(|task| compiled::Task {
             name: &task.name,
@@ -785,17 +1097,15 @@ impl Plan {
             command_line: &vm.command_line,
             console: vm.console,
             priority: vm.priority,
-            restart: match vm.restart {
-                Restart::Never => compiled::Restart::Never,
-                Restart::OnCrash => compiled::Restart::OnCrash,
-                Restart::Always => compiled::Restart::Always,
-            },
+            restart: compile_restart(vm.restart),
             on_reset: match vm.on_reset {
                 OnReset::Exit => compiled::OnReset::Exit,
                 OnReset::Reset => compiled::OnReset::Reset,
             },
             essential: vm.essential,
             template: vm.template,
+            disks: vm.disks.iter().copied().collect(),
+            nets: vm.nets.iter().copied().collect(),
         });
         let system = compiled::System {
             board: match self.board {
@@ -826,6 +1136,13 @@ impl Plan {
 }
 
 impl Vm {
+    /// Whether it is a client of the server with this index.
+    fn uses(&self, server: u8) -> bool {
+        self.console == Some(server)
+            || self.disks.iter().any(|disk| disk.server == server)
+            || self.nets.iter().any(|net| net.server == server)
+    }
+
     /// Returns the kernel's length.
     fn kernel_problems(&self, path: &Path, initrd: u64, problems: &mut Vec<Problem>) -> u64 {
         let span = self.kernel.span();
@@ -943,12 +1260,16 @@ impl fmt::Display for Plan {
         };
         write!(f, "  devices  {log}")?;
         for (index, server) in self.servers.iter().enumerate() {
-            write!(f, "; com1: server {}", server.name)?;
-            let tasks = self.tasks.iter().map(|task| (&task.name, task.console));
-            let vms = self.vms.iter().map(|vm| (&vm.name, vm.console));
+            match server.device {
+                Some(device) => write!(f, "; {device}: server {}", server.name)?,
+                None => write!(f, "; server {}", server.name)?,
+            }
+            let index = index as u8;
+            let tasks = self.tasks.iter().map(|task| (&task.name, task.console == Some(index)));
+            let vms = self.vms.iter().map(|vm| (&vm.name, vm.uses(index)));
             let clients: Vec<&str> = tasks
                 .chain(vms)
-                .filter(|(_, console)| *console == Some(index as u8))
+                .filter(|(_, is_client)| *is_client)
                 .map(|(name, _)| name.as_str())
                 .collect();
             if !clients.is_empty() {

@@ -41,6 +41,12 @@ pub struct System {
     /// vCPUs may share CPUs by time slices.
     #[serde(default)]
     pub share_cpus: bool,
+    /// Disks of the emulated machine: see `attach::MachineDisk`.
+    #[serde(default)]
+    pub disk: Vec<Spanned<String>>,
+    /// Network cards of the emulated machine: see `attach::MachineNet`.
+    #[serde(default)]
+    pub net: Vec<Spanned<String>>,
 }
 
 /// A machine.
@@ -75,8 +81,13 @@ pub struct Server {
     pub name: Spanned<String>,
     /// What it serves.
     pub kind: ServerKind,
-    /// The device that it owns.
-    pub device: Spanned<Device>,
+    /// The device that it owns: see `attach::Device`. A switch needs none.
+    pub device: Option<Spanned<String>>,
+    /// Virtual machines that a switch is for; if it is given, no others may be connected to it.
+    #[serde(default)]
+    pub ports: Option<Vec<Spanned<String>>>,
+    /// Which ends start it again.
+    pub restart: Option<Restart>,
     /// 0 to 63.
     pub priority: Option<Spanned<u32>>,
 }
@@ -87,14 +98,10 @@ pub struct Server {
 pub enum ServerKind {
     /// A serial port.
     Console,
-}
-
-/// A device of the machine that a server can own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Device {
-    /// First serial port.
-    Com1,
+    /// A disk.
+    Block,
+    /// A network.
+    Switch,
 }
 
 /// `[[task]]`.
@@ -154,6 +161,12 @@ pub struct Vm {
     /// Not started: virtual machines are made after it at run time.
     #[serde(default)]
     pub template: bool,
+    /// Its disks: see `attach::Disk`.
+    #[serde(default)]
+    pub disk: Vec<Spanned<String>>,
+    /// Its network cards: see `attach::Net`.
+    #[serde(default)]
+    pub net: Vec<Spanned<String>>,
 }
 
 /// What a virtual machine's first serial port, or a native program, is connected to.

@@ -4,6 +4,7 @@
 //! modes are restored here and QEMU dies with it (parent-death signal). QEMU runs in a process
 //! group of its own, so signals from the terminal reach this program only.
 
+use crate::attach::Bus;
 use crate::check::Plan;
 use crate::failure::{self, Failure};
 use crate::image::Image;
@@ -177,6 +178,28 @@ fn arguments(plan: &Plan, image: &Image, options: &Options) -> Vec<OsString> {
     let log = option_path(&options.log);
     add(&["-chardev", &format!("file,id=log,path={log}"), "-serial", "chardev:log"]);
     add(&["-device", "isa-debug-exit,iobase=0xf4,iosize=4"]);
+    for (number, disk) in plan.disks.iter().enumerate() {
+        let on_off = |on| if on { "on" } else { "off" };
+        let drive = format!(
+            "file={},format={},if=none,id=disk{number},readonly={},snapshot={}",
+            option_path(&disk.path),
+            disk.format,
+            on_off(disk.read_only),
+            on_off(disk.snapshot),
+        );
+        let port = plan.disks[..number].iter().filter(|other| other.bus == disk.bus).count();
+        let device = match disk.bus {
+            Bus::Virtio => format!("virtio-blk-pci,drive=disk{number}"),
+            Bus::Ahci => format!("ide-hd,drive=disk{number},bus=ide.{port}"),
+        };
+        add(&["-drive", &drive, "-device", &device]);
+    }
+    for (number, net) in plan.nets.iter().enumerate() {
+        let forwards: String =
+            net.forwards.iter().map(|forward| format!(",hostfwd={forward}")).collect();
+        add(&["-netdev", &format!("user,id=net{number}{forwards}")]);
+        add(&["-device", &format!("virtio-net-pci,netdev=net{number},romfile=")]);
+    }
     match &options.iso {
         // GRUB wants a display to write its menu to.
         Some(iso) => {

@@ -4,6 +4,7 @@
 //! Messages go to standard error, what was asked for goes to standard output.
 #![forbid(unsafe_code)]
 
+mod attach;
 mod check;
 mod commands;
 mod description;

@@ -342,6 +342,51 @@ impl Iterator for MadtEntries<'_> {
     }
 }
 
+/// Memory-mapped configuration table (PCI Firmware Specification 3.3, section 4.1.2).
+#[derive(Clone, Copy, Debug)]
+pub struct Mcfg<'a> {
+    bytes: &'a [u8],
+}
+
+/// Buses whose configuration space is in memory: 4 KiB for each function, 32 KiB for each device, 1 MiB for each bus.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ConfigurationRange {
+    /// Physical address of bus 0's space, even if that bus is not in the range.
+    pub base: u64,
+    /// PCI segment group.
+    pub segment: u16,
+    /// First bus.
+    pub first_bus: u8,
+    /// Last bus.
+    pub last_bus: u8,
+}
+
+impl<'a> Mcfg<'a> {
+    /// Signature.
+    pub const SIGNATURE: &'static [u8; 4] = b"MCFG";
+    const FIXED: usize = 44;
+    const ENTRY: usize = 16;
+
+    /// Reads a table as MCFG.
+    pub fn parse(table: Table<'a>) -> Result<Self, AcpiError> {
+        table.expect(Self::SIGNATURE, Self::FIXED).map(|bytes| Self { bytes })
+    }
+
+    /// The ranges; those whose last bus is before the first one are left out.
+    pub fn ranges(&self) -> impl Iterator<Item = ConfigurationRange> + use<'a> {
+        let entries = self.bytes.get(Self::FIXED..).unwrap_or(&[]).chunks_exact(Self::ENTRY);
+        entries.filter_map(|entry| {
+            let range = ConfigurationRange {
+                base: bytes::u64(entry, 0)?,
+                segment: bytes::u16(entry, 8)?,
+                first_bus: bytes::u8(entry, 10)?,
+                last_bus: bytes::u8(entry, 11)?,
+            };
+            (range.first_bus <= range.last_bus).then_some(range)
+        })
+    }
+}
+
 /// Address spaces of [`GenericAddress`] (table 5.1).
 pub mod space {
     /// Memory.
@@ -500,6 +545,23 @@ mod tests {
         table[4..8].copy_from_slice(&((HEADER_LENGTH + body.len()) as u32).to_le_bytes());
         table.extend(body);
         seal(table, 9)
+    }
+
+    #[test]
+    fn configuration_ranges() {
+        let mut body = vec![0; 8];
+        body.extend(0xb000_0000u64.to_le_bytes());
+        body.extend([0, 0, 0, 0xff, 0, 0, 0, 0]);
+        body.extend([0; 8]);
+        body.extend([1, 0, 9, 8, 0, 0, 0, 0]);
+        body.extend([0; 5]);
+        let bytes = table(b"MCFG", &body).leak();
+        let table = Table::read(0, |_, length| bytes.get(..length)).unwrap();
+        let mcfg = Mcfg::parse(table).unwrap();
+        let range =
+            ConfigurationRange { base: 0xb000_0000, segment: 0, first_bus: 0, last_bus: 255 };
+        assert_eq!(mcfg.ranges().collect::<Vec<_>>(), [range]);
+        assert!(Madt::parse(table).is_err());
     }
 
     /// 4 KiB of memory at address 0 with tables at 0x100 (root), 0x200 (MADT), 0x400 (FADT).

@@ -11,6 +11,7 @@ pub mod acpi;
 mod bytes;
 pub mod elf;
 pub mod multiboot2;
+pub mod pci;
 pub mod pvh;
 
 #[cfg(test)]

@@ -227,7 +227,59 @@ impl Child {
     }
 
     fn add_range(&mut self, kind: RangeKind, base: u64, length: u64) -> Result<(), StartError> {
-        self.ranges.push(Range { kind, base, length }).map_err(|_| StartError::Description)
+        self.add_known_range(kind, base, length, 0)
+    }
+
+    fn add_known_range(
+        &mut self,
+        kind: RangeKind,
+        base: u64,
+        length: u64,
+        physical: u64,
+    ) -> Result<(), StartError> {
+        let range = Range { kind, base, length, physical };
+        self.ranges.push(range).map_err(|_| StartError::Description)
+    }
+
+    /// Gives it memory that others access too and that stays when it ends. `physical` is the address for devices.
+    pub fn add_window(
+        &mut self,
+        kind: RangeKind,
+        window: Window,
+        address: u64,
+        physical: u64,
+    ) -> Result<(), StartError> {
+        self.task.map(window, address, rights::READ | rights::WRITE)?;
+        self.add_known_range(kind, address, window.length(), physical)
+    }
+
+    /// Gives it registers of a device, which is to know them as `number`, `length` bytes long.
+    pub fn add_registers(
+        &mut self,
+        kind: RangeKind,
+        window: Window,
+        address: u64,
+        rights: u8,
+        number: u64,
+        length: u64,
+    ) -> Result<(), StartError> {
+        self.map_registers(window, address, rights)?;
+        self.add_known_range(kind, address, length, number)
+    }
+
+    /// Maps registers of a device.
+    pub fn map_registers(
+        &self,
+        window: Window,
+        address: u64,
+        rights: u8,
+    ) -> Result<(), StartError> {
+        Ok(self.task.map(window, address, rights)?)
+    }
+
+    /// Lets another child signal this one: puts its notification into a slot there.
+    pub fn give_notification(&self, other: &Self, slot: Selector) -> Result<(), StartError> {
+        Ok(other.task.give(self.notification.selector(), slot, rights::SIGNAL)?)
     }
 
     /// Gives it private memory.
@@ -338,6 +390,20 @@ impl Child {
         whole.then(|| words.first_chunk().map(Report::unpack)).flatten()
     }
 
+    /// Gives it the interrupt of its device; number and flags as for `Create` in `abi`.
+    pub fn add_interrupt(
+        &mut self,
+        resources: &mut Resources,
+        interrupt: u32,
+        flags: u64,
+    ) -> Result<Irq, StartError> {
+        let slot_of_irq = take(&mut resources.slots, &mut self.slots)?;
+        let platform = Platform::at(boot::slot::PLATFORM);
+        let irq = self.factory.irq(slot_of_irq, platform, interrupt, flags)?;
+        self.task.give(irq.selector(), slot::DEVICE, rights::IRQ)?;
+        Ok(irq)
+    }
+
     /// Gives it a device: eight ports, an interrupt line, and a way to tell root.
     pub fn add_device(
         &mut self,
@@ -346,10 +412,7 @@ impl Child {
         interrupt: u32,
     ) -> Result<(), StartError> {
         const EDGE: u64 = 0;
-        let slot_of_irq = take(&mut resources.slots, &mut self.slots)?;
-        let platform = Platform::at(boot::slot::PLATFORM);
-        let irq: Irq = self.factory.irq(slot_of_irq, platform, interrupt, EDGE)?;
-        self.task.give(irq.selector(), slot::DEVICE, rights::IRQ)?;
+        self.add_interrupt(resources, interrupt, EDGE)?;
         self.task.give_ports(ports, 8)?;
         self.task.give(manager::NOTIFICATION, slot::ROOT, rights::SIGNAL)?;
         Ok(())

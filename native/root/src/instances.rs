@@ -83,6 +83,8 @@ mod tests {
             on_reset: OnReset::Exit,
             essential: true,
             template,
+            disks: heapless::Vec::new(),
+            nets: heapless::Vec::new(),
         }
     }
 

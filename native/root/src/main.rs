@@ -23,7 +23,9 @@ mod loader;
 mod manage;
 mod manager;
 mod memory;
+mod pci;
 mod policy;
+mod sessions;
 
 use abi::boot::{BOOT_MAGIC, slot};
 use abi::bundle::{HEADER_LENGTH, Header, SYSTEM_NAME};

@@ -15,7 +15,8 @@ use proto::control::{EXITED, PANICKED, STARTED, Statistics, code};
 use proto::log::{Level, MAX_TEXT};
 use proto::start::{Clock, RangeKind, Role, Start, VCPU_STACK, Vmm, event};
 use proto::system::{
-    Board, MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, SerialPort, Server, ServerKind, System, Vm,
+    Board, Device, MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, SerialPort, Server, ServerKind,
+    System, Vm,
 };
 use proto::{DONE, REFUSED, console};
 use vmm_cpu::exit::EXIT_NAMES;
@@ -27,6 +28,7 @@ use crate::fault::Fault;
 use crate::instances::{Instances, Name};
 use crate::memory::Memory;
 use crate::policy::Ended;
+use crate::sessions::Sessions;
 use crate::{leave, lines, policy};
 
 /// Slot of root's notification.
@@ -120,6 +122,7 @@ pub struct Manager<'a> {
     pub(crate) records: [Record; CHILDREN],
     /// Of the console's multiplexer, and the server's number.
     directory: Option<(usize, Directory)>,
+    pub(crate) sessions: Sessions,
     alarm: Option<Alarm>,
     pub(crate) phase: Phase,
     outcome: u64,
@@ -148,6 +151,7 @@ impl<'a> Manager<'a> {
             children: [const { None }; CHILDREN],
             records: [UNKNOWN; CHILDREN],
             directory: None,
+            sessions: Sessions::new(system),
             alarm: alarm.ok(),
             phase: Phase::Running,
             outcome: code::OK,
@@ -276,12 +280,6 @@ impl<'a> Manager<'a> {
     }
 
     fn start_server(&mut self, number: usize, server: &Server) -> Result<Child, StartError> {
-        let (port, interrupt) = match server.device {
-            device if device == self.system.log => return Err(StartError::Device),
-            SerialPort::Com1 => (0x3f8, 4),
-            SerialPort::Com2 => (0x2f8, 3),
-            SerialPort::None => return Err(StartError::Device),
-        };
         let shape = Shape {
             number,
             cpu: 0,
@@ -289,6 +287,18 @@ impl<'a> Manager<'a> {
             quota: SERVER_QUOTA,
             stack: SMALL_STACK,
             may_build: false,
+        };
+        if matches!(server.kind, ServerKind::Block | ServerKind::Switch) {
+            return self.build(&shape, server.binary, |root, child| {
+                let Self { sessions, resources, children, system, .. } = root;
+                sessions.connect_server(number, server, system, child, resources, children)
+            });
+        }
+        let (port, interrupt) = match server.device {
+            Device::Serial(port) if port == self.system.log => return Err(StartError::Device),
+            Device::Serial(SerialPort::Com1) => (0x3f8, 4),
+            Device::Serial(SerialPort::Com2) => (0x2f8, 3),
+            _ => return Err(StartError::Device),
         };
         self.build(&shape, server.binary, |root, child| {
             child.add_device(&mut root.resources, port, interrupt)?;
@@ -362,6 +372,8 @@ impl<'a> Manager<'a> {
             }
             root.connect_console(child, vm.console, number)?;
             child.add_report(&mut root.resources)?;
+            let Self { sessions, resources, children, .. } = root;
+            let attachments = sessions.connect_client(number, vm, child, resources, children)?;
             Ok(Role::Vmm(Vmm {
                 cpus,
                 memory: vm.memory,
@@ -369,6 +381,7 @@ impl<'a> Manager<'a> {
                 console: vm.console.is_some(),
                 on_reset: vm.on_reset,
                 xcr0_mask: machine.xcr0_mask,
+                attachments,
             }))
         })
     }
@@ -473,6 +486,9 @@ impl<'a> Manager<'a> {
         if self.directory.as_ref().is_some_and(|(owner, _)| *owner == number) {
             self.directory = None;
         }
+        if let Some(server) = self.system.servers.get(number) {
+            self.sessions.server_ended(self.resources.boot, server);
+        }
         child.destroy(&mut self.resources);
         let kernel = pages.saturating_sub(pages_used()) * abi::PAGE_SIZE;
         if let End::Exited(_, statistics) = end
@@ -486,8 +502,9 @@ impl<'a> Manager<'a> {
             directory.set(number, "");
         }
 
+        let server = self.system.servers.get(number).map(|server| server.restart);
         let vm = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index));
-        let policy = vm.map_or(Restart::Never, |vm| vm.plan.restart);
+        let policy = server.or(vm.map(|vm| vm.plan.restart)).unwrap_or(Restart::Never);
         let again = policy::starts_again(policy, code) && !self.records[number].hold;
         if again && self.alarm.is_some() && self.phase == Phase::Running {
             let record = &mut self.records[number];

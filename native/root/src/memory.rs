@@ -60,7 +60,8 @@ impl Memory {
         })
     }
 
-    fn take_aligned(&mut self, owner: usize, pages: u64, align: u64) -> Option<Window> {
+    /// The same, the first page's number a multiple of `align`.
+    pub fn take_aligned(&mut self, owner: usize, pages: u64, align: u64) -> Option<Window> {
         if self.pieces.is_full() {
             return None;
         }

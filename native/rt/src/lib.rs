@@ -22,6 +22,10 @@
 //!    stacks of their own, guarded by an unmapped page. [`Thread`] handles are only made for tasks that this
 //!    program created, so [`Thread::start`] concerns other address spaces.
 //! 5. *Ports.* [`Ports`] refuses devices that can be programmed to write to memory by themselves.
+//! 6. *Devices in memory.* [`device::Registers`] are accessed by single loads and stores, [`device::Shared`] memory
+//!    by copying and as atomic words. A device can be told to write anywhere, so a program that drives one is
+//!    trusted to name only shared memory to it; where the machine has an IOMMU, root's and the kernel's settings of it
+//!    enforce that.
 //!
 //! This rests on what the program's creator promises: the kernel for root (`abi::boot`), root for
 //! everybody else (`proto::start`): the image, stack and pages are mapped as described there, and
@@ -31,6 +35,7 @@
 #[cfg(not(target_arch = "x86_64"))]
 compile_error!("native programs run on x86-64 only, so far");
 
+pub mod device;
 #[cfg(all(feature = "heap", target_os = "none"))]
 pub mod heap;
 pub mod log;

@@ -82,6 +82,23 @@ impl Window {
         true
     }
 
+    /// Copies `length` bytes from `offset` to `to` of another window; `false`, and nothing done, if either has not as many
+    /// or the other one is read-only.
+    #[must_use]
+    pub fn copy_to(self, offset: u64, length: u64, other: Self, to: u64) -> bool {
+        let (Some(source), Some(destination)) = (self.part(offset, length), other.part(to, length))
+        else {
+            return false;
+        };
+        if !other.writable {
+            return false;
+        }
+        // SAFETY: both are in windows, in which there are no Rust objects. Should they overlap, the bytes are
+        // others than meant, no more.
+        unsafe { copy(source.base, destination.base, length) };
+        true
+    }
+
     /// Fills everything with zeros, unless the window is read-only.
     pub fn clear(self) {
         if !self.writable {
@@ -289,6 +306,11 @@ mod tests {
         assert!(window.read(3, &mut read));
         assert_eq!(&read, b"thirteen chars");
         assert!(!window.write(90, &[0; 11]));
+        assert!(window.copy_to(3, 4, window, 50));
+        assert!(window.read(50, &mut read[..4]));
+        assert_eq!(&read[..4], b"thir");
+        assert!(!window.copy_to(97, 4, window, 0));
+        assert!(!window.copy_to(0, 4, window, u64::MAX));
         window.clear();
         assert!(window.read(86, &mut read));
         assert_eq!(read, [0; 14]);

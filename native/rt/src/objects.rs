@@ -352,6 +352,11 @@ impl Irq {
         self.control(1, 0, 0).map(drop)
     }
 
+    /// Address and data of the message that a device sends to interrupt, if it is of that sort.
+    pub fn message(self) -> Result<(u64, u64), Status> {
+        self.control(3, 0, 0).map(|words| (words[0], words[1]))
+    }
+
     /// Lets none come.
     pub fn mask(self) -> Result<(), Status> {
         self.control(2, 0, 0).map(drop)

@@ -9,6 +9,7 @@ use proto::start::{
     FILES, FILES_ALIGN, MAX_START, MESSAGE_PAGE, RangeKind, START_PAGE, Start, slot,
 };
 
+use crate::device::Registers;
 use crate::memory::Window;
 use crate::objects::{Gate, Message, Platform};
 use crate::page::Page;
@@ -87,10 +88,15 @@ pub fn windows<'a>(start: &'a Start, kind: RangeKind) -> impl Iterator<Item = Wi
         // constant.
         unsafe {
             match range.kind {
-                RangeKind::Private | RangeKind::Guest | RangeKind::Report => {
-                    Window::new(range.base, range.length)
+                RangeKind::Private
+                | RangeKind::Guest
+                | RangeKind::Report
+                | RangeKind::Session
+                | RangeKind::Dma
+                | RangeKind::Registers => Window::new(range.base, range.length),
+                RangeKind::Directory | RangeKind::Configuration => {
+                    Window::read_only(range.base, range.length)
                 }
-                RangeKind::Directory => Window::read_only(range.base, range.length),
                 RangeKind::Kernel | RangeKind::Initrd => {
                     let length = range.length.next_multiple_of(abi::PAGE_SIZE);
                     Window::read_only(range.base & !(abi::PAGE_SIZE - 1), length)
@@ -168,6 +174,39 @@ impl Boot {
                     Window::new(boot::PHYSICAL_WINDOW + region.base, region.length)
                 })
             })
+    }
+
+    /// The pages of device memory at `base..base + length`, to delegate.
+    pub fn device_pages(&self, base: u64, length: u64) -> Option<Window> {
+        let first = base & !(abi::PAGE_SIZE - 1);
+        let end = base.checked_add(length)?.checked_next_multiple_of(abi::PAGE_SIZE)?;
+        let count = (self.info.region_count as usize).min(boot::MAX_REGIONS);
+        let inside = |region: &boot::Region| {
+            region.kind == RegionKind::Device as u32
+                && first >= region.base
+                && end <= region.base + region.length
+        };
+        self.info.regions[..count].iter().any(inside).then(|| {
+            // SAFETY: the kernel maps device memory there, which holds no Rust object.
+            unsafe { Window::new(boot::PHYSICAL_WINDOW + first, end - first) }
+        })
+    }
+
+    /// The device registers at the physical addresses `base..base + length`, page-aligned.
+    pub fn registers(&self, base: u64, length: u64) -> Option<Registers> {
+        let window =
+            self.device_pages(base, length).filter(|_| base.is_multiple_of(abi::PAGE_SIZE))?;
+        // SAFETY: the kernel maps device memory there, writable, for good.
+        Some(unsafe { Registers::new(window.base(), length) })
+    }
+
+    /// Bytes of tables that the firmware left in memory, which is not RAM for root.
+    pub fn firmware(&self, base: u64, length: usize) -> Option<&'static [u8]> {
+        self.device_pages(base, length as u64)?;
+        let address = (boot::PHYSICAL_WINDOW + base) as usize;
+        // SAFETY: mapped, checked above. The firmware has finished with its tables, and root gives away only registers
+        // of devices, among which there are none.
+        Some(unsafe { slice::from_raw_parts(core::ptr::with_exposed_provenance(address), length) })
     }
 
     /// The pages of the bundle that hold `offset..offset + length`, to delegate read-only.

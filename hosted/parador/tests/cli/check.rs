@@ -142,7 +142,61 @@ fn devices_have_one_owner() {
     refused(
         &format!("{ONE_VM}{}", server.replace("com1", "com9")),
         65,
-        "system.toml:12:10: error: unknown variant `com9`",
+        "system.toml:12:10: error: `com9` is no device",
+    );
+}
+
+#[test]
+fn disks_and_networks() {
+    let server = |name: &str, kind: &str, device: &str| {
+        format!("[[server]]\nname = \"{name}\"\nkind = \"{kind}\"\ndevice = \"{device}\"\n")
+    };
+    let block = server("blk0", "block", "pci:virtio-blk:0");
+    let switch = "[[server]]\nname = \"sw0\"\nkind = \"switch\"\nports = [\"linux\"]\n";
+    let machine = system("disk = [\"a.img\"]\nnet = [\"user,hostfwd=tcp:2222:22\"]");
+    let good =
+        format!("{machine}disk = [\"blk0:part1\"]\nnet = [\"sw0,group=1\"]\n{block}{switch}");
+    let folder = Folder::new(&good);
+    folder.write("kernel", &bzimage());
+    let output = folder.parador(&["system", "check", "system.toml"]).output().unwrap();
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
+    assert_eq!(code(&output), 0, "{}", errors(&output));
+    assert!(
+        text.contains("pci:virtio-blk:0: server blk0 for linux; server sw0 for linux"),
+        "{text}"
+    );
+
+    let wrong = |description: &str, message: &str| {
+        let (code, errors) = check(description);
+        assert_eq!(code, 65, "{errors}");
+        assert!(errors.contains(message), "expected {message}\ngot {errors}");
+        assert!(errors.contains("\n      | "), "no caret\n{errors}");
+    };
+    wrong(&good.replace("blk0:part1", "blk1"), "there is no disk server `blk1`");
+    wrong(&good.replace("blk0:part1", "sw0"), "there is no disk server `sw0`");
+    wrong(&good.replace("blk0:part1", "blk0:x"), "`x` is no part of a disk");
+    wrong(
+        &good.replace("\"blk0:part1\"", "\"blk0:part1\", \"blk0,ro\""),
+        "has these sectors already",
+    );
+    wrong(&good.replace("virtio-blk:0", "virtio-blk:1"), "the machine has no pci:virtio-blk:1");
+    wrong(
+        &good.replace("virtio-blk:0", "virtio-net:0"),
+        "server `blk0` cannot drive pci:virtio-net:0",
+    );
+    wrong(&good.replace("device = \"pci:virtio-blk:0\"\n", ""), "server `blk0` has no device");
+    wrong(
+        &good.replace("ports = [\"linux\"]", "ports = [\"other\"]"),
+        "there is no virtual machine `other`",
+    );
+    wrong(&good.replace("ports = [\"linux\"]", "ports = []"), "`linux` is no port of switch `sw0`");
+    wrong(&good.replace("sw0,group=1", "sw0,group=x"), "unknown option `group=x`");
+    let same = "mac=02:00:00:00:00:01";
+    let two = format!("\"sw0,{same}\", \"sw0,{same}\"");
+    wrong(&good.replace("\"sw0,group=1\"", &two), "another network card has this address");
+    wrong(
+        &format!("{good}{}", server("b", "block", "pci:virtio-blk:0")),
+        "belongs to server `blk0` already",
     );
 }
 

@@ -1,0 +1,299 @@
+//! Sessions in shared memory between clients and servers, and what servers of PCI devices get.
+//!
+//! A session's memory is made when its first side starts, and stays for good: a device may still write to it after
+//! both sides have ended, until the next server has reset the device. The same holds for the memory that a server has for
+//! its device. So whatever an old server has told a device, it reaches no one else.
+
+use abi::{PAGE_SIZE, boot, rights};
+use heapless::Vec;
+use native_rt::Window;
+use native_rt::start::Boot;
+use proto::service::{
+    Attachment, DiskClient, DiskDriver, DiskServer, MAX_SESSIONS, NetPort, NetServer, Service,
+};
+use proto::start::{
+    DEVICES, DEVICES_LENGTH, MEMORY, RangeKind, Role, SESSION_STRIDE, SESSIONS, event, slot,
+};
+use proto::system::{Device, MAX_SERVERS, MAX_VMS, PciClass, Server, ServerKind, System, Vm};
+use proto::{disk, net};
+
+use crate::child::{Child, Resources, StartError};
+use crate::manager::{CHILDREN, FIRST_VM};
+use crate::pci::{Bar, Function, Pci};
+
+/// Most sessions in a system.
+const MAX_ALL: usize = 64;
+/// Memory of a server for its device, in pages: queues, commands and tables; of a switch, frames too.
+const DISK_PAGES: u64 = 32;
+const SWITCH_PAGES: u64 = 80;
+const DMA_PAGES_ALIGN: u64 = 16;
+/// Owners of memory that stays: sessions, then servers' memory for devices.
+const KEPT: usize = CHILDREN;
+/// Interrupt objects that stand for a message (see `Create` in `abi`).
+const MESSAGE: u64 = 4;
+
+/// A session.
+struct Session {
+    service: Service,
+    server: usize,
+    client: usize,
+    /// Index of its virtual machine in the description.
+    plan: usize,
+    /// Its number with the server, and with the client.
+    of_server: usize,
+    of_client: usize,
+    /// Index into the client's disks or network cards.
+    index: usize,
+    memory: Option<Window>,
+}
+
+/// All sessions of the system, and the memory of devices.
+pub struct Sessions {
+    sessions: Vec<Session, MAX_ALL>,
+    dma: [Option<Window>; MAX_SERVERS],
+}
+
+/// Physical address of memory in root's window.
+fn physical(window: Window) -> u64 {
+    window.base() - boot::PHYSICAL_WINDOW
+}
+
+impl Sessions {
+    /// The sessions that the description asks for. What exceeds the limits is left out, which `parador system check` refuses.
+    pub fn new(system: &System) -> Self {
+        let mut sessions: Vec<Session, MAX_ALL> = Vec::new();
+        // Templates have none, and virtual machines are numbered without them at first.
+        let started = system.vms.iter().enumerate().filter(|(_, vm)| !vm.template);
+        for (vm, (index_of_plan, plan)) in started.enumerate().take(MAX_VMS) {
+            let client = FIRST_VM + vm;
+            let disks = plan.disks.iter().map(|disk| (Service::Disk, disk.server));
+            let nets = plan.nets.iter().map(|net| (Service::Net, net.server));
+            let disks = disks.enumerate();
+            for (of_client, (index, (service, server))) in disks.chain(nets.enumerate()).enumerate()
+            {
+                let server = usize::from(server);
+                let of_server = sessions.iter().filter(|session| session.server == server).count();
+                if of_server < MAX_SESSIONS && of_client < MAX_SESSIONS {
+                    // As above.
+                    let _ = sessions.push(Session {
+                        service,
+                        server,
+                        client,
+                        plan: index_of_plan,
+                        of_server,
+                        of_client,
+                        index,
+                        memory: None,
+                    });
+                }
+            }
+        }
+        Self { sessions, dma: [None; MAX_SERVERS] }
+    }
+
+    /// Gives a child its side of its sessions: memory, and each side's notification to the other one.
+    fn connect(
+        &mut self,
+        number: usize,
+        child: &mut Child,
+        resources: &mut Resources,
+        children: &[Option<Child>],
+    ) -> Result<(), StartError> {
+        for session in &mut self.sessions {
+            let (own, other, there) = if session.server == number {
+                (session.of_server, session.client, session.of_client)
+            } else if session.client == number {
+                (session.of_client, session.server, session.of_server)
+            } else {
+                continue;
+            };
+            let memory = match session.memory {
+                Some(memory) => memory,
+                None => {
+                    let bytes = match session.service {
+                        Service::Disk => disk::SESSION_BYTES,
+                        Service::Net => net::SESSION_BYTES,
+                    };
+                    let pages = bytes / PAGE_SIZE;
+                    let memory = &mut resources.memory;
+                    let window = memory.take_aligned(KEPT, pages, 1 << pages.ilog2());
+                    *session.memory.insert(window.ok_or(StartError::Memory)?)
+                }
+            };
+            let address = SESSIONS + own as u64 * SESSION_STRIDE;
+            child.add_window(RangeKind::Session, memory, address, physical(memory))?;
+            if let Some(Some(other)) = children.get(other) {
+                child.give_notification(other, slot::SESSIONS + there as u64)?;
+                other.give_notification(child, slot::SESSIONS + own as u64)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Connects a virtual machine; what its VMM is to know.
+    pub fn connect_client(
+        &mut self,
+        number: usize,
+        plan: &Vm,
+        child: &mut Child,
+        resources: &mut Resources,
+        children: &[Option<Child>],
+    ) -> Result<Vec<Attachment, MAX_SESSIONS>, StartError> {
+        if plan.disks.is_empty() && plan.nets.is_empty() {
+            // Made after a template, perhaps in the place of one that had some.
+            return Ok(Vec::new());
+        }
+        self.connect(number, child, resources, children)?;
+        let own = self.sessions.iter().filter(|session| session.client == number);
+        Ok(own
+            .map(|session| Attachment {
+                service: session.service,
+                signal: event::session(session.of_server),
+            })
+            .collect())
+    }
+
+    /// Connects a server of disks or networks and gives it its device; its role.
+    pub fn connect_server(
+        &mut self,
+        number: usize,
+        server: &Server,
+        system: &System,
+        child: &mut Child,
+        resources: &mut Resources,
+        children: &[Option<Child>],
+    ) -> Result<Role<'static>, StartError> {
+        let class = match server.device {
+            Device::Pci(class, index) => {
+                self.add_function(number, child, resources, class, index)?;
+                Some(class)
+            }
+            Device::None => None,
+            Device::Serial(_) => return Err(StartError::Device),
+        };
+        self.connect(number, child, resources, children)?;
+        let own = self.sessions.iter().filter(|session| session.server == number);
+        let plans = own.filter_map(|session| {
+            let signal = event::session(session.of_client);
+            Some((session, system.vms.get(session.plan)?, signal))
+        });
+        match (server.kind, class) {
+            (ServerKind::Block, Some(class)) => {
+                let driver = match class {
+                    PciClass::VirtioBlk => DiskDriver::Virtio,
+                    PciClass::Ahci(port) => DiskDriver::Ahci(port),
+                    PciClass::VirtioNet => return Err(StartError::Device),
+                };
+                let client = |(session, vm, signal): (&Session, &Vm, u64)| {
+                    let disk = vm.disks.get(session.index)?;
+                    Some(DiskClient { part: disk.part, read_only: disk.read_only, signal })
+                };
+                Ok(Role::Disk(DiskServer { driver, clients: plans.filter_map(client).collect() }))
+            }
+            (ServerKind::Switch, None | Some(PciClass::VirtioNet)) => {
+                let port = |(session, vm, signal): (&Session, &Vm, u64)| {
+                    let net = vm.nets.get(session.index)?;
+                    Some(NetPort { mac: net.mac, group: net.group, rate: net.rate, signal })
+                };
+                let uplink = class.is_some();
+                Ok(Role::Net(NetServer { uplink, ports: plans.filter_map(port).collect() }))
+            }
+            _ => Err(StartError::Device),
+        }
+    }
+
+    /// Gives a server a PCI function: registers, configuration (read-only), memory for it, and its interrupt.
+    fn add_function(
+        &mut self,
+        number: usize,
+        child: &mut Child,
+        resources: &mut Resources,
+        class: PciClass,
+        index: u8,
+    ) -> Result<(), StartError> {
+        let boot = resources.boot;
+        let function = find(boot, class, index).ok_or(StartError::Device)?;
+        function.disable();
+        let bars = function.bars();
+        let mut address = DEVICES;
+        let mut next = |length: u64| {
+            let at = address.checked_next_multiple_of(length)?;
+            address = at.checked_add(length).filter(|&end| end <= DEVICES + DEVICES_LENGTH)?;
+            Some(at)
+        };
+        let place = next(PAGE_SIZE).ok_or(StartError::Place)?;
+        let window =
+            boot.device_pages(function.configuration, PAGE_SIZE).ok_or(StartError::Device)?;
+        child.add_registers(RangeKind::Configuration, window, place, rights::READ, 0, PAGE_SIZE)?;
+        for bar in &bars {
+            let length = bar.length.max(PAGE_SIZE);
+            // Registers that are larger than all others together are memory of a graphics card, not of a disk.
+            let Some(place) = next(length) else { continue };
+            // What shares a page with this is the device's too: bridges give devices whole pages.
+            let window = boot.device_pages(bar.base, bar.length).ok_or(StartError::Device)?;
+            if bar.base % PAGE_SIZE != 0 {
+                continue;
+            }
+            add_bar(child, &function, bar, window, place)?;
+        }
+
+        let pages = if class == PciClass::VirtioNet { SWITCH_PAGES } else { DISK_PAGES };
+        let memory = self.dma.get_mut(number).ok_or(StartError::Memory)?;
+        let window = match *memory {
+            Some(window) => window,
+            None => {
+                let window = resources.memory.take_aligned(KEPT, pages, DMA_PAGES_ALIGN);
+                *memory.insert(window.ok_or(StartError::Memory)?)
+            }
+        };
+        child.add_window(RangeKind::Dma, window, MEMORY, physical(window))?;
+
+        let (address, data) = child.add_interrupt(resources, 0, MESSAGE)?.message()?;
+        if !function.enable(&bars, address, data as u32) {
+            return Err(StartError::Device);
+        }
+        native_rt::info!("server has PCI function {}", function.address);
+        Ok(())
+    }
+
+    /// A server has ended: its device must not access memory any more.
+    pub fn server_ended(&self, boot: &Boot, server: &Server) {
+        if let Device::Pci(class, index) = server.device
+            && let Some(function) = find(boot, class, index)
+        {
+            function.disable();
+        }
+    }
+}
+
+fn find(boot: &Boot, class: PciClass, index: u8) -> Option<Function<'_>> {
+    Pci::find(boot)?.nth(class, index)
+}
+
+/// Maps a function's registers without the pages of its interrupt table.
+fn add_bar(
+    child: &mut Child,
+    function: &Function,
+    bar: &Bar,
+    window: Window,
+    place: u64,
+) -> Result<(), StartError> {
+    let all = rights::READ | rights::WRITE;
+    let table = function.table().filter(|&(number, ..)| number == bar.number);
+    let kind = RangeKind::Registers;
+    let Some((_, offset, length)) = table else {
+        return child.add_registers(kind, window, place, all, bar.number.into(), bar.length);
+    };
+    let first = offset & !(PAGE_SIZE - 1);
+    let end = (offset + length).next_multiple_of(PAGE_SIZE).min(window.length());
+    let below = window.part(0, first).ok_or(StartError::Device)?;
+    let above = window.part(end, window.length() - end).ok_or(StartError::Device)?;
+    // The range tells the whole length: what is left out faults, and no driver has business there.
+    if above.length() != 0 {
+        child.map_registers(above, place + end, all)?;
+    }
+    if below.length() == 0 && above.length() == 0 {
+        return Ok(());
+    }
+    child.add_registers(kind, below, place, all, bar.number.into(), bar.length)
+}

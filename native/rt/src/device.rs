@@ -1,0 +1,159 @@
+//! Devices that are programmed by registers in memory, and memory that they and other tasks access.
+
+use core::sync::atomic::AtomicU64;
+
+use proto::start::{Range, RangeKind, Start};
+
+use crate::memory::Window;
+
+/// Registers of a device in memory. Every access is one of the processor, of just this size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Registers {
+    base: u64,
+    length: u64,
+}
+
+macro_rules! accesses {
+    ($($read:ident $write:ident $type:ident;)+) => {
+        $(
+            /// Reads a register at an offset; all ones beyond the range, and where the offset is not a multiple of
+            /// the size.
+            #[inline]
+            pub fn $read(self, offset: u64) -> $type {
+                let Some(address) = self.address(offset, size_of::<$type>() as u64) else { return $type::MAX };
+                // SAFETY: device memory that root mapped for this, in which there is no Rust object; aligned.
+                unsafe { core::ptr::with_exposed_provenance::<$type>(address).read_volatile() }
+            }
+
+            /// Writes a register at an offset. Beyond the range, and where the offset is not a multiple of the size,
+            /// nothing happens.
+            #[inline]
+            pub fn $write(self, offset: u64, value: $type) {
+                let Some(address) = self.address(offset, size_of::<$type>() as u64) else { return };
+                // SAFETY: as above.
+                unsafe { core::ptr::with_exposed_provenance_mut::<$type>(address).write_volatile(value) }
+            }
+        )+
+    };
+}
+
+impl Registers {
+    /// Registers at `base..base + length`, which is page-aligned.
+    ///
+    /// # Safety
+    /// Device memory is mapped there, writable if anything is written, and stays so.
+    pub(crate) const unsafe fn new(base: u64, length: u64) -> Self {
+        Self { base, length }
+    }
+
+    /// Length in bytes.
+    pub const fn length(self) -> u64 {
+        self.length
+    }
+
+    /// The registers of `length` bytes from `offset`, a multiple of 8, if there are as many.
+    pub fn part(self, offset: u64, length: u64) -> Option<Self> {
+        let end = offset.checked_add(length)?;
+        let fits = end <= self.length && offset.is_multiple_of(8);
+        fits.then_some(Self { base: self.base + offset, length })
+    }
+
+    fn address(self, offset: u64, size: u64) -> Option<usize> {
+        let fits = offset.checked_add(size)? <= self.length && offset.is_multiple_of(size);
+        fits.then_some((self.base + offset) as usize)
+    }
+
+    accesses! {
+        read8 write8 u8;
+        read16 write16 u16;
+        read32 write32 u32;
+        read64 write64 u64;
+    }
+}
+
+/// Memory that another task or a device accesses at the same time, in one piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shared {
+    window: Window,
+    physical: u64,
+}
+
+impl Shared {
+    /// The memory, to copy to and from.
+    pub const fn window(self) -> Window {
+        self.window
+    }
+
+    /// The address by which a device knows the first byte.
+    pub const fn physical(self) -> u64 {
+        self.physical
+    }
+
+    /// The memory as words.
+    pub fn words(self) -> &'static [AtomicU64] {
+        let first = core::ptr::with_exposed_provenance(self.window.base() as usize);
+        // SAFETY: the memory is mapped writable for as long as the program runs, page-aligned, and holds no other Rust
+        // object; whoever else accesses it does so outside of this program.
+        unsafe { core::slice::from_raw_parts(first, (self.window.length() / 8) as usize) }
+    }
+
+    fn of(range: &Range) -> Self {
+        // SAFETY: root keeps the range clear of the program's image, stack and pages.
+        let window = unsafe { Window::new(range.base, range.length) };
+        Self { window, physical: range.physical }
+    }
+}
+
+fn ranges<'a>(start: &'a Start, kind: RangeKind) -> impl Iterator<Item = &'a Range> {
+    start.ranges.iter().filter(move |range| range.kind == kind)
+}
+
+/// The memory of the task's sessions, in their order.
+pub fn sessions(start: &Start) -> impl Iterator<Item = Shared> {
+    ranges(start, RangeKind::Session).map(Shared::of)
+}
+
+/// The memory that a server has for its device.
+pub fn dma(start: &Start) -> Option<Shared> {
+    ranges(start, RangeKind::Dma).next().map(Shared::of)
+}
+
+/// Base address range `number` of the task's device.
+pub fn registers(start: &Start, number: u64) -> Option<Registers> {
+    let range = ranges(start, RangeKind::Registers).find(|range| range.physical == number)?;
+    // SAFETY: root maps the device there, writable, for as long as the task exists.
+    Some(unsafe { Registers::new(range.base, range.length) })
+}
+
+/// The configuration space of the task's device, read-only: writing to it faults.
+pub fn configuration(start: &Start) -> Option<Registers> {
+    let range = ranges(start, RangeKind::Configuration).next()?;
+    // SAFETY: root maps it there for as long as the task exists. A write faults, which ends the program.
+    Some(unsafe { Registers::new(range.base, range.length) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn accesses_stay_inside_and_aligned() {
+        let memory = vec![0u64; 4].leak();
+        // SAFETY: leaked memory of this length that nobody else uses.
+        let registers = unsafe { Registers::new(memory.as_mut_ptr() as u64, 32) };
+        registers.write32(4, 0x1234_5678);
+        assert_eq!(registers.read64(0), 0x1234_5678_0000_0000);
+        assert_eq!(registers.read16(6), 0x1234);
+        assert_eq!(registers.read8(7), 0x12);
+        assert_eq!(registers.read32(30), u32::MAX, "beyond");
+        assert_eq!(registers.read32(2), u32::MAX, "not aligned");
+        assert_eq!(registers.read64(u64::MAX - 7), u64::MAX);
+        registers.write64(32, 0);
+        registers.write64(4, 0);
+        let part = registers.part(8, 8).unwrap();
+        assert_eq!(part.read64(8), u64::MAX);
+        assert!(registers.part(8, 25).is_none());
+        assert!(registers.part(4, 8).is_none());
+        assert!(registers.part(u64::MAX, 2).is_none());
+    }
+}
