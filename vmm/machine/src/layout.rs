@@ -13,13 +13,15 @@
 //! | 501 | guest-chosen exit code, 0 to 63 | |
 //! | 505 | pvpanic | |
 //! | 600–60f | ACPI power management | 9 |
+//! | cf8–cff | PCI configuration, on a board with PCI | |
 //! | cf9 | reset | |
 //!
 //! Memory: RAM from 0 to at most [`HOLE`], and from 4 GiB on; the I/O APIC at [`IO_APIC`], each local APIC at
-//! [`LOCAL_APIC`] until its processor moves it.
+//! [`LOCAL_APIC`] until its processor moves it. On a board with PCI, windows of functions from [`PCI_WINDOW`] on
+//! and the configuration space at [`ECAM`].
 
 use hw_x86::apic;
-use vmm_boot::PcLayout;
+use vmm_boot::{PcLayout, PciLayout};
 use vmm_cpu::MAX_VCPUS;
 use vmm_dev::pc::{pm, reset, rtc};
 
@@ -56,9 +58,17 @@ pub const DEBUG_EXIT: u16 = 0x501;
 pub const PVPANIC: u16 = 0x505;
 /// ACPI power management.
 pub const PM: u16 = 0x600;
-/// Configuration address of PCI, which is not there; the reset port is inside it but answers only
-/// to accesses of one byte.
+/// Configuration address of PCI, which need not be there; the reset port is inside it but answers only to accesses of
+/// one byte.
 pub const PCI_ADDRESS: u16 = 0xcf8;
+/// Configuration data of PCI, 4 bytes.
+pub const PCI_DATA: u16 = PCI_ADDRESS + 4;
+/// First window of a PCI function.
+pub const PCI_WINDOW: u32 = HOLE as u32;
+/// Bytes for windows of PCI functions.
+pub const PCI_WINDOW_LENGTH: u32 = 0x2000_0000;
+/// Memory-mapped configuration space of PCI, one bus.
+pub const ECAM: u32 = PCI_WINDOW + PCI_WINDOW_LENGTH;
 /// Reset port.
 pub const RESET: u16 = 0xcf9;
 /// First of the 8259A pair.
@@ -79,7 +89,7 @@ pub const SCI: u8 = 9;
 /// I/O APIC input of the 8254; the other ISA interrupts have the input of their number.
 pub const PIT_GSI: u8 = 2;
 
-/// The layout as the table generator wants it.
+/// The layout of a board without PCI, as the table generator wants it.
 pub fn layout() -> PcLayout {
     PcLayout {
         hole_start: HOLE,
@@ -103,6 +113,17 @@ pub fn layout() -> PcLayout {
         pvpanic: Some(PVPANIC),
         pci: None,
     }
+}
+
+/// The layout of a board with PCI.
+pub fn layout_with_pci() -> PcLayout {
+    let pci = PciLayout {
+        ecam: ECAM,
+        window: PCI_WINDOW,
+        window_length: PCI_WINDOW_LENGTH,
+        config_port: PCI_ADDRESS,
+    };
+    PcLayout { pci: Some(pci), ..layout() }
 }
 
 /// I/O APIC input of an ISA interrupt; interrupt 2 is the cascade and has none.

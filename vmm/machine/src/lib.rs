@@ -22,6 +22,7 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+pub mod functions;
 pub mod layout;
 mod once;
 mod pc;
@@ -29,7 +30,8 @@ mod wires;
 
 use core::fmt;
 
-pub use layout::layout;
+pub use functions::{Functions, Outside, Slots, Virtio};
+pub use layout::{layout, layout_with_pci};
 pub use pc::{Counters, Pc};
 use vmm_cpu::TscClock;
 pub use vmm_cpu::{Outcome, Pause};

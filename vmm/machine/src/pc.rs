@@ -1,4 +1,4 @@
-//! The board `pc`: chips of a PC without PCI, at the places of [`layout`].
+//! The board `pc`: chips of a PC, with or without PCI, at the places of [`layout`].
 //!
 //! Virtual CPUs run at the same time, each in a thread of the host's. What never changes ([`Fixed`]) they share; chips
 //! and wires are behind one lock, which is held while a chip works and never while the guest runs. Whoever leaves
@@ -20,6 +20,7 @@ use vmm_dev::pc::debugexit::DebugExit;
 use vmm_dev::pc::ioapic::{self, IoApic};
 use vmm_dev::pc::kbd::Keyboard;
 use vmm_dev::pc::lapic::{self, Config, LocalApic, Mode};
+use vmm_dev::pc::pci::{self, Bridge, ConfigAddress, Function, Target};
 use vmm_dev::pc::pic::PicPair;
 use vmm_dev::pc::pit::Pit;
 use vmm_dev::pc::pm::{self, AcpiPm};
@@ -32,9 +33,10 @@ use vmm_dev::pc::uart::Uart;
 use vmm_emu::{Devices, Stop};
 use vmm_mem::GuestMemory;
 
+use crate::functions::Functions;
 use crate::layout;
 pub use crate::wires::Counters;
-use crate::wires::{CHIPS, Chip, ChipEnv, Wires};
+use crate::wires::{CHIPS, Chip, ChipEnv, FUNCTIONS, FunctionEnv, Wires};
 use crate::{Host, PcConfig};
 
 /// Ranges of ports.
@@ -42,10 +44,10 @@ const PORT_RANGES: usize = 17;
 const FOUR_GIB: u64 = 1 << 32;
 
 /// A machine with room for `CPUS` virtual CPUs, at most [`MAX_VCPUS`]. Threads of virtual CPUs wait for each other as
-/// `R` says.
-pub struct Pc<'m, R = Spin, const CPUS: usize = MAX_VCPUS> {
+/// `R` says. `P` is what is on the PCI bus; `()`: there is none.
+pub struct Pc<'m, R = Spin, const CPUS: usize = MAX_VCPUS, P = ()> {
     fixed: Fixed<'m>,
-    machine: SpinMutex<Machine<CPUS>, R>,
+    machine: SpinMutex<Machine<CPUS, P>, R>,
 }
 
 /// What does not change while the machine runs.
@@ -60,7 +62,7 @@ struct Fixed<'m> {
 }
 
 /// Chips and wires.
-struct Machine<const CPUS: usize> {
+struct Machine<const CPUS: usize, P> {
     chips: Chips,
     apics: [LocalApic; CPUS],
     /// An I/O APIC input in mode ExtINT asks a CPU to take its vector from the 8259.
@@ -71,6 +73,14 @@ struct Machine<const CPUS: usize> {
     init: u32,
     startup: [Option<u8>; CPUS],
     wires: Wires,
+    pci: Bus<P>,
+}
+
+/// The PCI bus.
+struct Bus<P> {
+    address: ConfigAddress,
+    bridge: Bridge,
+    functions: P,
 }
 
 /// Who answers where.
@@ -152,14 +162,27 @@ fn page_of_words(base: u64, length: u64, chip: Chip) -> Map<1> {
 }
 
 impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
-    /// A machine in the state after power-on, its memory as the caller has filled it. `host_cpuid` gives the
-    /// host's `CPUID` answers for a leaf and a subleaf.
-    // Not inlined: what it needs on the stack is free again when the machine runs.
-    #[inline(never)]
+    /// A machine without PCI; else as [`Pc::with_functions`].
+    #[inline]
     pub fn new(
         config: PcConfig,
         memory: &'m GuestMemory,
         host_cpuid: impl Fn(u32, u32) -> Values,
+    ) -> Self {
+        Self::with_functions(config, memory, host_cpuid, ())
+    }
+}
+
+impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
+    /// A machine in the state after power-on, its memory as the caller has filled it. `host_cpuid` gives the
+    /// host's `CPUID` answers for a leaf and a subleaf; `functions` is what is on the PCI bus.
+    // Not inlined: what it needs on the stack is free again when the machine runs.
+    #[inline(never)]
+    pub fn with_functions(
+        config: PcConfig,
+        memory: &'m GuestMemory,
+        host_cpuid: impl Fn(u32, u32) -> Values,
+        functions: P,
     ) -> Self {
         const { assert!(CPUS >= 1 && CPUS <= MAX_VCPUS) };
         let vcpus = usize::from(config.vcpus).clamp(1, CPUS);
@@ -214,6 +237,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
             init: 0,
             startup: [None; CPUS],
             wires: Wires::new(config.clock, *memory),
+            pci: Bus { address: ConfigAddress::default(), bridge: Bridge::new(), functions },
         };
         // Built in place: both are large, and stacks are small.
         let fixed = |cpuid| Fixed {
@@ -250,6 +274,18 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
         });
     }
 
+    /// The outside of the PCI function in `slot` has something for it, or takes something again.
+    pub fn function_input<H: Host>(&self, slot: usize, host: &mut H) {
+        self.locked(host, CPUS, |board| {
+            board.with_function(slot, |function, env| function.wake(WAKE_INPUT, env));
+        });
+    }
+
+    /// Gives access to what is on the PCI bus, while no virtual CPU uses it.
+    pub fn functions<T>(&self, act: impl FnOnce(&mut P) -> T) -> T {
+        act(&mut self.machine.lock().pci.functions)
+    }
+
     /// The power button is pressed: the guest is asked to switch off.
     pub fn press_power_button<H: Host>(&self, host: &mut H) {
         self.locked(host, CPUS, |board| {
@@ -282,7 +318,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
         &self,
         host: &mut H,
         running: usize,
-        act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS>) -> T,
+        act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS, P>) -> T,
     ) -> T {
         let mut machine = self.machine.lock();
         let mut board = PcBoard { fixed: &self.fixed, machine: &mut machine, host };
@@ -296,13 +332,13 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
 }
 
 /// The chips together with the outside, while the lock is held.
-struct PcBoard<'a, 'm, H, const CPUS: usize> {
+struct PcBoard<'a, 'm, H, const CPUS: usize, P> {
     fixed: &'a Fixed<'m>,
-    machine: &'a mut Machine<CPUS>,
+    machine: &'a mut Machine<CPUS, P>,
     host: &'a mut H,
 }
 
-impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
+impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     /// Calls a chip, then carries on its effects.
     #[inline]
     fn with_chip<R>(
@@ -339,6 +375,123 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
             self.machine.wires.attention |= 1 << cpu;
         }
         result
+    }
+
+    /// Calls a PCI function, then carries on its effects.
+    fn with_function<T>(
+        &mut self,
+        slot: usize,
+        call: impl FnOnce(&mut dyn Function, &mut FunctionEnv<'_, H>) -> T,
+    ) -> Option<T> {
+        let Machine { pci, wires, .. } = &mut *self.machine;
+        let chip = ChipEnv { wires, host: &mut *self.host, chip: FUNCTIONS + slot };
+        let (function, outside) = pci.functions.get(slot)?;
+        let result = call(function, &mut FunctionEnv { chip, outside });
+        if self.machine.wires.busy() {
+            self.carry_on();
+        }
+        Some(result)
+    }
+
+    /// The slot of the function whose window is at an address, and the offset in it.
+    fn function_at(&mut self, address: u64) -> Option<(usize, u64)> {
+        let functions = &mut self.machine.pci.functions;
+        (0..P::SLOTS).find_map(|slot| {
+            let (base, length) = functions.get(slot)?.0.window()?;
+            let offset = address.wrapping_sub(base);
+            (offset < length).then_some((slot, offset))
+        })
+    }
+
+    /// Reads from configuration space.
+    fn config_read(&mut self, target: Option<Target>, size: u8) -> u64 {
+        let nobody = Access::new(0, size).open_bus();
+        let Some(target) = target else { return nobody };
+        match usize::from(target.device).checked_sub(1) {
+            Some(slot) => {
+                let read =
+                    self.with_function(slot, |function, env| target.read(Some(function), env));
+                read.unwrap_or(nobody)
+            }
+            None => {
+                let Machine { pci, wires, .. } = &mut *self.machine;
+                let mut env = ChipEnv { wires, host: &mut *self.host, chip: FUNCTIONS };
+                target.read(Some(&mut pci.bridge), &mut env)
+            }
+        }
+    }
+
+    /// Writes to configuration space.
+    fn config_write(&mut self, target: Option<Target>, value: u64) {
+        let Some(target) = target else { return };
+        match usize::from(target.device).checked_sub(1) {
+            Some(slot) => {
+                self.with_function(slot, |function, env| target.write(value, Some(function), env));
+            }
+            None => {
+                let Machine { pci, wires, .. } = &mut *self.machine;
+                let mut env = ChipEnv { wires, host: &mut *self.host, chip: FUNCTIONS };
+                target.write(value, Some(&mut pci.bridge), &mut env);
+            }
+        }
+    }
+
+    /// What an access to the ports of PCI means, if it is one.
+    fn config_port(&self, port: u16, size: u8) -> Option<ConfigPort> {
+        if P::SLOTS == 0 {
+            return None;
+        }
+        let data = port.wrapping_sub(layout::PCI_DATA);
+        if port == layout::PCI_ADDRESS && size == 4 {
+            Some(ConfigPort::Address)
+        } else if data < 4 && data + u16::from(size) <= 4 {
+            Some(ConfigPort::Data(self.machine.pci.address.target(data.into(), size)))
+        } else {
+            None
+        }
+    }
+
+    /// Reads where PCI is, if there is PCI; `None` elsewhere.
+    fn pci_read(&mut self, address: u64, size: u8) -> Option<u64> {
+        in_pci::<P>(address).then(|| {
+            let mut value = 0;
+            for part in parts(address, size) {
+                let access = Access::new(part.address, part.size);
+                let config = part.address.wrapping_sub(layout::ECAM.into());
+                let read = if config < pci::spec::ECAM_LEN {
+                    self.config_read(pci::ecam(config, part.size), part.size)
+                } else if let Some((slot, offset)) = self.function_at(part.address) {
+                    let access = Access::new(offset, part.size);
+                    self.with_function(slot, |function, env| function.read(access, env))
+                        .unwrap_or(access.open_bus())
+                } else {
+                    self.unknown_memory(part.address);
+                    access.open_bus()
+                };
+                value |= (read & access.open_bus()) << part.shift;
+            }
+            value
+        })
+    }
+
+    /// Writes where PCI is; whether it is there.
+    fn pci_write(&mut self, address: u64, size: u8, value: u64) -> bool {
+        if !in_pci::<P>(address) {
+            return false;
+        }
+        for part in parts(address, size) {
+            let value = value >> part.shift & Access::new(0, part.size).open_bus();
+            let config = part.address.wrapping_sub(layout::ECAM.into());
+            if config < pci::spec::ECAM_LEN {
+                self.config_write(pci::ecam(config, part.size), value);
+            } else if let Some((slot, offset)) = self.function_at(part.address) {
+                let access = Access::new(offset, part.size);
+                self.with_function(slot, |function, env| function.write(access, value, env));
+            } else {
+                self.unknown_memory(part.address);
+            }
+        }
+        true
     }
 
     /// Takes what chips have left on the wires to where it goes, until nothing is left. Ends: a line change or a
@@ -518,14 +671,56 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
     }
 }
 
+/// What an access to the ports of PCI means.
+enum ConfigPort {
+    Address,
+    /// Some register, or none that exists.
+    Data(Option<Target>),
+}
+
+/// Whether an address belongs to the PCI of the board, if it has one.
+fn in_pci<P: Functions>(address: u64) -> bool {
+    let end = u64::from(layout::ECAM) + pci::spec::ECAM_LEN;
+    P::SLOTS != 0 && (u64::from(layout::PCI_WINDOW)..end).contains(&address)
+}
+
+/// A naturally aligned part of an access, of at most four bytes.
+struct Part {
+    address: u64,
+    size: u8,
+    /// Place of its bits in the value.
+    shift: u32,
+}
+
+/// The parts of an access, which is at most eight bytes wide.
+fn parts(address: u64, size: u8) -> impl Iterator<Item = Part> {
+    let size = size.min(8);
+    let mut done = 0;
+    core::iter::from_fn(move || {
+        let left = size - done;
+        let at = address.wrapping_add(done.into());
+        let fits = |width: &u8| *width <= left && at.is_multiple_of((*width).into());
+        let width = [4, 2, 1].into_iter().find(fits)?;
+        let shift = 8 * u32::from(done);
+        done += width;
+        Some(Part { address: at, size: width, shift })
+    })
+}
+
 /// A key for [`crate::once::Once`]; addresses of texts (kind 0) are below 2^56.
 const fn key(kind: u64, what: u64) -> u64 {
     kind << 56 | (what & ((1 << 56) - 1))
 }
 
-impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
+impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     #[inline]
     fn port_in(&mut self, port: u16, size: u8) -> u32 {
+        if let Some(place) = self.config_port(port, size) {
+            return match place {
+                ConfigPort::Address => self.machine.pci.address.get(),
+                ConfigPort::Data(target) => self.config_read(target, size) as u32,
+            };
+        }
         if port == layout::PCI_ADDRESS && size == 4 {
             return self.unknown_port(Access::new(port.into(), size)) as u32;
         }
@@ -535,6 +730,13 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
 
     #[inline]
     fn port_out(&mut self, port: u16, size: u8, value: u32) {
+        if let Some(place) = self.config_port(port, size) {
+            match place {
+                ConfigPort::Address => self.machine.pci.address.set(value),
+                ConfigPort::Data(target) => self.config_write(target, value.into()),
+            }
+            return;
+        }
         if port == layout::PCI_ADDRESS && size == 4 {
             self.unknown_port(Access::new(port.into(), size));
             return;
@@ -569,6 +771,9 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
                 None => access.open_bus(),
             });
         }
+        if let Some(value) = self.pci_read(address, size) {
+            return value;
+        }
         maps.io_apic.read(address, size, |piece| match piece.device {
             Some(_) => self.read_piece(piece),
             None => {
@@ -588,6 +793,9 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
             });
             return;
         }
+        if self.pci_write(address, size, value) {
+            return;
+        }
         maps.io_apic.write(address, size, value, |piece, value| match piece.device {
             Some(_) => self.write_piece(piece, value),
             None => self.unknown_memory(piece.access.offset),
@@ -604,6 +812,9 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
             match CHIPS.get(timer) {
                 Some(&chip) => {
                     self.with_chip(chip, |chip, env| chip.wake(0, env));
+                }
+                None if timer >= FUNCTIONS => {
+                    self.with_function(timer - FUNCTIONS, |function, env| function.wake(0, env));
                 }
                 None => {
                     let owner = timer - CHIPS.len();
@@ -685,17 +896,17 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
 }
 
 /// The machine as one virtual CPU sees it while it runs.
-struct Seat<'a, 'm, H, R, const CPUS: usize> {
-    pc: &'a Pc<'m, R, CPUS>,
+struct Seat<'a, 'm, H, R, const CPUS: usize, P> {
+    pc: &'a Pc<'m, R, CPUS, P>,
     host: &'a mut H,
     cpu: usize,
     /// There is something for this CPU to look at. What others leave for it comes with a kick.
     attention: bool,
 }
 
-impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize> Seat<'_, 'm, H, R, CPUS> {
+impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Seat<'_, 'm, H, R, CPUS, P> {
     #[inline]
-    fn locked<T>(&mut self, act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS>) -> T) -> T {
+    fn locked<T>(&mut self, act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS, P>) -> T) -> T {
         let bit = 1 << self.cpu;
         let (result, attention) = self.pc.locked(self.host, self.cpu, |board| {
             (act(board), board.machine.wires.attention & bit != 0)
@@ -718,7 +929,9 @@ impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize> Seat<'_, 'm, H, R, CPUS> 
     }
 }
 
-impl<H: Host, R: RelaxStrategy, const CPUS: usize> Board for Seat<'_, '_, H, R, CPUS> {
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
+    for Seat<'_, '_, H, R, CPUS, P>
+{
     #[inline]
     fn memory(&self) -> &GuestMemory {
         self.pc.fixed.memory
@@ -810,7 +1023,9 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize> Board for Seat<'_, '_, H, R, 
 }
 
 /// The devices as the emulator reaches them: the lock is taken for each access, not for the whole instruction.
-impl<H: Host, R: RelaxStrategy, const CPUS: usize> Devices for Seat<'_, '_, H, R, CPUS> {
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Devices
+    for Seat<'_, '_, H, R, CPUS, P>
+{
     fn read(&mut self, address: u64, size: u8) -> u64 {
         let cpu = self.cpu;
         self.locked(|board| board.read_memory(cpu, address, size))
@@ -841,7 +1056,7 @@ mod tests {
     use vmm_cpu::{Event, Exit, Gpr, Outcome, Reg};
     use vmm_mem::testing;
 
-    use crate::Level;
+    use crate::{Level, Outside, Slots, Virtio};
 
     /// A host whose counter ticks once a nanosecond, when told.
     #[derive(Default)]
@@ -873,8 +1088,8 @@ mod tests {
     }
 
     /// The guest's moves in these tests.
-    struct Rig<'m> {
-        pc: Pc<'m>,
+    struct Rig<'m, P = ()> {
+        pc: Pc<'m, Spin, MAX_VCPUS, P>,
         cpu: Cpu,
         vcpu: ScriptedVcpu,
         host: TestHost,
@@ -884,6 +1099,12 @@ mod tests {
 
     impl<'m> Rig<'m> {
         fn new(memory: &'m GuestMemory, vcpus: u8) -> Self {
+            Self::with(memory, vcpus, ())
+        }
+    }
+
+    impl<'m, P: Functions> Rig<'m, P> {
+        fn with(memory: &'m GuestMemory, vcpus: u8, functions: P) -> Self {
             let config = PcConfig {
                 vcpus,
                 clock: TscClock::new(1_000_000, 0),
@@ -894,7 +1115,7 @@ mod tests {
             let mut vcpu = ScriptedVcpu::flat32();
             vcpu.set(Reg::Rip, 0x1000);
             vcpu.next_rip = 0x1000;
-            let pc = Pc::new(config, memory, |_, _| [0; 4]);
+            let pc = Pc::with_functions(config, memory, |_, _| [0; 4], functions);
             Self { cpu: pc.cpu(0), pc, vcpu, host: TestHost::default() }
         }
 
@@ -1148,6 +1369,114 @@ mod tests {
         second.then(|_| Exit::Recall { events: 1 });
         rig.pc.run(&mut cpu, &mut second, &mut rig.host);
         assert_eq!(second.gpr(Gpr::Rbx) >> 24, 1);
+    }
+
+    /// Entropy of a test: always the same.
+    struct Sevens(bool);
+
+    impl Outside for Sevens {
+        fn entropy(&mut self, to: &mut [u8]) -> bool {
+            to.fill(7);
+            self.0
+        }
+    }
+
+    impl<P: Functions> Rig<'_, P> {
+        /// Reads or writes a 32-bit register of device 1 through the ports of PCI.
+        fn config(&mut self, register: u32, write: Option<u32>) -> u32 {
+            self.vcpu.set_gpr(Gpr::Rax, u64::from(0x8000_0800 | register));
+            self.exit(io(layout::PCI_ADDRESS, 4, true));
+            self.vcpu.set_gpr(Gpr::Rax, write.unwrap_or(0).into());
+            self.exit(io(layout::PCI_DATA, 4, write.is_some()));
+            self.vcpu.gpr(Gpr::Rax) as u32
+        }
+    }
+
+    #[test]
+    fn a_pci_function_works_and_interrupts() {
+        let memory = memory();
+        let mut slots = Slots::<Sevens, 2>::new();
+        assert_eq!(slots.add(Virtio::Entropy, Sevens(false)).ok(), Some(0));
+        let mut rig = Rig::with(&memory, 1, slots);
+        rig.wrmsr(0x1b, 0xfee0_0d00); // x2APIC
+        rig.wrmsr(0x80f, 0x1ff);
+        // Both ways to configuration space.
+        let ecam = u64::from(layout::ECAM);
+        assert_eq!(rig.config(0, None), 0x1044_1af4);
+        assert_eq!(rig.mmio(&memory, ecam, None), 0x0008_1b36);
+        assert_eq!(rig.mmio(&memory, ecam + 0x8000, None), 0x1044_1af4);
+        assert_eq!(rig.mmio(&memory, ecam + 0x1_0000, None), u32::MAX, "an empty slot");
+        assert_eq!(rig.mmio(&memory, ecam + 0x1_8000, None), u32::MAX, "no slot");
+        assert_eq!(rig.config(0x10, None), layout::PCI_WINDOW);
+        let window = u64::from(layout::PCI_WINDOW) + 0x10_0000;
+        assert_eq!(rig.mmio(&memory, window, None), u32::MAX, "it does not answer yet");
+        assert_eq!(rig.pc.counters().unknown_memory, 1);
+        rig.config(0x10, Some(window as u32));
+        rig.config(0x04, Some(6));
+        rig.config(0x40, Some(1 << 31));
+        // Bytes: features, status; then a queue of 4 entries, and vector 1 for it.
+        let outb = |rig: &mut Rig<'_, _>, at: u64, size: u8, value: u32| {
+            let code: &[u8] = match size {
+                1 => &[0x88, 0x03],
+                2 => &[0x66, 0x89, 0x03],
+                _ => &[0x89, 0x03],
+            };
+            memory.write_slice(0x1000, code).unwrap();
+            rig.vcpu.set(Reg::Rip, 0x1000);
+            rig.vcpu.set_gpr(Gpr::Rbx, window + at);
+            rig.vcpu.set_gpr(Gpr::Rax, value.into());
+            let gpa = window + at;
+            rig.exit(Exit::MemoryFault(MemoryFault {
+                gpa,
+                write: true,
+                fetch: false,
+                walk: false,
+            }));
+        };
+        for (at, size, value) in [
+            (0x14, 1, 3),
+            (0x08, 4, 1),
+            (0x0c, 4, 1),
+            (0x14, 1, 11),
+            (0x18, 2, 4),
+            (0x1a, 2, 1),
+            (0x20, 4, 0x2000),
+            (0x28, 4, 0x3000),
+            (0x30, 4, 0x4000),
+            (0x1c, 2, 1),
+            (0x4010, 4, 0xfee0_0000),
+            (0x4018, 4, 0x61),
+            (0x401c, 4, 0),
+            (0x14, 1, 15),
+        ] {
+            outb(&mut rig, at, size, value);
+        }
+        memory.write_slice(0x2000, &[0, 0x50, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 2, 0]).unwrap();
+        memory.write_slice(0x3000, &[0, 0, 1, 0]).unwrap();
+        outb(&mut rig, 0x3000, 2, 0);
+        assert_eq!(rig.events(), [], "nothing to give");
+        rig.pc.functions(|slots| slots.outside(0).unwrap().0 = true);
+        rig.pc.function_input(0, &mut rig.host);
+        assert_eq!(memory.read::<u64>(0x5000), Ok(0x0707_0707_0707_0707));
+        assert_eq!(rig.events(), [Event::interrupt(0x61)]);
+        // The reset port is inside the configuration address, for single bytes.
+        rig.vcpu.then(|_| io(0xcf9, 1, true));
+        rig.vcpu.set_gpr(Gpr::Rax, 6);
+        let pause = rig.pc.run(&mut rig.cpu, &mut rig.vcpu, &mut rig.host);
+        assert_eq!(pause, Pause::End(Outcome::Reset));
+    }
+
+    #[test]
+    fn accesses_across_registers_are_split() {
+        let split = |address, size| {
+            parts(address, size)
+                .map(|part| (part.address, part.size, part.shift))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(split(8, 8), [(8, 4, 0), (12, 4, 32)]);
+        assert_eq!(split(7, 4), [(7, 1, 0), (8, 2, 8), (10, 1, 24)]);
+        assert_eq!(split(u64::MAX, 2), [(u64::MAX, 1, 0), (0, 1, 8)]);
+        assert_eq!(split(0, 0), []);
     }
 
     #[test]

@@ -7,6 +7,7 @@ use vmm_bus::{Block, Env, InterruptMessage, MachineEvent, NEVER, Nanos, Net};
 use vmm_cpu::{MAX_VCPUS, Outcome, TscClock};
 use vmm_mem::GuestMemory;
 
+use crate::functions::{MAX_FUNCTIONS, Outside};
 use crate::layout;
 use crate::once::{Once, Say};
 use crate::{Host, Level};
@@ -59,8 +60,10 @@ pub const CHIPS: [Chip; Chip::LocalApic as usize] = [
     Chip::IoApic,
 ];
 
-/// Timers: one for each chip, then one for each local APIC.
-const TIMERS: usize = CHIPS.len() + MAX_VCPUS;
+/// Number of the first PCI function for timers: they come after the local APICs.
+pub const FUNCTIONS: usize = CHIPS.len() + MAX_VCPUS;
+/// Timers: one for each chip, each local APIC, each PCI function.
+const TIMERS: usize = FUNCTIONS + MAX_FUNCTIONS;
 /// Messages that one call of a chip can send: an end of interrupt may free every I/O APIC input.
 const MESSAGES: usize = 24;
 
@@ -164,7 +167,9 @@ impl Wires {
         self.timers[timer] = deadline;
         // Disarming leaves `earliest` too early, which costs a look.
         self.earliest = self.earliest.min(deadline);
-        self.attention |= 1 << timer.saturating_sub(CHIPS.len());
+        // CPU 0 looks after all but the local APICs of others.
+        let owner = if timer < FUNCTIONS { timer.saturating_sub(CHIPS.len()) } else { 0 };
+        self.attention |= 1 << owner;
     }
 
     /// Takes the timers that have reached `now`, one after the other, from `start` on.
@@ -177,12 +182,13 @@ impl Wires {
         Some(due)
     }
 
-    /// The next deadline of a CPU: of its local APIC, for CPU 0 also of the chips.
+    /// The next deadline of a CPU: of its local APIC, for CPU 0 also of chips and functions.
     pub fn deadline(&mut self, cpu: usize) -> Nanos {
         self.earliest = self.timers.iter().copied().fold(NEVER, Nanos::min);
         let own = self.timers[CHIPS.len() + cpu];
         if cpu == 0 {
-            self.timers[..CHIPS.len()].iter().copied().fold(own, Nanos::min)
+            let chips = self.timers[..CHIPS.len()].iter();
+            chips.chain(&self.timers[FUNCTIONS..]).copied().fold(own, Nanos::min)
         } else {
             own
         }
@@ -225,7 +231,7 @@ impl Wires {
 pub struct ChipEnv<'a, H> {
     pub wires: &'a mut Wires,
     pub host: &'a mut H,
-    /// Number of the chip's timer; local APICs come after [`CHIPS`].
+    /// Number of the chip's timer; local APICs come after [`CHIPS`], then PCI functions.
     pub chip: usize,
 }
 
@@ -321,5 +327,61 @@ impl<H: Host> Env for ChipEnv<'_, H> {
         // The text's address is as good as the text: each is one literal of one chip.
         let key = what.as_ptr().addr() as u64;
         self.wires.say(self.host, key, format_args!("{what} ({value:#x})"));
+    }
+}
+
+/// The world as one function sees it.
+pub struct FunctionEnv<'a, H> {
+    pub chip: ChipEnv<'a, H>,
+    pub outside: &'a mut dyn Outside,
+}
+
+impl<H: Host> Env for FunctionEnv<'_, H> {
+    fn now(&self) -> Nanos {
+        self.chip.now()
+    }
+
+    fn set_line(&mut self, line: u8, level: bool) {
+        self.chip.set_line(line, level);
+    }
+
+    fn arm(&mut self, timer: u8, deadline: Nanos) {
+        self.chip.arm(timer, deadline);
+    }
+
+    fn put(&mut self, byte: u8) -> bool {
+        self.outside.put(byte)
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        self.outside.take()
+    }
+
+    fn memory(&self) -> &GuestMemory {
+        self.chip.memory()
+    }
+
+    fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)> {
+        self.outside.block().map(|block| (block, self.chip.memory()))
+    }
+
+    fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)> {
+        self.outside.net().map(|net| (net, self.chip.memory()))
+    }
+
+    fn entropy(&mut self, to: &mut [u8]) -> bool {
+        self.outside.entropy(to)
+    }
+
+    fn message(&mut self, message: InterruptMessage) {
+        self.chip.message(message);
+    }
+
+    fn machine(&mut self, event: MachineEvent) {
+        self.chip.machine(event);
+    }
+
+    fn missing(&mut self, what: &'static str, value: u64) {
+        self.chip.missing(what, value);
     }
 }

@@ -1,0 +1,158 @@
+//! What sits on the PCI bus of a board, if it has one.
+//!
+//! The functions come with their outsides and live under the machine's lock, so an outside is called by one thread
+//! at a time. Function `slot` is device `slot + 1`; device 0 is the host bridge.
+
+use vmm_bus::outside::{BlockInfo, NetInfo};
+use vmm_bus::{Block, Net};
+use vmm_dev::pc::pci::Function;
+use vmm_dev::virtio::blk::Blk;
+use vmm_dev::virtio::console::Console;
+use vmm_dev::virtio::entropy::Entropy;
+use vmm_dev::virtio::net::NetCard;
+use vmm_dev::virtio::pci::{Pci, spec};
+
+use crate::layout;
+
+/// Most functions of a board, without the host bridge.
+pub const MAX_FUNCTIONS: usize = 8;
+
+/// The functions of a board.
+pub trait Functions {
+    /// Number of slots, at most [`MAX_FUNCTIONS`]. 0: the board has no PCI at all.
+    const SLOTS: usize;
+    /// The function in a slot, and its outside.
+    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn Outside)>;
+}
+
+/// No PCI.
+impl Functions for () {
+    const SLOTS: usize = 0;
+
+    #[inline]
+    fn get(&mut self, _: usize) -> Option<(&mut dyn Function, &mut dyn Outside)> {
+        None
+    }
+}
+
+/// The outside of one function: what it is connected to. By default it is connected to nothing.
+pub trait Outside {
+    /// As [`vmm_bus::Env::block`].
+    fn block(&mut self) -> Option<&mut dyn Block> {
+        None
+    }
+    /// As [`vmm_bus::Env::net`].
+    fn net(&mut self) -> Option<&mut dyn Net> {
+        None
+    }
+    /// As [`vmm_bus::Env::put`].
+    fn put(&mut self, _byte: u8) -> bool {
+        true
+    }
+    /// As [`vmm_bus::Env::take`].
+    fn take(&mut self) -> Option<u8> {
+        None
+    }
+    /// As [`vmm_bus::Env::entropy`].
+    fn entropy(&mut self, _to: &mut [u8]) -> bool {
+        false
+    }
+}
+
+impl<T: Outside + ?Sized> Outside for &mut T {
+    fn block(&mut self) -> Option<&mut dyn Block> {
+        (**self).block()
+    }
+
+    fn net(&mut self) -> Option<&mut dyn Net> {
+        (**self).net()
+    }
+
+    fn put(&mut self, byte: u8) -> bool {
+        (**self).put(byte)
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        (**self).take()
+    }
+
+    fn entropy(&mut self, to: &mut [u8]) -> bool {
+        (**self).entropy(to)
+    }
+}
+
+/// A virtio device to be made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Virtio {
+    /// Block device; its outside has a [`Block`].
+    Block(BlockInfo),
+    /// Network card; its outside has a [`Net`].
+    Net(NetInfo),
+    /// Console; its outside puts and takes bytes.
+    Console,
+    /// Entropy source; its outside has entropy.
+    Entropy,
+}
+
+/// A virtio device.
+// One size for all slots; the largest is about a kilobyte.
+#[expect(clippy::large_enum_variant, reason = "there is no heap")]
+enum Card {
+    Block(Pci<Blk>),
+    Net(Pci<NetCard>),
+    Console(Pci<Console>),
+    Entropy(Pci<Entropy>),
+}
+
+/// Up to `N` virtio devices on PCI, at most [`MAX_FUNCTIONS`], each with its outside of type `O`.
+pub struct Slots<O, const N: usize> {
+    slots: [Option<(Card, O)>; N],
+}
+
+impl<O, const N: usize> Default for Slots<O, N> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<O, const N: usize> Slots<O, N> {
+    /// Empty slots: a PCI bus with nothing but the host bridge.
+    pub const fn new() -> Self {
+        const { assert!(N >= 1 && N <= MAX_FUNCTIONS) };
+        Self { slots: [const { None }; N] }
+    }
+
+    /// Puts a device in the next free slot and gives its number; without one, gives the outside back.
+    pub fn add(&mut self, device: Virtio, outside: O) -> Result<usize, O> {
+        let Some(slot) = self.slots.iter().position(Option::is_none) else { return Err(outside) };
+        let base = layout::PCI_WINDOW + spec::WINDOW * slot as u32;
+        let card = match device {
+            Virtio::Block(info) => Card::Block(Pci::new(Blk::new(info), base)),
+            Virtio::Net(info) => Card::Net(Pci::new(NetCard::new(info), base)),
+            Virtio::Console => Card::Console(Pci::new(Console::new(), base)),
+            Virtio::Entropy => Card::Entropy(Pci::new(Entropy::new(), base)),
+        };
+        self.slots[slot] = Some((card, outside));
+        Ok(slot)
+    }
+
+    /// The outside of a slot's device.
+    pub fn outside(&mut self, slot: usize) -> Option<&mut O> {
+        self.slots.get_mut(slot)?.as_mut().map(|(_, outside)| outside)
+    }
+}
+
+impl<O: Outside, const N: usize> Functions for Slots<O, N> {
+    const SLOTS: usize = N;
+
+    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn Outside)> {
+        let (card, outside) = self.slots.get_mut(slot)?.as_mut()?;
+        let function: &mut dyn Function = match card {
+            Card::Block(device) => device,
+            Card::Net(device) => device,
+            Card::Console(device) => device,
+            Card::Entropy(device) => device,
+        };
+        Some((function, outside))
+    }
+}
