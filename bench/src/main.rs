@@ -78,7 +78,7 @@ fn measure() -> Result<()> {
     figures.extend(guest_figures(&bare, &guest, &statistics)?);
     figures.push(Figure {
         key: "vmm_bytes",
-        title: "memory of the VMM beyond guest memory",
+        title: "memory taken for one VM beyond guest memory",
         value: statistics.bytes,
         unit: "bytes",
         world_switches: None,
@@ -99,6 +99,10 @@ fn measure() -> Result<()> {
     boot_statistics.print("boot");
     statistics.print("the benchmark");
     print_boot(&bare, &guest)?;
+    println!(
+        "the VMM's program: {} bytes, mapped from the boot module and shared by all virtual machines",
+        statistics.shared
+    );
     report::print(&figures);
     report::write_json(&figures)?;
     report::append_series(&figures, rows, first(&guest)?.fact("kernel"))?;

@@ -9,8 +9,10 @@ pub struct Statistics {
     pub entries: f64,
     /// Exits that the kernel settled itself.
     pub settled: f64,
-    /// Bytes of memory beyond guest memory.
+    /// Bytes of memory that were taken for it beyond guest memory.
     pub bytes: f64,
+    /// Bytes of its program, which are mapped from the boot module and shared by all.
+    pub shared: f64,
     /// Exits by reason.
     pub exits: Vec<(String, u64)>,
 }
@@ -32,6 +34,7 @@ impl Statistics {
                 "entries" => statistics.entries = count as f64,
                 "settled" => statistics.settled = count as f64,
                 "bytes" => statistics.bytes = count as f64,
+                "shared" => statistics.shared = count as f64,
                 _ => statistics.exits.push((name.to_owned(), count)),
             }
         }
@@ -47,6 +50,7 @@ impl Statistics {
             entries: self.entries - before.entries,
             settled: self.settled - before.settled,
             bytes: self.bytes,
+            shared: self.shared,
             exits: self
                 .exits
                 .iter()

@@ -113,8 +113,10 @@ pub struct Child {
     task: Task,
     thread: Thread,
     notification: Notification,
-    /// Bytes of memory that it uses, apart from guest memory and kernel memory.
+    /// Bytes of memory that it uses, apart from guest memory, kernel memory and what is shared.
     pub bytes: u64,
+    /// Bytes of the program that are mapped from the bundle, where everybody who runs it has them from.
+    pub shared: u64,
     /// TSC when it was made.
     pub made: u64,
     /// Kernel memory set aside for it, in pages.
@@ -190,6 +192,7 @@ impl Child {
             thread,
             notification,
             bytes: 0,
+            shared: 0,
             made: native_rt::time::tsc(),
             quota: shape.quota,
             report: None,
@@ -208,6 +211,7 @@ impl Child {
         let memory = &mut resources.memory;
         let program = loader::load(resources.boot, memory, self.number, self.task, offset, bytes)?;
         self.bytes += program.bytes;
+        self.shared += program.shared;
         self.add_pages(resources, STACK_TOP - stack, stack)?;
         Ok(program.entry)
     }

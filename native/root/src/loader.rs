@@ -36,8 +36,10 @@ pub enum LoadError {
 pub struct Program {
     /// Address at which it starts.
     pub entry: u64,
-    /// Bytes that it occupies, shared ones included.
+    /// Bytes of its own.
     pub bytes: u64,
+    /// Bytes that it shares with the bundle, and with whoever else runs it.
+    pub shared: u64,
 }
 
 fn page_of(address: u64) -> u64 {
@@ -92,11 +94,11 @@ pub fn load(
     file: &[u8],
 ) -> Result<Program, LoadError> {
     let elf = Elf::parse(file).map_err(LoadError::Elf)?;
-    let mut bytes = 0;
+    let (mut bytes, mut shared) = (0, 0);
     for segment in check(&elf)? {
         let (first, length) = pages(&segment);
-        bytes += length;
         if !segment.writable() {
+            shared += length;
             let execute = if segment.executable() { rights::EXECUTE } else { 0 };
             let source = boot
                 .bundle_pages(page_of(offset + segment.offset), length)
@@ -104,6 +106,7 @@ pub fn load(
             task.map(source, first, rights::READ | execute).map_err(LoadError::Map)?;
             continue;
         }
+        bytes += length;
         let window = memory.take(owner, length / PAGE_SIZE).ok_or(LoadError::Memory)?;
         if !window.write(segment.vaddr - first, elf.data(&segment)) {
             return Err(LoadError::Memory);
@@ -115,5 +118,5 @@ pub fn load(
             task.map(page, first + offset, rights::READ | rights::WRITE).map_err(LoadError::Map)?;
         }
     }
-    Ok(Program { entry: elf.entry(), bytes })
+    Ok(Program { entry: elf.entry(), bytes, shared })
 }

@@ -228,7 +228,7 @@ impl<'a> Manager<'a> {
         match started {
             None => {}
             Some(Ok(child)) => {
-                let memory = child.bytes >> 10;
+                let memory = (child.bytes + child.shared) >> 10;
                 self.children[number] = Some(child);
                 info!("{} {} started, {memory} KiB", Self::kind(number), self.name(number));
             }
@@ -481,7 +481,8 @@ impl<'a> Manager<'a> {
             End::Faulted(fault) => error!("{kind} {name}: {fault}"),
         }
         let Some(child) = self.children[number].take() else { return };
-        let (lived, bytes) = (time::tsc().saturating_sub(child.made), child.bytes);
+        let lived = time::tsc().saturating_sub(child.made);
+        let (bytes, shared) = (child.bytes, child.shared);
         let pages = pages_used();
         if self.directory.as_ref().is_some_and(|(owner, _)| *owner == number) {
             self.directory = None;
@@ -494,7 +495,7 @@ impl<'a> Manager<'a> {
         if let End::Exited(_, statistics) = end
             && number >= FIRST_VM
         {
-            info!("vm {name}: statistics: {}", Counts(&statistics, bytes + kernel));
+            info!("vm {name}: statistics: {}", Counts(&statistics, bytes + kernel, shared));
         }
         info!("{kind} {name} ended: {what} code {code}");
         self.records[number].ended = Some(code);
@@ -604,13 +605,14 @@ pub(crate) fn pages_used() -> u64 {
     Platform::at(boot::slot::PLATFORM).stats().map_or(0, |stats| stats.pages_used)
 }
 
-/// Statistics of a VMM as `name=value`, with the bytes that it used in all.
-struct Counts<'s>(&'s Statistics, u64);
+/// Statistics of a VMM as `name=value`, with the bytes that were taken for it, and those that it shared.
+struct Counts<'s>(&'s Statistics, u64, u64);
 
 impl fmt::Display for Counts<'_> {
     fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
-        let Self(statistics, bytes) = self;
-        write!(to, "entries={} settled={} bytes={bytes}", statistics.entries, statistics.settled)?;
+        let Self(statistics, bytes, shared) = self;
+        write!(to, "entries={} settled={}", statistics.entries, statistics.settled)?;
+        write!(to, " bytes={bytes} shared={shared}")?;
         for (name, count) in
             EXIT_NAMES.iter().zip(statistics.exits).filter(|(_, count)| *count != 0)
         {
