@@ -1,8 +1,9 @@
 //! `parador system build`: what is in an image, and that there is never half of one.
 
-use crate::support::{Folder, ONE_VM, bzimage, code, errors, wait_for, wait_for_end};
+use crate::support::{Folder, ONE_VM, bzimage, code, errors, send, wait_for, wait_for_end};
 use abi::bundle::Header;
 use proto::system::{Board, OnReset, Restart, SerialPort, System};
+use rustix::process::Signal;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 
@@ -172,7 +173,7 @@ fn a_signal_leaves_nothing() {
         .spawn()
         .unwrap();
     let pid = wait_for(&folder.path("pid"));
-    Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    send(&child, Signal::INT);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{:?}", output.status.signal());
     wait_for_end(&pid);

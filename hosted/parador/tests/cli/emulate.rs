@@ -1,13 +1,14 @@
 //! `parador system emulate` around a stand-in for QEMU: exit codes, signals, the terminal.
 
-use crate::support::{Folder, ONE_VM, alive, bzimage, code, errors, wait_for, wait_for_end};
+use crate::support::{Folder, ONE_VM, alive, bzimage, code, errors, send, wait_for, wait_for_end};
 use rustix::fs::OFlags;
+use rustix::process::Signal;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, tcgetattr};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 fn folder() -> Folder {
     let folder = Folder::new(ONE_VM);
@@ -140,9 +141,12 @@ fn the_time_limit() {
 
 #[test]
 fn signals_end_everything() {
-    for (name, expected) in
-        [("INT", Some(130)), ("TERM", Some(143)), ("HUP", Some(129)), ("KILL", None)]
-    {
+    for (signal, expected) in [
+        (Signal::INT, Some(130)),
+        (Signal::TERM, Some(143)),
+        (Signal::HUP, Some(129)),
+        (Signal::KILL, None),
+    ] {
         let folder = folder();
         let mut child = folder
             .emulate(&endless(&folder), &[])
@@ -152,8 +156,8 @@ fn signals_end_everything() {
             .spawn()
             .unwrap();
         let pid = wait_for(&folder.path("pid"));
-        Command::new("kill").arg(format!("-{name}")).arg(child.id().to_string()).status().unwrap();
-        assert_eq!(child.wait().unwrap().code(), expected, "{name}");
+        send(&child, signal);
+        assert_eq!(child.wait().unwrap().code(), expected, "{signal:?}");
         wait_for_end(&pid);
     }
 }
@@ -185,7 +189,7 @@ fn terminal() -> (File, OwnedFd) {
 
 /// Runs the stand-in on a terminal, types `keys` when it is ready, and returns exit code and what
 /// it got. The terminal's modes are raw meanwhile and as before afterwards.
-fn on_terminal(keys: &[u8], signal: Option<&str>) -> (Option<i32>, Vec<u8>) {
+fn on_terminal(keys: &[u8], signal: Option<Signal>) -> (Option<i32>, Vec<u8>) {
     let folder = folder();
     let (mut user, program) = terminal();
     let is_raw = || !tcgetattr(&program).unwrap().local_modes.contains(LocalModes::ICANON);
@@ -209,7 +213,7 @@ fn on_terminal(keys: &[u8], signal: Option<&str>) -> (Option<i32>, Vec<u8>) {
     }
     user.write_all(keys).unwrap();
     if let Some(signal) = signal {
-        Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
+        send(&child, signal);
     }
     let status = child.wait().unwrap();
     assert!(!is_raw(), "modes are not restored");
@@ -223,5 +227,5 @@ fn keys_of_a_terminal() {
     assert_eq!(on_terminal(b"\x03\x1a\x04\r", None), (Some(0), b"\x03\x1a\x04\r".to_vec()));
     assert_eq!(on_terminal(b"a\x01\x01b\x01e", None), (Some(0), b"a\x01b\x01".to_vec()));
     assert_eq!(on_terminal(b"\x01x", None).0, Some(0));
-    assert_eq!(on_terminal(b"", Some("-TERM")).0, Some(143));
+    assert_eq!(on_terminal(b"", Some(Signal::TERM)).0, Some(143));
 }

@@ -1,9 +1,10 @@
 //! A folder with a description, stand-ins for Parador's programs and for QEMU, and `parador` run in it.
 
+use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output};
 use tempfile::TempDir;
 
 /// The folder of a test.
@@ -71,6 +72,12 @@ impl Folder {
         names.sort();
         names
     }
+}
+
+/// Sends a signal to a running `parador`.
+pub fn send(child: &Child, signal: Signal) {
+    let pid = Pid::from_child(child);
+    kill_process(pid, signal).unwrap();
 }
 
 /// Exit code of a finished `parador`.
