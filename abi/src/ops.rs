@@ -116,9 +116,10 @@ operations! {
     /// and unmasks it (action 1), masks it (action 2), or returns message address and data (action 3).
     /// Rights: irq `IRQ`.
     IrqControl = 12 ("irq, action, notification, bit") -> ("address, data");
-    /// Changes priority (up to the highest of the factory that it was made from), budget and period.
+    /// Changes priority (up to the highest of the factory that it was made from), budget and period; with budget 0
+    /// nothing. Returns the CPU time used on it, in ticks of the time-stamp counter.
     /// `BadRights`: the priority is too high. Rights: scheduling context `SCHEDULE`.
-    SchedControl = 13 ("sched_context, priority, budget, period") -> ("");
+    SchedControl = 13 ("sched_context, priority, budget, period") -> ("used");
     /// Writes the log, resets the machine, reads counters (`PlatformAction`). Rights: see there.
     PlatformControl = 14 ("platform, action, argument") -> ("value");
     /// Gives up the rest of the time slice.

@@ -55,6 +55,8 @@ pub struct SchedContext<A: Arch> {
     pub period: Cell<u64>,
     /// What is left of the budget.
     pub left: Cell<u64>,
+    /// Time used in all, in ticks.
+    used: Cell<u64>,
     /// Start of the current period.
     pub started: Cell<u64>,
     /// Depleted: when it is refilled.
@@ -181,6 +183,7 @@ impl<A: Arch> Kernel<A> {
             budget: Cell::new(budget),
             period: Cell::new(period),
             left: Cell::new(budget),
+            used: Cell::new(0),
             started: Cell::new(0),
             refill: Cell::new(0),
             cpu: Cell::new(0),
@@ -191,6 +194,15 @@ impl<A: Arch> Kernel<A> {
             prev: Cell::new(None),
             links: Links::new(),
         })
+    }
+
+    /// CPU time used so far, in ticks.
+    pub fn used(&self, handle: Handle<SchedContext<A>>) -> u64 {
+        let sched = self.memory.at(handle);
+        if sched.state.get() == SchedState::Running {
+            self.charge(sched.cpu.get());
+        }
+        sched.used.get()
     }
 
     /// Changes the parameters; a new period begins.
@@ -349,6 +361,7 @@ impl<A: Arch> Kernel<A> {
         let elapsed = now.saturating_sub(cpu.charged.replace(now));
         if let Some(sched) = cpu.sched.get().and_then(|sched| self.memory.get(sched)) {
             sched.left.set(sched.left.get().saturating_sub(elapsed));
+            sched.used.set(sched.used.get().wrapping_add(elapsed));
         }
     }
 

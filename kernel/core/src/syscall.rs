@@ -176,7 +176,10 @@ impl<A: Arch> Kernel<A> {
             Op::IrqControl => self.irq_control(task, thread, arg)?,
             Op::SchedControl => {
                 let sched = self.sched_cap(task, arg(0), rights::SCHEDULE)?;
-                self.change_sched(sched, arg(1), arg(2), arg(3))?;
+                if arg(2) != 0 {
+                    self.change_sched(sched, arg(1), arg(2), arg(3))?;
+                }
+                thread.context.set_result(0, self.used(sched));
             }
             Op::PlatformControl => self.platform_control(task, thread, arg)?,
             Op::Yield => self.yield_now(cpu),

@@ -369,6 +369,13 @@ impl SchedContext {
         // SAFETY: no memory changes.
         unsafe { call(Op::SchedControl, [self.0, priority as u64, budget, period, 0, 0]) }.map(drop)
     }
+
+    /// CPU time used on it so far, in ticks of the time-stamp counter; 0 without the right to know.
+    pub fn used(self) -> u64 {
+        // SAFETY: no memory changes.
+        let words = unsafe { call(Op::SchedControl, [self.0, 0, 0, 0, 0, 0]) };
+        words.map_or(0, |words| words[0])
+    }
 }
 
 impl Platform {

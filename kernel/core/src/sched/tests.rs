@@ -107,6 +107,25 @@ fn new_parameters_are_not_charged_for_the_past() {
 }
 
 #[test]
+fn time_used_is_counted() {
+    set_time(0);
+    let mut world = World::new();
+    let first = world.thread(0);
+    let sched = |world: &World, thread| world.at(thread).sched.get().unwrap();
+    let used = |world: &World, thread| world.kernel.used(sched(world, thread));
+    set_time(5_000_000);
+    assert_eq!(used(&world, first), 5_000_000, "it runs");
+    world.kernel.stop_thread(first);
+    world.finish();
+    set_time(9_000_000);
+    assert_eq!(used(&world, first), 5_000_000);
+    // The count is of the context's life: new parameters do not change it.
+    world.kernel.change_sched(sched(&world, first), NORMAL, 100_000, 300_000).unwrap();
+    assert_eq!(used(&world, first), 5_000_000);
+    world.end();
+}
+
+#[test]
 fn absurd_parameters_are_refused() {
     let bad = [(64, 100_000, 0), (1, MIN_BUDGET_NS - 1, 0), (1, 100_000, 99_999)];
     for (priority, budget, period) in bad {
