@@ -96,6 +96,13 @@ pub struct Entry<'a> {
     pub restarts: u32,
 }
 
+impl<'a> Entry<'a> {
+    /// Reads an entry; `None` if it is damaged.
+    pub fn decode(bytes: &'a [u8]) -> Option<Self> {
+        postcard::from_bytes(bytes).ok()
+    }
+}
+
 /// What a VMM writes to its report page when it is asked, [`Report::LENGTH`] bytes. Times are in ticks of the TSC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Report {
@@ -160,6 +167,13 @@ pub struct Figures {
     pub settled: u64,
     /// Exits by reason, numbered as the VMM library does.
     pub exits: [u64; REASONS],
+}
+
+impl Figures {
+    /// Reads figures; `None` if they are damaged.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        postcard::from_bytes(bytes).ok()
+    }
 }
 
 /// Why something is not done.
@@ -256,7 +270,7 @@ mod tests {
         };
         let mut buffer = [0; MAX_ENCODED];
         let bytes = postcard::to_slice(&figures, &mut buffer).unwrap();
-        assert_eq!(postcard::from_bytes(bytes), Ok(figures));
+        assert_eq!(Figures::decode(bytes), Some(figures));
         const { assert!(MAX_ENCODED <= crate::console::MAX_BYTES) };
     }
 

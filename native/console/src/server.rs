@@ -53,9 +53,9 @@ impl<R: Registers> Server<R> {
         server
     }
 
-    /// Offers a slot for the next capability.
+    /// Offers a slot for the next capability, unless one is offered.
     fn offer(&mut self) {
-        self.offered = self.slots.take();
+        self.offered = self.offered.or_else(|| self.slots.take());
         let (base, count) = self.offered.map_or((0, 0), |slot| (slot, 1));
         Page::current().accept_capabilities(base, count);
     }
@@ -65,9 +65,7 @@ impl<R: Registers> Server<R> {
         // An empty slot is what is wanted.
         let _ = drop_capability(slot);
         self.slots.give(slot);
-        if self.offered.is_none() {
-            self.offer();
-        }
+        self.offer();
     }
 
     /// Answers a call.

@@ -39,6 +39,7 @@ pub mod device;
 #[cfg(all(feature = "heap", target_os = "none"))]
 pub mod heap;
 pub mod log;
+pub mod manage;
 mod memory;
 mod objects;
 mod page;

@@ -7,13 +7,13 @@
 
 mod commands;
 mod editor;
-mod root;
 mod screen;
 mod table;
 
 use core::fmt::Write;
 
 use abi::FOREVER;
+use native_rt::manage::Root;
 use native_rt::{error, time};
 use proto::console::MAX_BYTES;
 use proto::control::code;
@@ -23,7 +23,6 @@ use proto::system::{MAX_NAME, MAX_VMS};
 
 use crate::commands::{COMMANDS, Command, Completion, Said, Word, Wrong};
 use crate::editor::{Editor, Event};
-use crate::root::Root;
 use crate::screen::Screen;
 
 /// One second, in ns.

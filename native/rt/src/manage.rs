@@ -1,17 +1,25 @@
-//! The management gate.
+//! The management gate, for programs that root has given one: see `proto::manage`.
 
-use native_rt::{Gate, Message, Page};
 use proto::DONE;
-use proto::manage::{CREATE, Entry, FIGURES, Figures, LIST, MAX_ENCODED, MEMORY, Refusal};
+use proto::manage::{Entry, FIGURES, Figures, LIST, MAX_ENCODED, MEMORY, Refusal};
 use proto::start::slot;
 use proto::system::MAX_NAME;
+
+use crate::objects::{Gate, Message};
+use crate::page::Page;
 
 /// Most things that are listed.
 const MAX_LISTED: u64 = 64;
 
-/// Root, as this program sees it.
+/// Root, as a manager sees it.
 #[derive(Clone, Copy)]
 pub struct Root(Gate);
+
+impl Default for Root {
+    fn default() -> Self {
+        Self::new()
+    }
+}
 
 impl Root {
     /// The gate that root has given.
@@ -28,15 +36,15 @@ impl Root {
         }
     }
 
-    /// Asks for something about one name, or two for [`CREATE`].
+    /// Asks for something about one name, or two.
     pub fn ask(self, label: u64, name: &str, second: &str) -> Result<(), Refusal> {
-        let mut text = heapless::Vec::<u8, { 2 * MAX_NAME }>::new();
-        let fits = text.extend_from_slice(name.as_bytes()).is_ok()
-            && text.extend_from_slice(second.as_bytes()).is_ok();
-        if !fits || second.is_empty() == (label == CREATE) {
+        if name.len() > MAX_NAME || second.len() > MAX_NAME {
             return Err(Refusal::BadName);
         }
-        let words = Page::current().set_bytes(&text);
+        let mut text = [0; 2 * MAX_NAME];
+        text[..name.len()].copy_from_slice(name.as_bytes());
+        text[name.len()..][..second.len()].copy_from_slice(second.as_bytes());
+        let words = Page::current().set_bytes(&text[..name.len() + second.len()]);
         let lengths = [name.len() as u64, second.len() as u64, 0, 0];
         self.call(Message::new(label, lengths).with_page(words)).map(drop)
     }
@@ -51,9 +59,7 @@ impl Root {
             if bytes.is_empty() {
                 break;
             }
-            let Ok(entry) = postcard::from_bytes::<Entry>(bytes) else {
-                return Err(Refusal::Malformed);
-            };
+            let entry = Entry::decode(bytes).ok_or(Refusal::Malformed)?;
             from = u64::from(entry.number) + 1;
             each(&entry);
         }
@@ -65,7 +71,7 @@ impl Root {
         let answer = self.call(Message::new(FIGURES, [number.into(), 0, 0, 0]))?;
         let mut buffer = [0; MAX_ENCODED];
         let bytes = Page::current().bytes(answer.tag.words, answer.words[0], &mut buffer);
-        postcard::from_bytes(bytes).map_err(|_| Refusal::Malformed)
+        Figures::decode(bytes).ok_or(Refusal::Malformed)
     }
 
     /// Free bytes, free pieces, kernel pages in use, and in all.
