@@ -112,7 +112,7 @@ pub struct Report {
     pub halted: u64,
     /// Time that the virtual machine was paused.
     pub paused: u64,
-    /// CPU time of threads other than the first one.
+    /// CPU time of the virtual CPUs' threads.
     pub used: u64,
     /// World switches into the guest.
     pub entries: u64,

@@ -76,7 +76,7 @@ pub mod slot {
     pub const DEVICE: u64 = 7;
     /// Server: root's notification, right `SIGNAL`.
     pub const ROOT: u64 = 8;
-    /// Native program: the scheduling context of its first thread.
+    /// The scheduling context of its first thread.
     pub const SCHED: u64 = 9;
     /// Native program: management gate.
     pub const MANAGE: u64 = 15;

@@ -182,8 +182,8 @@ impl Child {
             task.give(task.selector(), slot::TASK, all)?;
             let all = rights::CONTROL | rights::SERVE;
             task.give(thread.selector(), slot::THREAD, all)?;
-            task.give(sched.selector(), slot::SCHED, rights::SCHEDULE)?;
         }
+        task.give(sched.selector(), slot::SCHED, rights::SCHEDULE)?;
         Ok(Self {
             number: shape.number,
             slots: Vec::new(),

@@ -231,10 +231,14 @@ impl Manager<'_> {
         // The report is of one moment: its own time counts.
         let until = if report.written == 0 { time::tsc() } else { report.written };
         let lived = until.saturating_sub(child.made);
+        let vcpus =
+            self.instances.get(number.saturating_sub(FIRST_VM)).map_or(1, |vm| vm.plan.vcpus);
+        let all = (lived - report.paused.min(lived)).saturating_mul(vcpus.into());
+        let steal = all.saturating_sub(report.used).saturating_sub(report.halted);
         Ok(answer(&Figures {
             lived: nanos(lived),
             run: nanos(report.used),
-            steal: 0,
+            steal: nanos(if report.written == 0 { 0 } else { steal }),
             halt: nanos(report.halted),
             paused: nanos(report.paused),
             bytes: child.bytes,

@@ -16,6 +16,8 @@ pub struct NativeVcpu<'a> {
     console: &'a Console,
     /// When the machine wants the guest to be left, as a TSC value.
     deadline: u64,
+    /// Ticks that the machine's time is behind the host's.
+    behind: u64,
 }
 
 impl<'a> NativeVcpu<'a> {
@@ -24,13 +26,25 @@ impl<'a> NativeVcpu<'a> {
         // Nothing is in the kernel that is not zero: everything here is valid, and must be taken over.
         let state = vcpu.state();
         state.valid = group::ALL;
-        Self { vcpu, console, deadline: abi::FOREVER }
+        Self { vcpu, console, deadline: abi::FOREVER, behind: 0 }
     }
 
     /// World switches and exits that the kernel settled.
     pub fn counts(&mut self) -> (u64, u64) {
         let state = self.vcpu.state();
         (state.entries, state.settled)
+    }
+
+    /// From now on the machine's time is behind the host's by so many ticks. The guest's counter goes on where
+    /// it was.
+    pub fn set_behind(&mut self, ticks: u64) {
+        if ticks != self.behind {
+            let offset = self.get(Reg::TscOffset);
+            self.behind = ticks;
+            self.set(Reg::TscOffset, offset);
+            // The kernel looks at a new deadline before the guest runs; this one is the machine's again.
+            self.deadline = 0;
+        }
     }
 
     /// The state page, with these groups valid.
@@ -153,11 +167,14 @@ impl Backend for NativeVcpu<'_> {
 
     #[inline(always)]
     fn get(&mut self, name: Reg) -> u64 {
-        *register(self.with(group_of(name)), name)
+        let value = *register(self.with(group_of(name)), name);
+        // The guest's counter is the machine's time and an offset.
+        if name == Reg::TscOffset { value.wrapping_add(self.behind) } else { value }
     }
 
     #[inline(always)]
     fn set(&mut self, name: Reg, value: u64) {
+        let value = if name == Reg::TscOffset { value.wrapping_sub(self.behind) } else { value };
         *register(self.change(group_of(name)), name) = value;
     }
 
@@ -201,7 +218,7 @@ impl Backend for NativeVcpu<'_> {
 
     #[inline(always)]
     fn set_deadline(&mut self, tsc: u64) {
-        self.deadline = tsc;
+        self.deadline = tsc.saturating_add(self.behind);
     }
 
     /// Runs the guest. Output that has waited too long is flushed on the way: a guest that computes without ever

@@ -14,12 +14,14 @@ pub struct NativeHost<'a> {
     pub console: &'a Console,
     /// What wakes each virtual CPU.
     pub notifications: &'a [Notification],
+    /// Ticks that the machine's time is behind the host's, because it was paused.
+    pub behind: u64,
 }
 
 impl Host for NativeHost<'_> {
     #[inline(always)]
     fn tsc(&self) -> u64 {
-        time::tsc()
+        time::tsc().wrapping_sub(self.behind)
     }
 
     fn put(&mut self, byte: u8) -> bool {

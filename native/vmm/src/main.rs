@@ -3,13 +3,14 @@
 //!
 //! It holds capabilities for its guest's memory, its console session and gates to root; nothing else. The memory
 //! that it uses beyond the guest's is fixed when it starts: image, a stack for each virtual CPU, one heap. Each virtual
-//! CPU has a thread and a notification; the first thread also listens to the servers and to root.
+//! CPU has a thread and a notification; the first thread also listens to the servers and to root ([`control`]).
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
 
 mod backend;
 mod console;
+mod control;
 mod host;
 mod registers;
 
@@ -20,7 +21,8 @@ use heapless::Vec;
 use native_rt::start::{exit, file, guest_memory, windows};
 use native_rt::thread::{Hand, Making, together};
 use native_rt::{
-    Factory, Gate, Message, Notification, Space, Status, Vcpu, Vm, error, info, time, warn,
+    Factory, Gate, Message, Notification, SchedContext, Space, Status, Vcpu, Vm, error, info, time,
+    warn,
 };
 use proto::control::{STARTED, Statistics, code};
 use proto::start::{RangeKind, Role, Start, VCPU_STACK, Vmm, event, slot};
@@ -34,6 +36,7 @@ use vmm_mem::GuestMemory;
 
 use crate::backend::NativeVcpu;
 use crate::console::Console;
+use crate::control::{CONTROL, ORDERS, Share};
 use crate::host::NativeHost;
 
 const VM: u64 = slot::FREE;
@@ -90,6 +93,7 @@ fn main(start: &Start<'static>) -> u64 {
         return code::INTERNAL;
     }
     let statistics = Cell::new(Statistics::ZERO);
+    CONTROL.report_to(windows(start, RangeKind::Report).next());
     // Root goes on in any case.
     let _ = Gate::at(slot::CONTROL).call(Message::new(STARTED, [0; 4]));
     let mut resets = 0u32;
@@ -209,18 +213,19 @@ fn run(
     }
     let config = PcConfig {
         vcpus: count,
-        clock: TscClock::new(start.clock.tsc_khz, time::tsc()),
+        clock: TscClock::new(start.clock.tsc_khz, time::tsc().wrapping_sub(CONTROL.behind())),
         xcr0_mask: plan.xcr0_mask,
         start_unix: time::unix_seconds(&start.clock),
         kvmclock: true,
     };
     let pc = Machine::new(config, memory, host_cpuid);
     let drive = |index: usize| {
-        let mut host = NativeHost { console, notifications };
+        let mut host = NativeHost { console, notifications, behind: CONTROL.behind() };
         let mut cpu = pc.cpu(index);
         let outcome = drive(&pc, &mut cpu, &mut vcpus[index].lock(), &mut host);
         // The others end too.
         pc.end(outcome, &mut host);
+        CONTROL.close(index, cpu.exits());
         for (sum, count) in statistics.lock().exits.iter_mut().zip(cpu.exits()) {
             *sum += count;
         }
@@ -237,14 +242,18 @@ fn run(
 
 /// Runs a virtual CPU until the machine ends.
 fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHost) -> Outcome {
-    let notification = host.notifications[cpu.index()];
+    let index = cpu.index();
+    let notification = host.notifications[index];
+    // Orders before are for the machine before.
+    let mut seen = CONTROL.orders();
     loop {
-        let events = match pc.run(cpu, vcpu, host) {
+        let mut events = match pc.run(cpu, vcpu, host) {
             Pause::End(outcome) => return outcome,
             Pause::Recall(events) => events,
             Pause::Idle { deadline_tsc } => {
                 host.console.flush();
-                match notification.wait(deadline_tsc) {
+                let deadline = deadline_tsc.saturating_add(host.behind);
+                match CONTROL.idle(index, notification, deadline) {
                     Ok(events) => events,
                     Err(Status::Timeout) => continue,
                     Err(status) => {
@@ -254,10 +263,45 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
                 }
             }
         };
+        if events & ORDERS != 0 || seen != CONTROL.orders() {
+            seen = CONTROL.orders();
+            let notifications = host.notifications;
+            let mut driven = Driven { pc, cpu, vcpu, host };
+            events |= CONTROL.serve(index, events, notifications, context(index), &mut driven);
+            host.behind = CONTROL.behind();
+            vcpu.set_behind(host.behind);
+        }
         if events & event::CONSOLE != 0 {
             host.console.wake();
             pc.input(host);
         }
+    }
+}
+
+/// What the thread of a virtual CPU runs on.
+fn context(index: usize) -> SchedContext {
+    SchedContext::at(if index == 0 { slot::SCHED } else { vcpu_slots(index) + 3 })
+}
+
+/// A machine and the virtual CPU that a thread drives.
+struct Driven<'d, 'm, 'v, 'h> {
+    pc: &'d Machine<'m>,
+    cpu: &'d Cpu,
+    vcpu: &'d mut NativeVcpu<'v>,
+    host: &'d mut NativeHost<'h>,
+}
+
+impl control::Machine for Driven<'_, '_, '_, '_> {
+    fn press_power_button(&mut self) {
+        self.pc.press_power_button(self.host);
+    }
+
+    fn has_ended(&self) -> bool {
+        self.pc.outcome().is_some()
+    }
+
+    fn share(&mut self) -> Share {
+        Share::new(self.vcpu.counts(), self.cpu.exits())
     }
 }
 

@@ -1,0 +1,265 @@
+//! What root asks of a machine that runs: the power button, a pause, a report.
+//!
+//! The first virtual CPU listens to root. What concerns all is an *order*: its number is counted up, and the others
+//! are kicked. Whoever finds an order that it has not seen publishes its figures, and rests as long as the machine
+//! is paused.
+//!
+//! While all rest, the machine's time stands still: it is *behind* the host's by the length of all pauses. A pause
+//! begins when the last virtual CPU has come to rest, so no virtual CPU sees time go back.
+
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use abi::FOREVER;
+use native_rt::{Notification, SchedContext, Status, Window, time};
+use proto::control::REASONS;
+use proto::manage::Report;
+use proto::start::event;
+use vmm_cpu::MAX_VCPUS;
+
+use crate::Cell;
+
+/// Events that root signals.
+pub const ORDERS: u64 = event::POWER_BUTTON | event::PAUSE | event::RESUME | event::REPORT;
+/// Longest wait for the others to come to rest, in turns of the CPU. They have been kicked.
+const REST_TURNS: u32 = 100_000;
+
+/// What a virtual CPU tells of itself.
+#[derive(Clone, Copy)]
+pub struct Share {
+    /// World switches.
+    pub entries: u64,
+    /// Exits that the kernel settled.
+    pub settled: u64,
+    /// Exits by reason.
+    pub exits: [u64; REASONS],
+    /// CPU time of its thread, in ticks.
+    used: u64,
+}
+
+const NO_SHARE: Share = Share { entries: 0, settled: 0, exits: [0; REASONS], used: 0 };
+
+/// Time that a virtual CPU was idle.
+struct Idle {
+    /// In all, apart from now.
+    ticks: AtomicU64,
+    /// Since when it is; 0: it is not.
+    since: AtomicU64,
+}
+
+struct Shares {
+    each: [Share; MAX_VCPUS],
+    /// Exits before the last reset of the machine.
+    past: [u64; REASONS],
+    sequence: u64,
+    /// Where reports go.
+    page: Option<Window>,
+}
+
+/// The control of this program's machine: too large for a stack.
+pub static CONTROL: Control = Control::new();
+
+/// The state of a machine's control.
+pub struct Control {
+    orders: AtomicU32,
+    paused: AtomicBool,
+    resting: AtomicU32,
+    /// When the last virtual CPU came to rest.
+    rests_since: AtomicU64,
+    behind: AtomicU64,
+    idle: [Idle; MAX_VCPUS],
+    shares: Cell<Shares>,
+}
+
+/// The machine as a virtual CPU's thread gives it to [`Control::serve`].
+pub trait Machine {
+    /// Presses the power button.
+    fn press_power_button(&mut self);
+    /// Whether the machine has ended.
+    fn has_ended(&self) -> bool;
+    /// The figures of the virtual CPU, apart from CPU time.
+    fn share(&mut self) -> Share;
+}
+
+impl Share {
+    /// A share without CPU time.
+    pub fn new((entries, settled): (u64, u64), exits: &[u64]) -> Self {
+        let mut share = Self { entries, settled, ..NO_SHARE };
+        for (sum, count) in share.exits.iter_mut().zip(exits) {
+            *sum = *count;
+        }
+        share
+    }
+}
+
+impl Control {
+    /// Nothing is asked yet.
+    const fn new() -> Self {
+        Self {
+            orders: AtomicU32::new(0),
+            paused: AtomicBool::new(false),
+            resting: AtomicU32::new(0),
+            rests_since: AtomicU64::new(0),
+            behind: AtomicU64::new(0),
+            idle: [const { Idle { ticks: AtomicU64::new(0), since: AtomicU64::new(0) } };
+                MAX_VCPUS],
+            shares: Cell::new(Shares {
+                each: [NO_SHARE; MAX_VCPUS],
+                past: [0; REASONS],
+                sequence: 0,
+                page: None,
+            }),
+        }
+    }
+
+    /// Reports go to `page`.
+    pub fn report_to(&self, page: Option<Window>) {
+        self.shares.lock().page = page;
+    }
+
+    /// Ticks that the machine's time is behind the host's.
+    pub fn behind(&self) -> u64 {
+        self.behind.load(Ordering::Relaxed)
+    }
+
+    /// The number of the last order.
+    pub fn orders(&self) -> u32 {
+        self.orders.load(Ordering::Relaxed)
+    }
+
+    /// Waits for events of an idle virtual CPU until `deadline`, a TSC value of the host's.
+    pub fn idle(&self, index: usize, of: Notification, deadline: u64) -> Result<u64, Status> {
+        let since = time::tsc();
+        let idle = &self.idle[index];
+        idle.since.store(since, Ordering::Relaxed);
+        let result = of.wait(deadline);
+        idle.since.store(0, Ordering::Relaxed);
+        // Nobody else writes it.
+        let ticks = idle.ticks.load(Ordering::Relaxed) + time::tsc().saturating_sub(since);
+        idle.ticks.store(ticks, Ordering::Relaxed);
+        result
+    }
+
+    /// Adds the exits of a machine that is about to be reset.
+    pub fn close(&self, index: usize, exits: &[u64]) {
+        let mut shares = self.shares.lock();
+        shares.each[index].exits = [0; REASONS];
+        for (sum, count) in shares.past.iter_mut().zip(exits) {
+            *sum += *count;
+        }
+    }
+
+    /// Does what root's events ask (they come to virtual CPU 0 only) and what orders are about. Returns events that
+    /// came meanwhile and are the caller's. `context` is what the thread runs on.
+    #[cold]
+    #[inline(never)]
+    pub fn serve(
+        &self,
+        index: usize,
+        events: u64,
+        notifications: &[Notification],
+        context: SchedContext,
+        machine: &mut impl Machine,
+    ) -> u64 {
+        let mut events = events;
+        let mut left = 0;
+        let own = notifications[index];
+        if index == 0 {
+            self.obey(events, notifications, machine);
+        }
+        self.publish(index, context, machine);
+        if self.paused.load(Ordering::Acquire) {
+            self.rests_since.fetch_max(time::tsc(), Ordering::Relaxed);
+            self.resting.fetch_add(1, Ordering::AcqRel);
+            while self.paused.load(Ordering::Acquire) && !machine.has_ended() {
+                // The only way to fail is that the notification is gone, and then everything is.
+                let Ok(new) = own.wait(FOREVER) else { break };
+                events = new;
+                left |= events & !ORDERS;
+                if index == 0 && events & event::RESUME != 0 {
+                    self.resume(notifications);
+                } else if index == 0 {
+                    self.obey(events, notifications, machine);
+                }
+                self.publish(index, context, machine);
+            }
+            self.resting.fetch_sub(1, Ordering::AcqRel);
+        }
+        left
+    }
+
+    /// Carries out root's events.
+    fn obey(&self, events: u64, notifications: &[Notification], machine: &mut impl Machine) {
+        if events & event::POWER_BUTTON != 0 {
+            machine.press_power_button();
+        }
+        // A pause that was taken back before it began is none.
+        if events & event::PAUSE != 0 && events & event::RESUME == 0 {
+            self.paused.store(true, Ordering::Release);
+        }
+        if events & (event::PAUSE | event::REPORT) != 0 {
+            self.order(notifications);
+        }
+    }
+
+    /// Gives an order to the other virtual CPUs.
+    fn order(&self, notifications: &[Notification]) {
+        self.orders.fetch_add(1, Ordering::Relaxed);
+        for other in notifications.iter().skip(1) {
+            // It fails only if the virtual CPU is gone.
+            let _ = other.signal(event::KICK);
+        }
+    }
+
+    /// Ends a pause, when it has begun for all.
+    fn resume(&self, notifications: &[Notification]) {
+        for _ in 0..REST_TURNS {
+            if self.resting.load(Ordering::Acquire) as usize >= notifications.len() {
+                break;
+            }
+            native_rt::yield_now();
+        }
+        let since = self.rests_since.swap(0, Ordering::Relaxed);
+        self.behind.fetch_add(time::tsc().saturating_sub(since), Ordering::Relaxed);
+        self.paused.store(false, Ordering::Release);
+        self.order(notifications);
+    }
+
+    /// Publishes the figures of a virtual CPU, in a report with the last ones of the others.
+    fn publish(&self, index: usize, context: SchedContext, machine: &mut impl Machine) {
+        let share = Share { used: context.used(), ..machine.share() };
+        let mut shares = self.shares.lock();
+        let Some(page) = shares.page else { return };
+        shares.each[index] = share;
+        let report = self.sum(&shares);
+        let begun = shares.sequence + 1;
+        shares.sequence += 2;
+        let mut bytes = [0; Report::LENGTH];
+        for (chunk, word) in bytes[8..].as_chunks_mut::<8>().0.iter_mut().zip(report.pack()) {
+            *chunk = word.to_le_bytes();
+        }
+        // The page has a fixed size. An odd number says that the rest is being written.
+        let _ = page.write(0, &begun.to_le_bytes())
+            && page.write(8, &bytes[8..])
+            && page.write(0, &shares.sequence.to_le_bytes());
+    }
+
+    fn sum(&self, shares: &Shares) -> Report {
+        let now = time::tsc();
+        let mut report = Report { written: now, exits: shares.past, ..Report::default() };
+        for (share, idle) in shares.each.iter().zip(&self.idle) {
+            report.entries += share.entries;
+            report.settled += share.settled;
+            report.used += share.used;
+            for (sum, count) in report.exits.iter_mut().zip(share.exits) {
+                *sum += count;
+            }
+            let since = idle.since.load(Ordering::Relaxed);
+            let current = if since == 0 { 0 } else { now.saturating_sub(since) };
+            report.halted += idle.ticks.load(Ordering::Relaxed) + current;
+        }
+        let since = self.rests_since.load(Ordering::Relaxed);
+        let current = if since == 0 { 0 } else { now.saturating_sub(since) };
+        report.paused = self.behind() + current;
+        report
+    }
+}
