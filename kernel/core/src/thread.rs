@@ -842,7 +842,8 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// `VcpuRun`: the thread is in the guest from the next time it is chosen.
+    /// `VcpuRun`: the thread is in the guest from the next time it is chosen. Whether the machine is still there is looked at
+    /// then.
     #[inline(always)]
     pub fn vcpu_run(
         &self,
@@ -851,9 +852,6 @@ impl<A: Arch> Kernel<A> {
         name: Handle<Vcpu<A>>,
     ) -> Result<(), Status> {
         let vcpu = self.memory.get(name).ok_or(Status::BadCapability)?;
-        if self.memory.get(vcpu.vm).is_none_or(|vm| vm.space.dying.get()) {
-            return Err(Status::Aborted);
-        }
         if vcpu.cpu.get().is_some_and(|cpu| cpu != thread.cpu) {
             return Err(Status::BadCpu);
         }

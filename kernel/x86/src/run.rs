@@ -123,16 +123,13 @@ pub fn local(number: usize) -> &'static Local {
     &LOCALS.0[number]
 }
 
-/// Sets the timer to interrupt at `deadline` at the latest.
+/// Sets the timer to interrupt at `deadline` at the latest. One that is set to come earlier stays: a guest's deadline holds
+/// only while the guest runs, and an interrupt too many now and then costs less than setting the timer twice per exit.
 #[inline(always)]
 pub fn arm(local: &Local, deadline: u64) {
-    if local.armed.get() != deadline {
+    if deadline < local.armed.get() {
         local.armed.set(deadline);
-        if deadline == u64::MAX {
-            apic::local().disarm();
-        } else {
-            apic::local().arm(deadline);
-        }
+        apic::local().arm(deadline);
     }
 }
 

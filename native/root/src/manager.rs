@@ -58,7 +58,7 @@ const VCPU_QUOTA: u64 = 24;
 const GIB_QUOTA: u64 = 4;
 const SMALL_STACK: u64 = 48 << 10;
 /// The whole machine of a VMM is on its stack.
-const VMM_STACK: u64 = 20 << 10;
+const VMM_STACK: u64 = 32 << 10;
 const TASK_STACK: u64 = 64 << 10;
 /// Private memory of a native program.
 const TASK_MEMORY: u64 = 256 << 10;

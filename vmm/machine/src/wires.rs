@@ -64,6 +64,9 @@ pub const CHIPS: [Chip; Chip::LocalApic as usize] = [
 pub const FUNCTIONS: usize = CHIPS.len() + MAX_VCPUS;
 /// Timers: one for each chip, each local APIC, each PCI function.
 const TIMERS: usize = FUNCTIONS + MAX_FUNCTIONS;
+const _: () = assert!(TIMERS <= 64);
+/// Timers of the local APICs that are not CPU 0's.
+const OTHER_APICS: u64 = ((1 << (MAX_VCPUS - 1)) - 1) << (CHIPS.len() + 1);
 /// Messages that one call of a chip can send: an end of interrupt may free every I/O APIC input.
 const MESSAGES: usize = 24;
 
@@ -98,8 +101,8 @@ pub struct Wires {
     messages: [InterruptMessage; MESSAGES],
     message_count: usize,
     timers: [Nanos; TIMERS],
-    /// No timer is earlier than this.
-    earliest: Nanos,
+    /// Bit `n`: timer `n` is armed. Few are, at any time.
+    armed: u64,
     /// CPUs that have to look at what waits for them.
     pub attention: u32,
     /// Those of them that have been kicked for it.
@@ -107,6 +110,15 @@ pub struct Wires {
     pub end: Option<Outcome>,
     pub counters: Counters,
     pub once: Once,
+}
+
+/// The numbers of the bits that are set, ascending.
+fn ones(mut bits: u64) -> impl Iterator<Item = usize> {
+    core::iter::from_fn(move || {
+        let next = (bits != 0).then(|| bits.trailing_zeros() as usize);
+        bits &= bits.wrapping_sub(1);
+        next
+    })
 }
 
 const NO_MESSAGE: InterruptMessage =
@@ -123,7 +135,7 @@ impl Wires {
             messages: [NO_MESSAGE; MESSAGES],
             message_count: 0,
             timers: [NEVER; TIMERS],
-            earliest: NEVER,
+            armed: 0,
             attention: 0,
             kicked: 0,
             end: None,
@@ -165,8 +177,7 @@ impl Wires {
 
     fn arm(&mut self, timer: usize, deadline: Nanos) {
         self.timers[timer] = deadline;
-        // Disarming leaves `earliest` too early, which costs a look.
-        self.earliest = self.earliest.min(deadline);
+        self.armed = self.armed & !(1 << timer) | u64::from(deadline != NEVER) << timer;
         // CPU 0 looks after all but the local APICs of others.
         let owner = if timer < FUNCTIONS { timer.saturating_sub(CHIPS.len()) } else { 0 };
         self.attention |= 1 << owner;
@@ -174,24 +185,16 @@ impl Wires {
 
     /// Takes the timers that have reached `now`, one after the other, from `start` on.
     pub fn take_due(&mut self, start: usize, now: Nanos) -> Option<usize> {
-        if self.earliest > now {
-            return None;
-        }
-        let due = (start..TIMERS).find(|&timer| self.timers[timer] <= now)?;
-        self.timers[due] = NEVER;
+        let from = u64::MAX.checked_shl(start as u32).unwrap_or(0);
+        let due = ones(self.armed & from).find(|&timer| self.timers[timer] <= now)?;
+        self.armed &= !(1 << due);
         Some(due)
     }
 
     /// The next deadline of a CPU: of its local APIC, for CPU 0 also of chips and functions.
-    pub fn deadline(&mut self, cpu: usize) -> Nanos {
-        self.earliest = self.timers.iter().copied().fold(NEVER, Nanos::min);
-        let own = self.timers[CHIPS.len() + cpu];
-        if cpu == 0 {
-            let chips = self.timers[..CHIPS.len()].iter();
-            chips.chain(&self.timers[FUNCTIONS..]).copied().fold(own, Nanos::min)
-        } else {
-            own
-        }
+    pub fn deadline(&self, cpu: usize) -> Nanos {
+        let mine = if cpu == 0 { !OTHER_APICS } else { 1 << (CHIPS.len() + cpu) };
+        ones(self.armed & mine).map(|timer| self.timers[timer]).fold(NEVER, Nanos::min)
     }
 
     /// The machine ends, as it was first told.
