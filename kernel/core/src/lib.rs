@@ -139,6 +139,12 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
+    /// Whether [`Kernel::finish`] has anything to do.
+    #[inline(always)]
+    pub fn has_work(&self, cpu: usize) -> bool {
+        self.flush.get() != 0 || self.memory.has_retired() || self.cpus[cpu].resched.get()
+    }
+
     /// Ends an entry of the kernel: flushes, reuses freed memory, chooses who runs.
     #[inline(always)]
     pub fn finish(&mut self, cpu: usize) {

@@ -422,11 +422,17 @@ impl<A: Arch> Kernel<A> {
 
     // ---- timeouts ----------------------------------------------------------------------------
 
-    fn update_next_event(&self, cpu: usize) {
-        let cpu = &self.cpus[cpu];
+    fn update_next_event(&self, number: usize) {
+        let cpu = &self.cpus[number];
+        let before = cpu.next_event.get();
         let timeout = cpu.timeouts.first(&self.memory).map(|t| self.memory.at(t).deadline.get());
         let refill = cpu.refills.first(&self.memory).map(|s| self.memory.at(s).refill.get());
-        cpu.next_event.set(timeout.unwrap_or(u64::MAX).min(refill.unwrap_or(u64::MAX)));
+        let next = timeout.unwrap_or(u64::MAX).min(refill.unwrap_or(u64::MAX));
+        cpu.next_event.set(next);
+        // Its timer is set for what was next before, or not at all.
+        if next < before && number != A::this_cpu() {
+            A::kick(number);
+        }
     }
 
     /// Arms a thread's timeout.

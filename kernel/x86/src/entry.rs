@@ -73,8 +73,8 @@ macro_rules! register {
 
 impl Context {
     /// Where entry from user mode starts to push.
-    pub fn end(&self) -> u64 {
-        self.0.get() as u64 + size_of::<Self>() as u64
+    pub fn end(this: *const Self) -> u64 {
+        this as u64 + size_of::<Self>() as u64
     }
 
     /// What brought the thread into the kernel: vector and error code.

@@ -201,18 +201,23 @@ pub fn leave(mut kernel: Guard, number: usize) -> *const Context {
             continue;
         };
         let thread = kernel.memory.at(handle);
-        if let Some(vcpu) = thread.vcpu.get() {
-            kernel = svm::run(kernel, number, handle, vcpu);
-            continue;
+        let back = if let Some(vcpu) = thread.vcpu.get() {
+            let (after, back) = svm::run(kernel, number, handle, vcpu);
+            kernel = after;
+            // Most exits: there is nothing to do but to go back to the VMM. The timer is set early enough: guests are
+            // entered with the CPU's own deadline at the latest, and nobody has changed that.
+            let Some(back) = back.filter(|_| !kernel.has_work(number)) else { continue };
+            back
+        } else {
+            arm(local(number), kernel.cpus[number].deadline());
+            svm::Back { task: thread.task, context: &raw const thread.context }
+        };
+        if kernel.cpus[number].space.get() != Some(back.task) {
+            load_space(&kernel, number, back.task);
         }
-        if kernel.cpus[number].space.get() != Some(thread.task) {
-            load_space(&kernel, number, thread.task);
-        }
-        let context = &raw const thread.context;
-        cpu::set_interrupt_stack(thread.context.end());
-        arm(local(number), kernel.cpus[number].deadline());
+        cpu::set_interrupt_stack(Context::end(back.context));
         unlock(kernel);
-        return context;
+        return back.context;
     }
 }
 

@@ -22,11 +22,12 @@ use hw_x86::paging::{cr0, xcr0};
 use hw_x86::vmcb::{
     ControlArea, Vmcb, VmcbSegment, event, exit, intercept3, intercept4, npf, tlb_control, v_intr,
 };
-use kernel_core::object::{Thread, Vcpu, Vm};
+use kernel_core::object::{Task, Thread, Vcpu, Vm};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
 
 use crate::cpu::MAX_CPUS;
+use crate::entry::Context;
 use crate::features::features;
 use crate::io::{rdmsr, read_cr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
@@ -670,7 +671,7 @@ pub fn run(
     number: usize,
     thread_name: Handle<Thread<X86>>,
     name: Handle<Vcpu<X86>>,
-) -> Guard {
+) -> (Guard, Option<Back>) {
     let local = local(number);
     let cpu_bit = 1u64 << number;
     let (frames, vm_name) = match prepare(&kernel, &local.guest, name) {
@@ -681,7 +682,7 @@ pub fn run(
         }
         Err(stop) => {
             refuse(&kernel, thread_name, name, &stop);
-            return kernel;
+            return (kernel, None);
         }
     };
     unlock(kernel);
@@ -696,7 +697,7 @@ pub fn run(
     }
     let Some(vcpu) = kernel.memory.get(name) else {
         handle_pending(&kernel, number);
-        return kernel;
+        return (kernel, None);
     };
     let frames = &vcpu.arch;
     let (state, control) = (frames.state(), &mut frames.vmcb().control);
@@ -710,16 +711,17 @@ pub fn run(
     }
     control.tlb_control = tlb_control::NOTHING;
     state.inject = interrupted_event(control.exit_int_info);
-    match code {
+    let back = match code {
         exit::INTR | exit::NMI | exit::SMI | exit::INIT => {
             state.settled += 1;
             count(&kernel.counters.settled);
             handle_pending(&kernel, number);
             after_interrupt(&kernel, number, thread_name, name);
+            None
         }
         exit::VINTR => {
             state.window = 0;
-            give(&kernel, thread_name, vcpu, kernel_exit::WINDOW, group::IP);
+            give(&kernel, thread_name, vcpu, kernel_exit::WINDOW, group::IP)
         }
         _ => {
             state.exit_info1 = control.exit_info1;
@@ -737,10 +739,10 @@ pub fn run(
                 _ if control.n_rip != 0 => group::IP,
                 _ => group::IP | group::CONTROL | group::CODE,
             };
-            give(&kernel, thread_name, vcpu, code, groups);
+            give(&kernel, thread_name, vcpu, code, groups)
         }
-    }
-    kernel
+    };
+    (kernel, back)
 }
 
 /// Brings the processor structures of a vCPU, and what the CPU holds of it, up to date.
@@ -810,7 +812,9 @@ fn refuse(
 ) {
     let vcpu = kernel.memory.get(name);
     match (stop, vcpu) {
-        (&Stop::Exit(code), Some(vcpu)) => give(kernel, thread_name, vcpu, code, group::IP),
+        (&Stop::Exit(code), Some(vcpu)) => {
+            give(kernel, thread_name, vcpu, code, group::IP);
+        }
         (&Stop::Exit(_), None) => {}
         (&Stop::Failed(status), _) => {
             kernel.vcpu_return(kernel.memory.at(thread_name), vcpu, status);
@@ -870,6 +874,14 @@ fn interrupted_event(info: u64) -> u64 {
     if by_instruction { 0 } else { info }
 }
 
+/// The VMM's thread whose `VcpuRun` has ended, which is the CPU's current one.
+pub struct Back {
+    /// Its task.
+    pub task: Handle<Task<X86>>,
+    /// Its registers.
+    pub context: *const Context,
+}
+
 /// Ends `VcpuRun` with an exit for the VMM.
 #[inline(always)]
 fn give(
@@ -878,7 +890,7 @@ fn give(
     vcpu: &Vcpu<X86>,
     code: u64,
     groups: u64,
-) {
+) -> Option<Back> {
     const NEXT_KNOWN: u64 = group::IP;
     const LOOK: u64 = group::IP | group::CONTROL | group::CODE;
     let (state, vmcb) = (vcpu.arch.state(), vcpu.arch.vmcb());
@@ -890,9 +902,9 @@ fn give(
         LOOK => read_code(state, vmcb, LOOK),
         _ => vcpu.arch.read_groups(groups),
     }
-    if let Some(thread) = kernel.memory.get(thread_name) {
-        kernel.vcpu_return(thread, Some(vcpu), Status::Ok);
-    }
+    let thread = kernel.memory.get(thread_name)?;
+    kernel.vcpu_return(thread, Some(vcpu), Status::Ok);
+    Some(Back { task: thread.task, context: &raw const thread.context })
 }
 
 /// Frames of host state that each CPU needs.

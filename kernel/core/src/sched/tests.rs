@@ -400,6 +400,33 @@ fn another_cpu_is_asked_to_choose() {
 }
 
 #[test]
+fn another_cpu_is_told_of_an_earlier_event() {
+    set_time(0);
+    on_cpu(1);
+    let mut world = World::new();
+    let thread = world.passive(1);
+    let (sched, slot) = world.sched(7, 100_000, 400_000);
+    world.kernel.bind_sched(thread, sched).unwrap();
+    world.start(thread);
+    tick(&mut world, 100_000);
+    world.kernel.stop_thread(thread);
+    world.finish();
+    assert_eq!(world.kernel.cpus[1].deadline(), u64::MAX, "idle, with its timer off");
+    on_cpu(0);
+    machine(|machine| machine.kicks.take());
+    // It has no time left in this period: the other CPU's timer must be set for the next.
+    world.start(thread);
+    assert_eq!(world.kernel.cpus[1].deadline(), 400_000);
+    assert_eq!(machine(|machine| machine.kicks.take()), [1]);
+    on_cpu(1);
+    tick(&mut world, 400_000);
+    assert!(world.current(1) == Some(thread));
+    world.drop_slot(slot);
+    on_cpu(0);
+    world.end();
+}
+
+#[test]
 fn priorities_have_a_ceiling() {
     let world = World::new();
     let result = Kernel::<Fake>::new_sched(11, 100_000, 0, 10);
