@@ -254,14 +254,17 @@ impl Queue {
     /// As [`Queue::pop`].
     pub fn check(&self, memory: &GuestMemory, head: u16) -> Result<Chain, RingError> {
         let mut chain = Chain { head, readable: 0, writable: 0 };
+        let mut is_writing = false;
         for descriptor in self.walk(memory, head) {
             let Descriptor { part, write } = descriptor?;
             if !memory.contains(part.address, part.length.into()) {
                 return Err(RingError::Buffer);
             }
-            if !write && chain.writable != 0 {
+            // Empty descriptors count too.
+            if is_writing && !write {
                 return Err(RingError::Order);
             }
+            is_writing = write;
             let sum = if write { &mut chain.writable } else { &mut chain.readable };
             *sum = sum.checked_add(part.length).ok_or(RingError::Buffer)?;
         }
