@@ -15,23 +15,48 @@ use vmm_dev::virtio::pci::{Pci, spec};
 use crate::layout;
 
 /// Most functions of a board, without the host bridge.
-pub const MAX_FUNCTIONS: usize = 8;
+pub const MAX_FUNCTIONS: usize = 12;
 
 /// The functions of a board.
 pub trait Functions {
-    /// Number of slots, at most [`MAX_FUNCTIONS`]. 0: the board has no PCI at all.
-    const SLOTS: usize;
+    /// Number of slots, at most [`MAX_FUNCTIONS`], always the same. 0: the board has no PCI at all.
+    fn slots(&self) -> usize;
     /// The function in a slot, and its outside.
     fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn Outside)>;
+    /// Puts all functions in their state after power-on, for a new machine. Disks forget the requests of the old one.
+    fn power_on(&mut self);
 }
 
 /// No PCI.
 impl Functions for () {
-    const SLOTS: usize = 0;
+    #[inline]
+    fn slots(&self) -> usize {
+        0
+    }
 
     #[inline]
     fn get(&mut self, _: usize) -> Option<(&mut dyn Function, &mut dyn Outside)> {
         None
+    }
+
+    fn power_on(&mut self) {}
+}
+
+/// What is elsewhere, or no PCI.
+impl<F: Functions + ?Sized> Functions for Option<&mut F> {
+    #[inline]
+    fn slots(&self) -> usize {
+        self.as_ref().map_or(0, |functions| functions.slots())
+    }
+
+    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn Outside)> {
+        self.as_mut()?.get(slot)
+    }
+
+    fn power_on(&mut self) {
+        if let Some(functions) = self {
+            functions.power_on();
+        }
     }
 }
 
@@ -104,9 +129,29 @@ enum Card {
     Entropy(Pci<Entropy>),
 }
 
+impl Card {
+    /// The device after power-on.
+    fn new(device: Virtio, slot: usize) -> Self {
+        let base = layout::PCI_WINDOW + spec::WINDOW * slot as u32;
+        match device {
+            Virtio::Block(info) => Self::Block(Pci::new(Blk::new(info), base)),
+            Virtio::Net(info) => Self::Net(Pci::new(NetCard::new(info), base)),
+            Virtio::Console => Self::Console(Pci::new(Console::new(), base)),
+            Virtio::Entropy => Self::Entropy(Pci::new(Entropy::new(), base)),
+        }
+    }
+}
+
+/// A device, how it was made, and its outside.
+struct Slot<O> {
+    device: Virtio,
+    card: Card,
+    outside: O,
+}
+
 /// Up to `N` virtio devices on PCI, at most [`MAX_FUNCTIONS`], each with its outside of type `O`.
 pub struct Slots<O, const N: usize> {
-    slots: [Option<(Card, O)>; N],
+    slots: [Option<Slot<O>>; N],
 }
 
 impl<O, const N: usize> Default for Slots<O, N> {
@@ -117,36 +162,33 @@ impl<O, const N: usize> Default for Slots<O, N> {
 
 impl<O, const N: usize> Slots<O, N> {
     /// Empty slots: a PCI bus with nothing but the host bridge.
-    pub const fn new() -> Self {
+    // Inlined, and no constant: built where it stays, because it is large and stacks are small.
+    #[inline(always)]
+    pub fn new() -> Self {
         const { assert!(N >= 1 && N <= MAX_FUNCTIONS) };
-        Self { slots: [const { None }; N] }
+        Self { slots: core::array::from_fn(|_| None) }
     }
 
     /// Puts a device in the next free slot and gives its number; without one, gives the outside back.
     pub fn add(&mut self, device: Virtio, outside: O) -> Result<usize, O> {
         let Some(slot) = self.slots.iter().position(Option::is_none) else { return Err(outside) };
-        let base = layout::PCI_WINDOW + spec::WINDOW * slot as u32;
-        let card = match device {
-            Virtio::Block(info) => Card::Block(Pci::new(Blk::new(info), base)),
-            Virtio::Net(info) => Card::Net(Pci::new(NetCard::new(info), base)),
-            Virtio::Console => Card::Console(Pci::new(Console::new(), base)),
-            Virtio::Entropy => Card::Entropy(Pci::new(Entropy::new(), base)),
-        };
-        self.slots[slot] = Some((card, outside));
+        self.slots[slot] = Some(Slot { device, card: Card::new(device, slot), outside });
         Ok(slot)
     }
 
     /// The outside of a slot's device.
     pub fn outside(&mut self, slot: usize) -> Option<&mut O> {
-        self.slots.get_mut(slot)?.as_mut().map(|(_, outside)| outside)
+        self.slots.get_mut(slot)?.as_mut().map(|slot| &mut slot.outside)
     }
 }
 
 impl<O: Outside, const N: usize> Functions for Slots<O, N> {
-    const SLOTS: usize = N;
+    fn slots(&self) -> usize {
+        N
+    }
 
     fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn Outside)> {
-        let (card, outside) = self.slots.get_mut(slot)?.as_mut()?;
+        let Slot { card, outside, .. } = self.slots.get_mut(slot)?.as_mut()?;
         let function: &mut dyn Function = match card {
             Card::Block(device) => device,
             Card::Net(device) => device,
@@ -154,5 +196,16 @@ impl<O: Outside, const N: usize> Functions for Slots<O, N> {
             Card::Entropy(device) => device,
         };
         Some((function, outside))
+    }
+
+    fn power_on(&mut self) {
+        for (number, slot) in self.slots.iter_mut().enumerate() {
+            if let Some(Slot { device, card, outside }) = slot {
+                *card = Card::new(*device, number);
+                if let Some(block) = outside.block() {
+                    block.forget();
+                }
+            }
+        }
     }
 }

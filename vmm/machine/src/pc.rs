@@ -182,8 +182,9 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         config: PcConfig,
         memory: &'m GuestMemory,
         host_cpuid: impl Fn(u32, u32) -> Values,
-        functions: P,
+        mut functions: P,
     ) -> Self {
+        functions.power_on();
         const { assert!(CPUS >= 1 && CPUS <= MAX_VCPUS) };
         let vcpus = usize::from(config.vcpus).clamp(1, CPUS);
         let tsc_khz = u32::try_from(config.clock.khz()).unwrap_or(u32::MAX);
@@ -396,7 +397,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     /// The slot of the function whose window is at an address, and the offset in it.
     fn function_at(&mut self, address: u64) -> Option<(usize, u64)> {
         let functions = &mut self.machine.pci.functions;
-        (0..P::SLOTS).find_map(|slot| {
+        (0..functions.slots()).find_map(|slot| {
             let (base, length) = functions.get(slot)?.0.window()?;
             let offset = address.wrapping_sub(base);
             (offset < length).then_some((slot, offset))
@@ -437,23 +438,32 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     }
 
     /// What an access to the ports of PCI means, if it is one.
+    #[inline]
     fn config_port(&self, port: u16, size: u8) -> Option<ConfigPort> {
-        if P::SLOTS == 0 {
+        let offset = port.wrapping_sub(layout::PCI_ADDRESS);
+        if offset >= 8 || self.machine.pci.functions.slots() == 0 {
             return None;
         }
-        let data = port.wrapping_sub(layout::PCI_DATA);
-        if port == layout::PCI_ADDRESS && size == 4 {
-            Some(ConfigPort::Address)
-        } else if data < 4 && data + u16::from(size) <= 4 {
-            Some(ConfigPort::Data(self.machine.pci.address.target(data.into(), size)))
-        } else {
-            None
+        match offset {
+            0 if size == 4 => Some(ConfigPort::Address),
+            4.. if offset + u16::from(size) <= 8 => {
+                let target = self.machine.pci.address.target(u64::from(offset) - 4, size);
+                Some(ConfigPort::Data(target))
+            }
+            _ => None,
         }
+    }
+
+    /// Whether an address belongs to the PCI of the board, if it has one.
+    fn in_pci(&self, address: u64) -> bool {
+        let end = u64::from(layout::ECAM) + pci::spec::ECAM_LEN;
+        (layout::PCI_WINDOW.into()..end).contains(&address)
+            && self.machine.pci.functions.slots() != 0
     }
 
     /// Reads where PCI is, if there is PCI; `None` elsewhere.
     fn pci_read(&mut self, address: u64, size: u8) -> Option<u64> {
-        in_pci::<P>(address).then(|| {
+        self.in_pci(address).then(|| {
             let mut value = 0;
             for part in parts(address, size) {
                 let access = Access::new(part.address, part.size);
@@ -476,7 +486,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
 
     /// Writes where PCI is; whether it is there.
     fn pci_write(&mut self, address: u64, size: u8, value: u64) -> bool {
-        if !in_pci::<P>(address) {
+        if !self.in_pci(address) {
             return false;
         }
         for part in parts(address, size) {
@@ -676,12 +686,6 @@ enum ConfigPort {
     Address,
     /// Some register, or none that exists.
     Data(Option<Target>),
-}
-
-/// Whether an address belongs to the PCI of the board, if it has one.
-fn in_pci<P: Functions>(address: u64) -> bool {
-    let end = u64::from(layout::ECAM) + pci::spec::ECAM_LEN;
-    P::SLOTS != 0 && (u64::from(layout::PCI_WINDOW)..end).contains(&address)
 }
 
 /// A naturally aligned part of an access, of at most four bytes.
