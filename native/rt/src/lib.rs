@@ -46,6 +46,7 @@ mod page;
 mod port;
 #[cfg(feature = "probe")]
 pub mod probe;
+pub mod random;
 mod slots;
 pub mod start;
 mod syscall;
