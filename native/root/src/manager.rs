@@ -15,8 +15,8 @@ use proto::control::{EXITED, PANICKED, STARTED, Statistics, code};
 use proto::log::{Level, MAX_TEXT};
 use proto::start::{Clock, RangeKind, Role, Start, VCPU_STACK, Vmm, event};
 use proto::system::{
-    Board, Device, MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, SerialPort, Server, ServerKind,
-    System, Vm,
+    Board, Device, MAX_SERVERS, MAX_TASKS, MAX_VM_DISKS, MAX_VM_NETS, MAX_VMS, Restart, SerialPort,
+    Server, ServerKind, System, Vm,
 };
 use proto::{DONE, REFUSED, console};
 use vmm_cpu::exit::EXIT_NAMES;
@@ -59,6 +59,8 @@ const GIB_QUOTA: u64 = 4;
 const SMALL_STACK: u64 = 48 << 10;
 /// The whole machine of a VMM is on its stack.
 const VMM_STACK: u64 = 32 << 10;
+/// So are its devices with their sessions: for each, and some more while one is made.
+const DEVICE_STACK: u64 = 8 << 10;
 const TASK_STACK: u64 = 64 << 10;
 /// Private memory of a native program.
 const TASK_MEMORY: u64 = 256 << 10;
@@ -352,12 +354,18 @@ impl<'a> Manager<'a> {
         if let Some(&cpu) = cpus.iter().find(|&&cpu| cpu >= machine.cpus) {
             return Err(StartError::Cpu(cpu));
         }
+        let devices = match (vm.disks.len() + vm.nets.len()) as u64 {
+            0 => 0,
+            // The VMM has room for these numbers, and an entropy source.
+            few @ 1..=2 => few + 4,
+            _ => (MAX_VM_DISKS + MAX_VM_NETS) as u64 + 4,
+        };
         let shape = Shape {
             number,
             cpu: cpus.first().copied().unwrap_or(0),
             priority: vm.priority,
             quota: vmm_quota(vm),
-            stack: VMM_STACK,
+            stack: VMM_STACK + DEVICE_STACK * devices,
             may_build: cpus.len() > 1,
         };
         self.build(&shape, vm.binary, |root, child| {

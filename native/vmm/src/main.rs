@@ -11,6 +11,7 @@
 mod backend;
 mod console;
 mod control;
+mod devices;
 mod host;
 mod registers;
 
@@ -31,12 +32,13 @@ use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
 use vmm_boot::BootConfig;
 use vmm_cpu::{Cpu, MAX_VCPUS, TscClock};
-use vmm_machine::{Outcome, Pause, Pc, PcConfig};
+use vmm_machine::{Functions, Outcome, Pause, Pc, PcConfig, Slots};
 use vmm_mem::GuestMemory;
 
 use crate::backend::NativeVcpu;
 use crate::console::Console;
 use crate::control::{CONTROL, ORDERS, Share};
+use crate::devices::MAX_ATTACHMENTS;
 use crate::host::NativeHost;
 
 const VM: u64 = slot::FREE;
@@ -58,7 +60,8 @@ impl RelaxStrategy for Yielding {
     }
 }
 
-type Machine<'m> = Pc<'m, Yielding>;
+type Machine<'m> = Pc<'m, Yielding, MAX_VCPUS, Option<&'m mut Devices>>;
+type Devices = dyn Functions + Send;
 type Cell<T> = SpinMutex<T, Yielding>;
 
 #[cfg(not(test))]
@@ -70,6 +73,30 @@ fn main(start: &Start<'static>) -> u64 {
         error!("started as something else than a VMM");
         return code::BAD_CONFIG;
     };
+    // Devices take room on the stack, of which root gives as much as there are attachments.
+    match plan.attachments.len() {
+        0 => serve(start, plan, None),
+        1 => with_devices::<2>(start, plan),
+        2 => with_devices::<3>(start, plan),
+        _ => with_devices::<{ MAX_ATTACHMENTS + 1 }>(start, plan),
+    }
+}
+
+/// Runs a virtual machine with fewer than `N` attachments.
+#[inline(never)]
+fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
+    let mut devices = Slots::<_, N>::new();
+    match devices::open(&mut devices, start, plan) {
+        Ok(()) => serve(start, plan, Some(&mut devices)),
+        Err(problem) => {
+            error!("the devices cannot be connected: {problem}");
+            code::INTERNAL
+        }
+    }
+}
+
+/// Runs the virtual machine with these devices, if any; returns its exit code.
+fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) -> u64 {
     if !(1..=MAX_VCPUS).contains(&plan.cpus.len()) {
         error!("{} virtual CPUs; this version runs 1 to {MAX_VCPUS}", plan.cpus.len());
         return code::BAD_CONFIG;
@@ -98,7 +125,15 @@ fn main(start: &Start<'static>) -> u64 {
     let _ = Gate::at(slot::CONTROL).call(Message::new(STARTED, [0; 4]));
     let mut resets = 0u32;
     loop {
-        let outcome = match run(start, plan, &memory, &mut guest, &console, &statistics) {
+        let outcome = match run(
+            start,
+            plan,
+            &memory,
+            &mut guest,
+            &console,
+            &statistics,
+            devices.as_deref_mut(),
+        ) {
             Ok(outcome) => outcome,
             Err(code) => return code,
         };
@@ -190,9 +225,11 @@ fn run(
     guest: &mut Guest,
     console: &Console,
     statistics: &Cell<Statistics>,
+    devices: Option<&mut Devices>,
 ) -> Result<Outcome, u64> {
     let Guest { vcpus, notifications, hands, .. } = guest;
-    let layout = vmm_machine::layout();
+    let layout =
+        if devices.is_some() { vmm_machine::layout_with_pci() } else { vmm_machine::layout() };
     let count = vcpus.len() as u8;
     let config = BootConfig {
         layout: &layout,
@@ -218,7 +255,7 @@ fn run(
         start_unix: time::unix_seconds(&start.clock),
         kvmclock: true,
     };
-    let pc = Machine::new(config, memory, host_cpuid);
+    let pc = Machine::with_functions(config, memory, host_cpuid, devices);
     let drive = |index: usize| {
         let mut host = NativeHost { console, notifications, behind: CONTROL.behind() };
         let mut cpu = pc.cpu(index);
@@ -274,6 +311,9 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
         if events & event::CONSOLE != 0 {
             host.console.wake();
             pc.input(host);
+        }
+        for slot in devices::slots(events) {
+            pc.function_input(slot, host);
         }
     }
 }

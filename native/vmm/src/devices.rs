@@ -1,0 +1,471 @@
+//! Virtio devices of the guest, and their sessions with servers.
+//!
+//! A machine with attachments has a PCI bus with a device for each of them, in their order, and an entropy source
+//! behind them. Data is copied once between guest memory and the session's; requests that are under way when a
+//! server is restarted are sent again by the session. Everything here is used under the machine's lock.
+
+use core::fmt;
+
+use heapless::Vec;
+use native_rt::device::{Shared, sessions};
+use native_rt::{Notification, Window, random, time};
+use proto::disk::{self, Operation, Status};
+use proto::net;
+use proto::service::Service;
+use proto::start::{Start, Vmm, event, slot};
+use proto::system::{MAX_VM_DISKS, MAX_VM_NETS};
+use vmm_bus::outside::{
+    Block, BlockInfo, BlockOp, BlockStatus, Data, Net, NetInfo, Offload, Segments, Takes,
+};
+use vmm_machine::{Outside, Slots, Virtio};
+
+/// Most attachments of a machine.
+pub const MAX_ATTACHMENTS: usize = MAX_VM_DISKS + MAX_VM_NETS;
+/// Time in which servers have to answer when the machine starts, in ns.
+const PATIENCE: u64 = 10_000_000_000;
+/// Most bytes of one request to a disk: several of them are to fit a session.
+const MAX_REQUEST: u32 = 64 << 10;
+/// Bytes that are copied at a time.
+const PIECE: usize = 512;
+
+/// Why there are no devices.
+#[derive(Debug)]
+pub enum Problem {
+    /// More attachments than devices.
+    TooMany,
+    /// The session with this number is not there, or too short.
+    NoSession(usize),
+    /// The server of the session with this number does not answer.
+    NoAnswer(usize),
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::TooMany => write!(to, "there are too many"),
+            Self::NoSession(number) => write!(to, "no memory for session {number}"),
+            Self::NoAnswer(number) => write!(to, "the server of session {number} does not answer"),
+        }
+    }
+}
+
+/// The other side of a session.
+struct Server {
+    notification: Notification,
+    signal: u64,
+}
+
+impl Server {
+    fn signal(&self) {
+        // It fails only if the server is gone; root tells the next one.
+        let _ = self.notification.signal(self.signal);
+    }
+}
+
+/// What a device is connected to.
+#[expect(clippy::large_enum_variant, reason = "there are few, and nothing allocates")]
+pub enum Link {
+    /// A disk server.
+    Disk(Disk),
+    /// A switch.
+    Net(Port),
+    /// The processor.
+    Entropy,
+}
+
+impl Outside for Link {
+    fn block(&mut self) -> Option<&mut dyn Block> {
+        match self {
+            Self::Disk(disk) => Some(disk),
+            _ => None,
+        }
+    }
+
+    fn net(&mut self) -> Option<&mut dyn Net> {
+        match self {
+            Self::Net(port) => Some(port),
+            _ => None,
+        }
+    }
+
+    fn entropy(&mut self, to: &mut [u8]) -> bool {
+        random::fill(to)
+    }
+}
+
+impl Link {
+    /// Looks whether the server has answered, and what the device is like then.
+    fn look(&mut self) -> Option<Virtio> {
+        match self {
+            Self::Disk(disk) => disk.look().map(Virtio::Block),
+            Self::Net(port) => port.look().map(Virtio::Net),
+            Self::Entropy => Some(Virtio::Entropy),
+        }
+    }
+}
+
+/// Opens the sessions, waits until all servers have answered, and fills empty slots.
+// Not inlined: what it needs on the stack is free again when the machine runs.
+#[inline(never)]
+pub fn open<const N: usize>(
+    devices: &mut Slots<Link, N>,
+    start: &Start,
+    plan: &Vmm,
+) -> Result<(), Problem> {
+    let patience = time::ticks(start.clock.tsc_khz, PATIENCE);
+    let deadline = time::tsc().saturating_add(patience);
+    let mut memory = sessions(start);
+    let own = Notification::at(slot::NOTIFICATION);
+    // What has come meanwhile is for others.
+    let mut events = 0;
+    for (number, attachment) in plan.attachments.iter().enumerate() {
+        let session = memory.next().ok_or(Problem::NoSession(number))?;
+        let notification = Notification::at(slot::SESSIONS + number as u64);
+        let server = Server { notification, signal: attachment.signal };
+        let link = match attachment.service {
+            Service::Disk => Disk::new(session, server).map(Link::Disk),
+            Service::Net => Port::new(session, server).map(Link::Net),
+        };
+        let mut link = link.ok_or(Problem::NoSession(number))?;
+        let device = loop {
+            if let Some(device) = link.look() {
+                break device;
+            }
+            events |= own.wait(deadline).map_err(|_| Problem::NoAnswer(number))?;
+        };
+        devices.add(device, link).map_err(|_| Problem::TooMany)?;
+    }
+    devices.add(Virtio::Entropy, Link::Entropy).map_err(|_| Problem::TooMany)?;
+    if events != 0 {
+        // It fails only without the right, and then nobody else waits for anything.
+        let _ = own.signal(events);
+    }
+    Ok(())
+}
+
+/// Slots of the devices whose servers have something to say.
+pub fn slots(events: u64) -> impl Iterator<Item = usize> {
+    (0..MAX_ATTACHMENTS).filter(move |&slot| events & event::session(slot) != 0)
+}
+
+/// A disk.
+pub struct Disk {
+    client: disk::Client<'static>,
+    window: Window,
+    server: Server,
+    /// Requests that are not finished.
+    requests: Vec<Request, { disk::SLOTS }>,
+    /// Changes when the device forgets its requests.
+    generation: u32,
+}
+
+/// A request.
+#[derive(Clone, Copy)]
+struct Request {
+    tag: u64,
+    buffer: Option<disk::Buffer>,
+}
+
+impl Disk {
+    fn new(session: Shared, server: Server) -> Option<Self> {
+        let window = session.window();
+        let client = disk::Client::new(session.words(), window.length())?;
+        Some(Self { client, window, server, requests: Vec::new(), generation: 0 })
+    }
+
+    fn look(&mut self) -> Option<BlockInfo> {
+        // Nothing is under way, so there is no answer.
+        self.client.poll();
+        self.tell();
+        let info = self.client.info()?;
+        let most = u64::from(info.max_sectors) * disk::SECTOR;
+        Some(BlockInfo {
+            sectors: info.sectors,
+            read_only: info.read_only,
+            discard: info.discard,
+            write_zeroes: info.write_zeroes,
+            max_bytes: u32::try_from(most).map_or(MAX_REQUEST, |most| most.min(MAX_REQUEST)),
+            serial: *b"parador\0\0\0\0\0\0\0\0\0\0\0\0\0",
+        })
+    }
+
+    fn tell(&mut self) {
+        if self.client.take_signal() {
+            self.server.signal();
+        }
+    }
+
+    fn tag(&self, id: u16) -> u64 {
+        u64::from(self.generation) << 16 | u64::from(id)
+    }
+
+    /// Takes a request out, and gives its buffer back.
+    fn remove(&mut self, tag: u64) -> Option<Request> {
+        let at = self.requests.iter().position(|request| request.tag == tag)?;
+        let request = self.requests.swap_remove(at);
+        if let Some(buffer) = request.buffer {
+            self.client.release(buffer);
+        }
+        Some(request)
+    }
+}
+
+impl Block for Disk {
+    fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
+        if self.requests.is_full() || !self.client.has_room() {
+            return false;
+        }
+        let sectors = u64::from(data.left()) / disk::SECTOR;
+        let (operation, sector, count) = match op {
+            BlockOp::Read { sector } => (Operation::Read, sector, sectors as u32),
+            BlockOp::Write { sector } => (Operation::Write, sector, sectors as u32),
+            BlockOp::Flush => (Operation::Flush, 0, 0),
+            BlockOp::Discard { sector, count } => (Operation::Discard, sector, count),
+            BlockOp::WriteZeroes { sector, count, .. } => (Operation::WriteZeroes, sector, count),
+        };
+        let buffer = if operation.has_data() {
+            let Some(buffer) = self.client.allocate(data.left().into()) else { return false };
+            if operation == Operation::Write {
+                put(self.window, buffer.offset, data);
+            }
+            Some(buffer)
+        } else {
+            None
+        };
+        let tag = self.tag(id);
+        let offset = buffer.map_or(0, |buffer| buffer.offset);
+        // There is room for both.
+        let _ = self.requests.push(Request { tag, buffer });
+        let _ = self.client.submit(operation, sector, count, offset, tag);
+        self.tell();
+        true
+    }
+
+    fn completed(&mut self) -> Option<(u16, BlockStatus)> {
+        // A server that runs wild is left alone after as many nonsensical answers.
+        for _ in 0..2 * disk::SLOTS {
+            let completion = self.client.poll();
+            self.tell();
+            let Some(completion) = completion else {
+                if self.client.sleep() {
+                    return None;
+                }
+                continue;
+            };
+            let status = match completion.status {
+                Status::Ok => BlockStatus::Done,
+                Status::Unsupported => BlockStatus::Unsupported,
+                Status::Failed | Status::Invalid | Status::ReadOnly => BlockStatus::Failed,
+            };
+            if completion.tag >> 16 == u64::from(self.generation) {
+                return Some((completion.tag as u16, status));
+            }
+            self.remove(completion.tag);
+        }
+        None
+    }
+
+    fn finish(&mut self, id: u16, data: &mut Data<'_>) {
+        let tag = self.tag(id);
+        let buffer = self.requests.iter().find(|request| request.tag == tag);
+        if let Some(buffer) = buffer.and_then(|request| request.buffer) {
+            get(self.window, buffer.offset, data);
+        }
+        self.remove(tag);
+    }
+
+    fn forget(&mut self) {
+        self.generation = self.generation.wrapping_add(1);
+    }
+}
+
+/// A port of a switch.
+pub struct Port {
+    client: net::Client<'static>,
+    window: Window,
+    server: Server,
+    up: bool,
+    /// The frame that waits first.
+    first: Option<net::Frame>,
+}
+
+impl Port {
+    fn new(session: Shared, server: Server) -> Option<Self> {
+        let window = session.window();
+        let client = net::Client::new(session.words(), window.length())?;
+        Some(Self { client, window, server, up: false, first: None })
+    }
+
+    fn look(&mut self) -> Option<NetInfo> {
+        self.poll();
+        self.client.info().map(|info| NetInfo { mac: info.mac })
+    }
+
+    fn poll(&mut self) -> bool {
+        let up = self.client.poll();
+        if up != self.up {
+            // Frames of an earlier connection are gone.
+            self.first = None;
+        }
+        self.up = up;
+        self.tell();
+        up
+    }
+
+    fn tell(&mut self) {
+        if self.client.take_signal() {
+            self.server.signal();
+        }
+    }
+}
+
+impl Net for Port {
+    fn link_up(&self) -> bool {
+        self.up
+    }
+
+    fn takes(&mut self, takes: Takes) {
+        let Takes { csum: sums, tcp4, tcp6 } = takes;
+        self.client.set_takes(net::Takes { sums, tcp4, tcp6 });
+    }
+
+    fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool {
+        let length = u64::from(frame.left());
+        // Without a switch, and where no frame is so short or long, it is lost.
+        if !self.poll() || !(net::MIN_FRAME..=net::MAX_FRAME).contains(&length) {
+            return true;
+        }
+        let mut place = self.client.place(length);
+        if place.is_none() && !self.client.sleep_for_room() {
+            // The switch has made room just now; else the frame is lost.
+            place = self.client.place(length);
+        } else if place.is_none() {
+            return false;
+        }
+        let Some(place) = place else { return true };
+        put(self.window, place, frame);
+        self.client.send(net::Frame { offset: place, length, offload: to_session(offload) });
+        self.tell();
+        true
+    }
+
+    fn first(&mut self) -> Option<(Offload, u32)> {
+        self.poll();
+        for _ in 0..2 * net::FRAMES {
+            self.first = self.client.receive();
+            match self.first {
+                Some(frame) => match from_session(frame.offload) {
+                    Some(offload) => return Some((offload, frame.length as u32)),
+                    None => self.drop_first(),
+                },
+                None if self.client.sleep() => return None,
+                None => {}
+            }
+        }
+        None
+    }
+
+    fn copy(&mut self, offset: u32, to: &mut Data<'_>) {
+        if let Some(frame) = self.first {
+            let offset = u64::from(offset).min(frame.length);
+            to.truncate((frame.length - offset) as u32);
+            get(self.window, frame.offset + offset, to);
+        }
+    }
+
+    fn drop_first(&mut self) {
+        if self.first.take().is_some() {
+            self.client.done();
+            self.tell();
+        }
+    }
+}
+
+/// `VIRTIO_NET_HDR_F_DATA_VALID`.
+const DATA_VALID: u8 = 2;
+/// `VIRTIO_NET_HDR_GSO_TCPV4`, `_TCPV6`.
+const TCP4: u8 = 1;
+const TCP6: u8 = 4;
+
+fn to_session(offload: Offload) -> net::Offload {
+    let bit = |set, bit| if set { bit } else { 0 };
+    net::Offload {
+        flags: bit(offload.needs_csum, net::NEEDS_SUM) | bit(offload.data_valid, DATA_VALID),
+        segments: match offload.segments {
+            Segments::None => 0,
+            Segments::Tcp4 => TCP4,
+            Segments::Tcp6 => TCP6,
+        },
+        header: offload.header_length,
+        segment: offload.segment_size,
+        sum_start: offload.csum_start,
+        sum_offset: offload.csum_offset,
+    }
+}
+
+/// `None`: the device has no such thing to say to a guest.
+fn from_session(offload: net::Offload) -> Option<Offload> {
+    Some(Offload {
+        needs_csum: offload.flags & net::NEEDS_SUM != 0,
+        data_valid: offload.flags & DATA_VALID != 0,
+        segments: match offload.segments {
+            0 => Segments::None,
+            TCP4 => Segments::Tcp4,
+            TCP6 => Segments::Tcp6,
+            _ => return None,
+        },
+        ecn: false,
+        header_length: offload.header,
+        segment_size: offload.segment,
+        csum_start: offload.sum_start,
+        csum_offset: offload.sum_offset,
+    })
+}
+
+/// Copies all data to a place of the session, as far as there is both.
+fn put(window: Window, mut offset: u64, data: &mut Data<'_>) {
+    let mut piece = [0; PIECE];
+    loop {
+        let count = data.read(&mut piece);
+        if count == 0 || !window.write(offset, &piece[..count]) {
+            return;
+        }
+        offset += count as u64;
+    }
+}
+
+/// Copies from a place of the session until the data is full, as far as there is both.
+fn get(window: Window, mut offset: u64, data: &mut Data<'_>) {
+    let mut piece = [0; PIECE];
+    while data.left() != 0 {
+        let count = piece.len().min(data.left() as usize);
+        if !window.read(offset, &mut piece[..count]) || data.write(&piece[..count]) < count {
+            return;
+        }
+        offset += count as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offloads_cross_the_session() {
+        let offload = Offload {
+            needs_csum: true,
+            data_valid: true,
+            segments: Segments::Tcp6,
+            ecn: false,
+            header_length: 74,
+            segment_size: 1440,
+            csum_start: 54,
+            csum_offset: 16,
+        };
+        assert_eq!(from_session(to_session(offload)), Some(offload));
+        let plain = Offload::default();
+        assert_eq!(from_session(to_session(plain)), Some(plain));
+        let udp = net::Offload { segments: 3, ..net::Offload::default() };
+        assert_eq!(from_session(udp), None);
+    }
+}
