@@ -19,8 +19,24 @@ use tempfile::TempDir;
 const KERNEL_PACKAGE: &str = "linux-image-cloud-amd64";
 const BUSYBOX_PACKAGE: &str = "busybox-static";
 const INSTALLED_BUSYBOX: &str = "/bin/busybox";
-/// Drivers that let a guest report a panic; the kernel has them as modules.
-const MODULES: [&str; 2] = ["pvpanic.ko", "pvpanic-mmio.ko"];
+/// Drivers of what a guest may have, in the order in which they are loaded: to report a panic, then for virtio. The
+/// kernel has them as modules.
+const MODULES: [&str; 12] = [
+    "pvpanic.ko",
+    "pvpanic-mmio.ko",
+    "virtio_ring.ko",
+    "virtio.ko",
+    "virtio_pci_legacy_dev.ko",
+    "virtio_pci_modern_dev.ko",
+    "virtio_pci.ko",
+    "virtio-rng.ko",
+    "virtio_blk.ko",
+    "failover.ko",
+    "net_failover.ko",
+    "virtio_net.ko",
+];
+/// Changes when other files of packages are kept than before.
+const KEPT: u32 = 2;
 
 /// Something from a package.
 pub struct Fetched {
@@ -113,7 +129,7 @@ fn fetch(
         .chars()
         .map(|c| if c.is_ascii_alphanumeric() || "+-.~".contains(c) { c } else { '_' })
         .collect();
-    let folder = cache.join(format!("{name}_{safe_version}"));
+    let folder = cache.join(format!("{name}_{safe_version}.{KEPT}"));
     let title = format!("{name} {version}");
     if folder.join(must).is_file() {
         return Ok(Fetched { folder, title: format!("{title}, kept from before") });

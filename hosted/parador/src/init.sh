@@ -14,10 +14,14 @@ export PATH=/bin:/sbin:/usr/bin:/usr/sbin HOME=/root TERM=${TERM:-linux} PS1='\w
 hostname guest
 cd /root
 
-# A panic is reported to the machine where it has the device for it.
-if [ -e /sys/bus/acpi/devices/QEMU0001:00 ]; then
-    for module in /lib/modules/*.ko; do insmod "$module"; done
-fi
+# Drivers of devices that are there: a panic is reported to the machine; virtio devices are PCI functions.
+for module in /lib/modules/*.ko; do
+    case $module in
+    *pvpanic*) device=/sys/bus/acpi/devices/QEMU0001:00 ;;
+    *) device=/sys/bus/pci/devices/0000:00:01.0 ;;
+    esac
+    [ ! -e $device ] || insmod "$module"
+done
 
 # `poweroff`, `reboot` and `halt` without -f ask process 1, which is this script.
 trap 'poweroff -f' USR2

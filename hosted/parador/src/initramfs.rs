@@ -31,7 +31,7 @@ pub fn busybox(busybox: &Path, modules: &[PathBuf]) -> Result<Vec<u8>, Failure> 
     archive.add("init", EXECUTABLE, (0, 0), INIT.as_bytes());
     for (index, module) in modules.iter().enumerate() {
         let name = module.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
-        archive.add(&format!("lib/modules/{index}-{name}"), DATA, (0, 0), &read(module)?);
+        archive.add(&format!("lib/modules/{index:02}-{name}"), DATA, (0, 0), &read(module)?);
     }
     Ok(archive.finish())
 }
@@ -143,7 +143,7 @@ mod tests {
             "bin/busybox",
             "sbin/machine-exit",
             "init",
-            "lib/modules/0-a.ko",
+            "lib/modules/00-a.ko",
         ];
         assert_eq!(names.lines().collect::<Vec<_>>(), expected);
     }
