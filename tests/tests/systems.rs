@@ -310,6 +310,130 @@ fn linux_scenarios() -> Vec<Scenario> {
     ]
 }
 
+/// Several clients of one line, and an operator.
+fn console_scenarios() -> Vec<Scenario> {
+    const SHARED: &str = "console = \"mux\"\nessential = false";
+    let steward =
+        task("steward", "steward", &[], "console = \"mux\"\nmanage = true\npriority = 20");
+    let template = micro("small", "hello", "console = \"mux\"\ntemplate = true");
+    let cycles = task("cycles", "check-cycles", &["brief", "200"], "manage = true");
+    let brief = micro("brief", "poweroff", "console = \"com1\"\ntemplate = true");
+    let sixteen: String = (0..16)
+        .map(|number| micro(&format!("guest-{number}"), "stress", "console = \"mux\""))
+        .collect();
+    vec![
+        Scenario {
+            cpus: &[1, 4],
+            steps: vec![
+                Step::Console("steward> "),
+                Step::Type("li\t\r"),
+                Step::Console("linux-2"),
+                Step::Console("steward> "),
+                // What was written before a switch is shown; what is typed goes to the selected client.
+                Step::Type("\x1d4"),
+                Step::Console("hello from a micro-guest"),
+                Step::Type("\x1d2"),
+                Step::Console("linux-1 (2"),
+                Step::Console(" # "),
+                Step::Type("echo one $((6 * 7))\n"),
+                Step::Console("one 42"),
+                Step::Type("\x1dn"),
+                Step::Console("linux-2 (3"),
+                Step::Console(" # "),
+                Step::Type("echo two $((7 * 8))\n"),
+                Step::Console("two 56"),
+                Step::Type("\x1d:st\r"),
+                Step::Console("steward (1"),
+                Step::Type("pause linux-1\r"),
+                Step::Console("pause linux-1: done"),
+                Step::Type("list\r"),
+                Step::Console("paused"),
+                Step::Type("resume li\t\r"),
+                Step::Console("resume linux-1: done"),
+                Step::Type("top\r"),
+                Step::Console("HALT%"),
+                Step::Console("linux-2"),
+                Step::Console("steward> "),
+                Step::Type("create extra small\r"),
+                Step::Console("create extra: done"),
+                Step::Type("start extra\r"),
+                Step::Console("start extra: done"),
+                Step::Type("\x1d:extra\r"),
+                Step::Console("hello from a micro-guest"),
+                Step::Type("\x1d2"),
+                Step::Console("linux-1 (2"),
+                Step::Type("echo after $((20 + 3))\n"),
+                Step::Console("after 23"),
+                // Lines of all, behind names.
+                Step::Type("\x1da"),
+                Step::Console("[parador] lines of all clients"),
+                Step::Type("poweroff\n"),
+                Step::Console("[log] root: vm linux-1 ended: power-off"),
+                Step::Type("\x1da\x1d1"),
+                Step::Console("steward (1"),
+                Step::Type("restart linux-2\r"),
+                Step::Console("restart linux-2: done"),
+                Step::Type("destroy linux-2\r"),
+                Step::Console("destroy linux-2: done"),
+                Step::Type("start linux-2\r"),
+                Step::Console("nothing has that name"),
+                Step::Type("shutdown\r"),
+                Step::Console("the steward leaves"),
+            ],
+            limit: 240,
+            ..base(
+                "three-guests",
+                steward.clone()
+                    + &linux("linux-1", "", SHARED)
+                    + &linux("linux-2", "", SHARED)
+                    + &micro("micro", "hello", SHARED)
+                    + &template,
+            )
+        },
+        Scenario {
+            cpus: &[1, 4],
+            steps: vec![
+                Step::Console("steward> "),
+                Step::Type("\x1d2"),
+                Step::Console(" # "),
+                Step::Type("for i in 1 2; do while :; do :; done & done; echo busy\n"),
+                Step::Console("\nbusy"),
+                Step::Type("\x1d1pause linux\r"),
+                Step::Console("pause linux: done"),
+                Step::Type("top\r"),
+                Step::Console("0.0     0.0     256M"),
+                Step::Console("steward> "),
+                Step::Type("resume linux\r"),
+                Step::Console("resume linux: done"),
+                Step::Type("\x1d2"),
+                Step::Console("linux (2"),
+                Step::Type(
+                    "dmesg | grep -ciE 'detected stalls|soft lockup|as unstable'; echo seen $((1 + 1))\n",
+                ),
+                Step::Console("\n0\nseen 2"),
+                Step::Type("poweroff\n"),
+                Step::Log("vm linux ended: power-off"),
+                Step::Type("\x1d1shutdown\r"),
+            ],
+            limit: 240,
+            ..base("pause", steward + &linux("linux", "", &format!("{SHARED}\ncpus = 2")))
+        },
+        Scenario {
+            cpus: &[1, 4],
+            texts: vec!["CHECK refusals ok".into(), "CHECK cycles ok".into()],
+            never: &["FAIL", "no console"],
+            ..base("cycles", cycles + &brief)
+        },
+        Scenario {
+            cpus: &[1, 4],
+            texts: (0..16).map(|n| format!("vm guest-{n} ended: power-off code 0")).collect(),
+            never: &["FAILED"],
+            limit: 240,
+            ..base("sixteen-guests", sixteen)
+        },
+    ]
+}
+
 /// What `parador system build` must refuse: name, description, exit code, text of the message.
 const REFUSALS: &[(&str, &str, i32, &str)] = &[
     ("unknown-key", "[system]\nboard = \"qemu-q35\"\nmemroy = \"1G\"\n", 65, "memroy"),
@@ -362,7 +486,14 @@ fn refusal(description: &str, code: i32, message: &str) -> Result<()> {
 }
 
 fn scenarios() -> Vec<Scenario> {
-    [check_scenarios(), guest_scenarios(), machine_scenarios(), linux_scenarios()].concat()
+    [
+        check_scenarios(),
+        guest_scenarios(),
+        machine_scenarios(),
+        linux_scenarios(),
+        console_scenarios(),
+    ]
+    .concat()
 }
 
 /// What the summary shows of each test.

@@ -49,6 +49,8 @@ enum Keys {
 enum Life {
     /// It was never there.
     Unknown,
+    /// It is about to open its session.
+    Expected,
     /// Its session is open.
     Open,
     /// It has ended; its output is kept.
@@ -66,6 +68,8 @@ struct Client {
     wants_room: bool,
     /// It has written since it was last shown.
     unseen: bool,
+    /// It has ended, and not opened its session since.
+    ended: bool,
     cook: Cook,
     /// Complete lines that there was no room to show.
     hidden: u32,
@@ -80,6 +84,7 @@ impl Client {
         input: Ring::new(),
         wants_room: false,
         unseen: false,
+        ended: false,
         cook: Cook::new(),
         hidden: 0,
     };
@@ -145,11 +150,10 @@ impl Mux {
 
     // ---- sessions ----------------------------------------------------------------------------
 
-    /// A client opens its session, or opens it anew.
-    pub fn open(&mut self, client: usize, name: &str) {
-        let known = self.clients[client].life != Life::Unknown;
+    /// A client is about to come: it has its number from now on, and can be selected.
+    pub fn expect(&mut self, client: usize, name: &str) {
         let first = (1..SESSIONS).all(|other| self.clients[other].life == Life::Unknown);
-        let number = if known { self.clients[client].number } else { self.free_number() };
+        let free = self.free_number();
         let new = &mut self.clients[client];
         if new.name != name {
             new.kept.clear();
@@ -157,16 +161,28 @@ impl Mux {
             // The name of an entry of the directory fits.
             let _ = new.name.push_str(name);
         }
-        new.number = number;
-        new.life = Life::Open;
+        match new.life {
+            Life::Unknown => (new.life, new.number) = (Life::Expected, free),
+            Life::Ended => new.life = Life::Expected,
+            Life::Expected | Life::Open => return,
+        }
+        if first && self.many {
+            self.select(client);
+        }
+    }
+
+    /// A client opens its session, or opens it anew.
+    pub fn open(&mut self, client: usize, name: &str) {
+        let again = self.clients[client].ended;
+        self.expect(client, name);
+        let new = &mut self.clients[client];
+        (new.life, new.ended) = (Life::Open, false);
         new.input.clear();
         new.cook = Cook::new();
         (new.wants_room, new.hidden) = (false, 0);
         if !self.many {
             self.selected = client;
-        } else if first {
-            self.select(client);
-        } else if client == self.selected && known {
+        } else if client == self.selected && again {
             self.say(format_args!("{name} is here again"));
         }
     }
@@ -180,10 +196,10 @@ impl Mux {
 
     /// A client is gone.
     pub fn close(&mut self, client: usize) {
-        if self.clients[client].life != Life::Open {
+        if matches!(self.clients[client].life, Life::Unknown | Life::Ended) {
             return;
         }
-        self.clients[client].life = Life::Ended;
+        (self.clients[client].life, self.clients[client].ended) = (Life::Ended, true);
         if client == self.selected && self.many {
             let name = self.clients[client].name.clone();
             self.say(format_args!("{name} has ended; Ctrl-] ? shows who is here"));
@@ -481,7 +497,8 @@ impl Mux {
             if up { number.wrapping_sub(from) } else { from.wrapping_sub(number) }
         };
         let others = self.known().filter(|&index| {
-            self.clients[index].life == Life::Open && self.clients[index].number != from
+            let client = &self.clients[index];
+            matches!(client.life, Life::Expected | Life::Open) && client.number != from
         });
         if let Some(index) = others.min_by_key(distance) {
             self.select(index);

@@ -161,7 +161,7 @@ impl<R: Registers> Server<R> {
         }
     }
 
-    /// Takes over what root has written: who is gone, and the log.
+    /// Takes over what root has written: who comes, who is gone, and the log.
     fn follow_root(&mut self) {
         let Some(directory) = &mut self.directory else { return };
         let mut buffer = [0; 512];
@@ -169,9 +169,12 @@ impl<R: Registers> Server<R> {
             self.mux.log(bytes);
         }
         for index in 0..SESSIONS {
-            let gone = self.directory.as_ref().is_some_and(|all| all.entry(index).is_none());
-            if gone && self.sessions[index].is_some() {
-                self.close(index);
+            let entry = self.directory.as_ref().and_then(|directory| directory.entry(index));
+            match entry.as_ref().and_then(directory::name) {
+                // The log is not a client.
+                Some(_) if index == directory::LOG_SESSION => {}
+                Some(name) => self.mux.expect(index, name),
+                None => self.close(index),
             }
         }
         self.send();

@@ -91,7 +91,7 @@ impl Manager<'_> {
     fn find_vm(&self, name: &str) -> Result<usize, Refusal> {
         let exists = self.system.tasks.iter().any(|task| task.name == name)
             || self.system.servers.iter().any(|server| server.name == name)
-            || self.system.vms.iter().any(|vm| vm.name == name);
+            || self.system.vms.iter().any(|vm| vm.template && vm.name == name);
         let found = self.instances.find(name).map(|index| FIRST_VM + index);
         found.ok_or(if exists { Refusal::NoVm } else { Refusal::Unknown })
     }

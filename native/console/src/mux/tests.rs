@@ -131,6 +131,28 @@ fn ways_to_switch() {
 }
 
 #[test]
+fn clients_are_numbered_before_they_come() {
+    let mut rig = Rig::single();
+    rig.0.multiplex();
+    for (client, name) in [(STEWARD, "steward"), (LINUX, "linux"), (MICRO, "micro")] {
+        rig.0.expect(client, name);
+    }
+    assert!(rig.line().contains("steward (1)"), "the first one is selected");
+    rig.keys("\x1d3");
+    assert!(rig.line().contains("micro (3)"));
+    rig.0.open(MICRO, "micro");
+    rig.0.open(LINUX, "linux");
+    rig.0.expect(LINUX, "linux");
+    assert_eq!(rig.line(), "");
+    rig.write(MICRO, "hello");
+    assert_eq!(rig.line(), "hello");
+    // One that ends before it has opened its session.
+    rig.0.close(STEWARD);
+    rig.keys("\x1d1");
+    assert!(rig.line().contains("steward (1, ended)"));
+}
+
+#[test]
 fn the_escape_key_can_be_typed() {
     let mut rig = Rig::new();
     rig.keys("a\x1d\x1db");
