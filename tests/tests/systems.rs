@@ -156,6 +156,13 @@ fn guest_scenarios() -> Vec<Scenario> {
         .collect();
     scenarios.extend([
         Scenario {
+            // Virtual CPUs with CPUs of their own, and all on one.
+            cpus: &[1, 4],
+            texts: vec!["smp: 4 processors work together".into()],
+            never: &["FAILED"],
+            ..base("smp", micro("guest", "smp", "cpus = 4\nconsole = \"com1\""))
+        },
+        Scenario {
             // In counted time the host's timer certainly interrupts the guest between STI and HLT, once.
             machine: Machine { counted: true, ..Machine::default() },
             texts: vec!["vm guest ended: power-off".into()],

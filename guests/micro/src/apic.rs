@@ -10,6 +10,8 @@ const LOCAL: u64 = 0xfee0_0000;
 const IO: u64 = 0xfec0_0000;
 /// Global interrupt of the timer chip.
 const PIT_GSI: u32 = 2;
+/// Place of an id in the xAPIC's registers.
+const ID_SHIFT: u32 = 24;
 /// `ICR_LOW`: to the sender.
 const ICR_SELF: u32 = 1 << 18;
 
@@ -64,13 +66,18 @@ pub fn enable() {
     write(local::SVR, local::SVR_ENABLE | 0xff);
 }
 
-/// Switches the local APIC to x2APIC mode. `Err`: the vector of the exception.
+/// Switches the local APIC to x2APIC mode, after those of all other processors. `Err`: the vector of the exception.
 pub fn enter_x2apic() -> Result<(), u8> {
-    let base = cpu::read_msr(msr::APIC_BASE)?;
-    // SAFETY: only the mode changes.
-    unsafe { cpu::write_msr(msr::APIC_BASE, base | apic_base::X2APIC)? };
+    switch_to_x2apic()?;
     X2APIC.store(true, Relaxed);
     Ok(())
+}
+
+/// Switches the local APIC to x2APIC mode. It must not be used until [`enter_x2apic`] on the last processor.
+pub fn switch_to_x2apic() -> Result<(), u8> {
+    let base = cpu::read_msr(msr::APIC_BASE)?;
+    // SAFETY: only the mode changes.
+    unsafe { cpu::write_msr(msr::APIC_BASE, base | apic_base::X2APIC) }
 }
 
 /// Switches the local APIC from x2APIC mode off, and on again in xAPIC mode: there is no direct way.
@@ -95,6 +102,27 @@ pub fn send_self(vector: u8) {
     write(local::ICR_LOW, ICR_SELF | local::ICR_ASSERT | u32::from(vector));
 }
 
+/// Sends an interrupt command: `command` is the low half of the register, `destination` an APIC id.
+pub fn send(destination: u32, command: u32) {
+    if X2APIC.load(Relaxed) {
+        let value = u64::from(destination) << 32 | u64::from(command);
+        // SAFETY: interrupts, for which handlers exist, or a start of another processor, whose code exists.
+        let _ = unsafe { cpu::write_msr(x2apic_msr(local::ICR_LOW), value) };
+        return;
+    }
+    write(local::ICR_HIGH, destination << ID_SHIFT);
+    write(local::ICR_LOW, command);
+    while read(local::ICR_LOW) & local::ICR_PENDING != 0 {
+        core::hint::spin_loop();
+    }
+}
+
+/// This processor's id.
+pub fn id() -> u32 {
+    let id = read(local::ID);
+    if X2APIC.load(Relaxed) { id } else { id >> ID_SHIFT }
+}
+
 /// Whether a vector is requested but not in service yet.
 pub fn requested(vector: u8) -> bool {
     read(local::IRR + u32::from(vector / 32) * 16) & 1 << (vector % 32) != 0
@@ -116,9 +144,8 @@ pub fn stop_timer() {
 /// Routes the timer chip to a vector (edge-triggered, to this processor), or nowhere.
 pub fn route_pit(vector: Option<u8>) {
     let entry = io::REDIRECTION + 2 * PIT_GSI;
-    let id = if X2APIC.load(Relaxed) { read(local::ID) } else { read(local::ID) >> 24 };
     write_io(entry, io::MASKED);
-    write_io(entry + 1, id << io::DESTINATION_SHIFT);
+    write_io(entry + 1, id() << io::DESTINATION_SHIFT);
     if let Some(vector) = vector {
         write_io(entry, vector.into());
     }

@@ -1,7 +1,7 @@
 //! What the boot loader says about the machine.
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use hw_tables::acpi::{AcpiError, Fadt, Table, Tables};
+use hw_tables::acpi::{AcpiError, Fadt, Madt, MadtEntry, Table, Tables, apic_flag};
 use hw_tables::pvh::{MemoryRange, StartInfo, memory};
 
 /// End of what start-up maps.
@@ -45,12 +45,28 @@ pub fn free_ram() -> impl Iterator<Item = (u64, u64)> {
     })
 }
 
+/// How tables are read.
+type Reader = fn(u64, usize) -> Option<&'static [u8]>;
+
+fn tables() -> Result<Tables<'static, Reader>, AcpiError> {
+    let rsdp = start_info().ok_or(AcpiError::BadRsdp)?.rsdp;
+    Tables::from_address(rsdp, left_by_firmware as Reader)
+}
+
+/// Local APIC ids of the processors that are ready for use; none if the firmware does not tell.
+pub fn processors() -> impl Iterator<Item = u8> {
+    let madt = tables().ok().and_then(|tables| Madt::parse(tables.find(Madt::SIGNATURE)?).ok());
+    madt.into_iter().flat_map(|madt| madt.entries()).filter_map(|entry| match entry {
+        MadtEntry::LocalApic { id, flags, .. } if flags & apic_flag::ENABLED != 0 => Some(id),
+        _ => None,
+    })
+}
+
 /// How to switch the machine off by ACPI: port of PM1a control, and the value to write.
 pub fn soft_off() -> Result<Option<(u16, u16)>, AcpiError> {
     const SLP_TYP_SHIFT: u32 = 10;
     const SLP_EN: u16 = 1 << 13;
-    let rsdp = start_info().ok_or(AcpiError::BadRsdp)?.rsdp;
-    let tables = Tables::from_address(rsdp, left_by_firmware)?;
+    let tables = tables()?;
     let fadt = Fadt::parse(tables.find(Fadt::SIGNATURE).ok_or(AcpiError::BadSignature)?)?;
     let dsdt = Table::read(fadt.dsdt(), left_by_firmware)?;
     let port = fadt.pm1a_control().and_then(|register| register.port());

@@ -64,6 +64,14 @@ pub fn fault_address() -> u64 {
     value
 }
 
+/// The stack pointer.
+pub fn stack_pointer() -> u64 {
+    let value;
+    // SAFETY: reads a register.
+    unsafe { asm!("mov {}, rsp", out(reg) value, options(nomem, nostack)) };
+    value
+}
+
 /// Sets bits of `CR4`.
 ///
 /// # Safety

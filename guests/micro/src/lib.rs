@@ -23,6 +23,7 @@ pub mod console;
 pub mod cpu;
 pub mod port;
 pub mod random;
+pub mod smp;
 pub mod trap;
 
 /// Exit code: the machine did something else than the architecture says.

@@ -77,6 +77,54 @@ guest_start_64:
     call {main}
     ud2
 
+    # What runs first on other processors, copied below 1 MiB. Real mode goes to 64-bit mode at once: paging
+    # and protection are switched on together.
+    .balign 16
+    .code16
+    .global guest_cpu_start, guest_cpu_start_end
+guest_cpu_start:
+    cli
+    mov ax, cs
+    mov ds, ax
+    # LGDT of a 32-bit base at DS:offset; the assembler takes no difference as an address.
+    .byte 0x66, 0x0f, 0x01, 0x16
+    .word guest_cpu_gdtr - guest_cpu_start
+    mov eax, {cr4}
+    mov cr4, eax
+    mov eax, offset guest_level_4
+    mov cr3, eax
+    mov ecx, {efer_msr}
+    rdmsr
+    or eax, {efer}
+    wrmsr
+    mov eax, {cr0}
+    mov cr0, eax
+    # A far jump with a 32-bit offset.
+    .byte 0x66, 0xea
+    .long guest_cpu_start_64
+    .word 0x08
+    .balign 8
+guest_cpu_gdtr:
+    .word 23
+    .long guest_gdt
+guest_cpu_start_end:
+
+    .code64
+guest_cpu_start_64:
+    mov eax, 0x10
+    mov ds, eax
+    mov es, eax
+    mov ss, eax
+    xor eax, eax
+    mov fs, eax
+    mov gs, eax
+    lldt ax
+    mov rsp, [{cpu_stack}]
+    xor ebp, ebp
+    cld
+    call {cpu_main}
+    ud2
+
     .section .rodata
     .balign 8
 guest_gdt:
@@ -103,6 +151,8 @@ guest_stack_top:
     code = const hw_x86::paging::descriptor::KERNEL_CODE,
     data = const hw_x86::paging::descriptor::KERNEL_DATA,
     main = sym main,
+    cpu_stack = sym crate::smp::STACK,
+    cpu_main = sym crate::smp::main,
 );
 
 /// `CR4`: SSE exceptions are `#XF`.

@@ -6,6 +6,8 @@ use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use hw_x86::paging::Gate;
 
+/// Non-maskable interrupt.
+pub const NMI: u8 = 2;
 /// First vector that is an interrupt.
 pub const FIRST_INTERRUPT: u64 = 32;
 /// Undefined opcode.
@@ -153,6 +155,11 @@ pub(crate) fn init() {
         // SAFETY: nothing else runs, and the table is not loaded yet.
         unsafe { (*TABLE.0.get())[vector] = Gate::interrupt(entry, CODE_SELECTOR, 0, 0) };
     }
+    load_table();
+}
+
+/// Lets this processor use the table.
+pub(crate) fn load_table() {
     let limit = (size_of::<Table>() - 1) as u16;
     load(limit, TABLE.0.get().addr() as u64);
 }
@@ -171,7 +178,8 @@ fn load(limit: u16, base: u64) {
 
 extern "C" fn dispatch(frame: &mut Frame) {
     let expected = RESUME.load(Relaxed);
-    if expected != 0 && u64::from(frame.vector()) < FIRST_INTERRUPT {
+    let exception = u64::from(frame.vector()) < FIRST_INTERRUPT && frame.vector() != NMI;
+    if expected != 0 && exception {
         RESUME.store(0, Relaxed);
         CAUGHT.store(u64::from(frame.vector()) + 1, Relaxed);
         frame.rip = expected;
@@ -188,7 +196,7 @@ pub fn unexpected(frame: &mut Frame) -> ! {
     exit(UNEXPECTED_TRAP)
 }
 
-/// One instruction that may raise an exception.
+/// One instruction that may raise an exception. Processors that do so at the same time take each other's.
 pub struct Attempt(());
 
 /// Begins an attempt.
