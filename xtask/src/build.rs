@@ -37,6 +37,8 @@ pub const GROUPS: &[Group] = &[
         packages: &[
             "native-root",
             "native-console",
+            "native-disk",
+            "native-net",
             "native-vmm",
             "native-steward",
             "native-check",

@@ -7,7 +7,7 @@ use proto::manage::{
     RESTART, RESUME, Refusal, START, STOP, State,
 };
 use proto::start::event;
-use proto::system::{MAX_NAME, MAX_VMS};
+use proto::system::{MAX_NAME, MAX_VMS, ServerKind};
 use proto::{DONE, REFUSED};
 use serde::Serialize;
 
@@ -46,6 +46,12 @@ impl Manager<'_> {
             let number = self.create(name, second)?;
             return Ok(Message::new(DONE, [number as u64, 0, 0, 0]));
         }
+        if label == RESTART
+            && let Some(number) = self.find_restartable_server(name)
+        {
+            self.restart(number)?;
+            return done;
+        }
         let number = self.find_vm(name)?;
         match label {
             START => self.start_now(number)?,
@@ -67,14 +73,7 @@ impl Manager<'_> {
                 }
                 self.signal(number, event::RESUME);
             }
-            RESTART => {
-                self.running(number)?;
-                let record = &mut self.records[number];
-                // It is about to be started again, so its end is not the end of the system.
-                (record.hold, record.restart) = (true, 0);
-                self.end(number, End::Killed);
-                self.start_now(number)?;
-            }
+            RESTART => self.restart(number)?,
             DESTROY => {
                 // It need not run.
                 let _ = self.kill(number);
@@ -94,6 +93,22 @@ impl Manager<'_> {
             || self.system.vms.iter().any(|vm| vm.template && vm.name == name);
         let found = self.instances.find(name).map(|index| FIRST_VM + index);
         found.ok_or(if exists { Refusal::NoVm } else { Refusal::Unknown })
+    }
+
+    /// A server whose clients go on with the next one.
+    fn find_restartable_server(&self, name: &str) -> Option<usize> {
+        self.system.servers.iter().position(|server| {
+            server.name == name && matches!(server.kind, ServerKind::Block | ServerKind::Switch)
+        })
+    }
+
+    fn restart(&mut self, number: usize) -> Result<(), Refusal> {
+        self.running(number)?;
+        let record = &mut self.records[number];
+        // It is about to be started again, so its end is not the end of the system.
+        (record.hold, record.restart) = (true, 0);
+        self.end(number, End::Killed);
+        self.start_now(number)
     }
 
     fn running(&self, number: usize) -> Result<(), Refusal> {

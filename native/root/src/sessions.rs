@@ -25,7 +25,7 @@ use crate::pci::{Bar, Function, Pci};
 const MAX_ALL: usize = 64;
 /// Memory of a server for its device, in pages: queues, commands and tables; of a switch, frames too.
 const DISK_PAGES: u64 = 32;
-const SWITCH_PAGES: u64 = 80;
+const SWITCH_PAGES: u64 = 34;
 const DMA_PAGES_ALIGN: u64 = 16;
 /// Owners of memory that stays: sessions, then servers' memory for devices.
 const KEPT: usize = CHILDREN;

@@ -1,0 +1,154 @@
+//! Disk server: drives one disk and serves parts of it to clients, over sessions in shared memory (`proto::disk`).
+//!
+//! The disk moves data between its medium and the clients' sessions by itself. A request is answered when
+//! the disk has done it. The server keeps nothing that matters over a restart: it resets the disk, reads the
+//! partitions, and clients send again what was not answered.
+#![cfg_attr(not(test), no_std, no_main)]
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
+
+mod ahci;
+mod device;
+mod partition;
+mod server;
+mod virtio;
+
+use abi::FOREVER;
+use native_rt::device::{self as memory, Shared};
+use native_rt::{Irq, Notification, error, info, warn};
+use proto::control::code;
+use proto::disk::{Operation, Session, Status};
+use proto::service::{DiskDriver, DiskServer};
+use proto::start::{Role, Start, event, slot};
+
+use crate::device::{Command, Disk};
+use crate::partition::{Partitions, SECTOR};
+use crate::server::Server;
+
+/// Register ranges: virtio's are told by its configuration, AHCI's is the last one.
+const AHCI_BAR: u64 = 5;
+/// Where the sector is read to that partitions are looked for in.
+const SCAN: u64 = 64 << 10;
+const _: () = assert!(virtio::BYTES <= SCAN && ahci::BYTES <= SCAN);
+
+#[cfg(not(test))]
+native_rt::entry!(main);
+
+/// Serves for ever; returns the exit code of a failure.
+fn main(start: &Start<'static>) -> u64 {
+    let Role::Disk(plan) = &start.role else {
+        error!("started as something else than a disk server");
+        return code::BAD_CONFIG;
+    };
+    let (Some(configuration), Some(dma)) = (memory::configuration(start), memory::dma(start))
+    else {
+        error!("there is no device");
+        return code::BAD_CONFIG;
+    };
+    let irq = Irq::at(slot::DEVICE);
+    let notification = Notification::at(slot::NOTIFICATION);
+    if let Err(status) = irq.bind(notification, event::INTERRUPT.trailing_zeros()) {
+        error!("cannot bind the interrupt: {status:?}");
+        return code::INTERNAL;
+    }
+    let (words, physical) = (dma.words(), dma.physical());
+    match plan.driver {
+        DiskDriver::Virtio => {
+            let bar = |number| memory::registers(start, number);
+            match virtio::VirtioDisk::new(configuration, bar, words, physical) {
+                Ok(disk) => serve(start, plan, disk, dma),
+                Err(error) => {
+                    error!("the disk cannot be set up: {error:?}");
+                    code::INTERNAL
+                }
+            }
+        }
+        DiskDriver::Ahci(port) => {
+            let Some(host) = memory::registers(start, AHCI_BAR) else {
+                error!("the controller has no registers");
+                return code::BAD_CONFIG;
+            };
+            match ahci::AhciDisk::new(host, port, words, physical) {
+                Ok(disk) => serve(start, plan, disk, dma),
+                Err(error) => {
+                    error!("the disk cannot be set up: {error:?}");
+                    code::INTERNAL
+                }
+            }
+        }
+    }
+}
+
+/// Waits for an event: of the device, or of a client.
+fn wait() -> bool {
+    let waited = Notification::at(slot::NOTIFICATION).wait(FOREVER);
+    // The interrupt is a message, which needs no acknowledgement by the device.
+    let _ = Irq::at(slot::DEVICE).acknowledge();
+    waited.is_ok()
+}
+
+/// Reads a sector to the shared memory and copies it from there.
+fn read_sector(
+    disk: &mut impl Disk,
+    dma: Shared,
+    sector: u64,
+    bytes: &mut [u8; SECTOR],
+) -> Option<()> {
+    let address = dma.physical() + SCAN;
+    disk.start(0, &Command { operation: Operation::Read, sector, sectors: 1, address });
+    disk.flush_doorbell();
+    loop {
+        match disk.completed() {
+            Ok(Some((_, status))) => {
+                return (status == Status::Ok && dma.window().read(SCAN, bytes)).then_some(());
+            }
+            Ok(None) if wait() => {}
+            Ok(None) | Err(_) => return None,
+        }
+    }
+}
+
+fn find_partitions(disk: &mut impl Disk, dma: Shared) -> Partitions {
+    let sectors = disk.geometry().sectors;
+    partition::find(sectors, |sector, bytes| read_sector(disk, dma, sector, bytes))
+}
+
+fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> u64 {
+    let geometry = disk.geometry();
+    let partitions = find_partitions(&mut disk, dma);
+    info!(
+        "{} MiB, {} partitions, {} requests at once",
+        geometry.sectors >> 11,
+        partitions.len(),
+        geometry.depth
+    );
+    let mut server = Server::new(disk);
+    for (number, (client, memory)) in plan.clients.iter().zip(memory::sessions(start)).enumerate() {
+        let extent = server::locate(&client.part, &partitions, geometry.sectors);
+        let both =
+            extent.and_then(|extent| Ok((extent, server::info(client, &extent, &geometry)?)));
+        let client = match both {
+            Ok((extent, info)) => Session::new(memory.words(), memory.window().length(), info)
+                .map(|session| (session, extent, memory.physical(), client.signal)),
+            Err(error) => {
+                warn!("client {number} gets no disk: {error:?}");
+                None
+            }
+        };
+        server.add(client);
+    }
+    loop {
+        let signal = |number: usize, events| {
+            // A client that is gone comes again by itself.
+            let _ = Notification::at(slot::SESSIONS + number as u64).signal(events);
+        };
+        if let Err(error) = server.serve(signal) {
+            error!("the disk failed: {}", error.0);
+            return code::INTERNAL;
+        }
+        if !wait() {
+            error!("cannot wait");
+            return code::INTERNAL;
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Partition tables: GPT (UEFI 2.10, section 5.3) and MBR (section 5.2.1, without logical partitions).
+//!
+//! A table is read sector by sector; every number in it is checked, and a table that contradicts itself is none.
+
+use crc::{CRC_32_ISO_HDLC, Crc, Digest, Table};
+use heapless::Vec;
+
+use crate::server::Extent;
+
+/// Most partitions that are looked at.
+pub const MAX_PARTITIONS: usize = 32;
+/// Bytes of a sector.
+pub const SECTOR: usize = 512;
+
+const SIGNATURE: &[u8; 8] = b"EFI PART";
+/// MBR partition types: none, extended (CHS and LBA), and the one that protects a GPT.
+const TYPE_NONE: u8 = 0;
+const TYPE_EXTENDED: [u8; 2] = [0x05, 0x0f];
+const TYPE_GPT: u8 = 0xee;
+const MBR_ENTRIES: usize = 446;
+const MBR_ENTRY: usize = 16;
+const HEADER: core::ops::RangeInclusive<u32> = 92..=SECTOR as u32;
+/// Entries are 128 bytes times a power of two; no table needs more sectors than this.
+const MAX_TABLE_SECTORS: u64 = 256;
+
+static CRC: Crc<u32, Table<1>> = Crc::<u32, Table<1>>::new(&CRC_32_ISO_HDLC);
+
+/// A partition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Partition {
+    /// From 1, in the order of the table, empty entries counted.
+    pub number: u8,
+    /// Where it is.
+    pub extent: Extent,
+}
+
+/// The partitions of a disk.
+pub type Partitions = Vec<Partition, MAX_PARTITIONS>;
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map_or(0, u32::from_le_bytes)
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    bytes.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
+}
+
+/// Finds the partitions of a disk of `sectors` sectors. `read` reads one sector; `None` if that fails.
+pub fn find(
+    sectors: u64,
+    mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
+) -> Partitions {
+    let mut sector = [0; SECTOR];
+    if sectors < 2 || read(0, &mut sector).is_none() || sector[510..] != [0x55, 0xaa] {
+        return Vec::new();
+    }
+    let kind = |index: usize, sector: &[u8; SECTOR]| sector[MBR_ENTRIES + MBR_ENTRY * index + 4];
+    if (0..4).any(|index| kind(index, &sector) == TYPE_GPT) {
+        // The second copy is in the last sector.
+        let table = gpt(1, sectors, &mut read).or_else(|| gpt(sectors - 1, sectors, &mut read));
+        return table.unwrap_or_default();
+    }
+    let mut partitions = Vec::new();
+    for index in 0..4 {
+        let at = MBR_ENTRIES + MBR_ENTRY * index;
+        let extent = Extent {
+            first: u32_at(&sector, at + 8).into(),
+            sectors: u32_at(&sector, at + 12).into(),
+        };
+        let kind = kind(index, &sector);
+        let fits =
+            extent.first > 0 && extent.first + extent.sectors <= sectors && extent.sectors > 0;
+        if kind != TYPE_NONE && !TYPE_EXTENDED.contains(&kind) && fits {
+            // There are four at most.
+            let _ = partitions.push(Partition { number: index as u8 + 1, extent });
+        }
+    }
+    partitions
+}
+
+/// Reads the GPT whose header is in sector `place`.
+fn gpt(
+    place: u64,
+    sectors: u64,
+    mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
+) -> Option<Partitions> {
+    let mut sector = [0; SECTOR];
+    read(place, &mut sector)?;
+    let length = u32_at(&sector, 12);
+    if !sector.starts_with(SIGNATURE) || !HEADER.contains(&length) || u64_at(&sector, 24) != place {
+        return None;
+    }
+    let checksum = u32_at(&sector, 16);
+    sector[16..20].fill(0);
+    if CRC.checksum(&sector[..length as usize]) != checksum {
+        return None;
+    }
+    let (first, last) = (u64_at(&sector, 40), u64_at(&sector, 48));
+    let (table, count, size) = (u64_at(&sector, 72), u32_at(&sector, 80), u32_at(&sector, 84));
+    let table_checksum = u32_at(&sector, 88);
+    let whole = size >= 128 && size.is_power_of_two() && size as usize <= SECTOR && last < sectors;
+    let bytes = u64::from(count) * u64::from(size);
+    let length = bytes.div_ceil(SECTOR as u64);
+    if !whole || length > MAX_TABLE_SECTORS || table.checked_add(length)? > sectors {
+        return None;
+    }
+    let mut digest: Digest<u32, Table<1>> = CRC.digest();
+    let mut partitions = Vec::new();
+    let mut left = bytes as usize;
+    for index in 0..length {
+        read(table + index, &mut sector)?;
+        let used = left.min(SECTOR);
+        left -= used;
+        digest.update(&sector[..used]);
+        for (entry, bytes) in sector[..used].chunks_exact(size as usize).enumerate() {
+            let number = index as usize * (SECTOR / size as usize) + entry + 1;
+            let (start, end) = (u64_at(bytes, 32), u64_at(bytes, 40));
+            let is_empty = bytes[..16].iter().all(|&byte| byte == 0);
+            if !is_empty && number < 256 && start >= first && start <= end && end <= last {
+                let extent = Extent { first: start, sectors: end - start + 1 };
+                // Beyond the limit they are not served.
+                let _ = partitions.push(Partition { number: number as u8, extent });
+            }
+        }
+    }
+    (digest.finalize() == table_checksum).then_some(partitions)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SECTORS: u64 = 2048;
+    type Image = std::vec::Vec<u8>;
+
+    fn search(image: &[u8]) -> Partitions {
+        find(SECTORS, |number, sector| {
+            let at = number as usize * SECTOR;
+            sector.copy_from_slice(image.get(at..at + SECTOR)?);
+            Some(())
+        })
+    }
+
+    fn put(image: &mut Image, at: usize, bytes: &[u8]) {
+        image[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn mbr(entries: &[(u8, u32, u32)]) -> Image {
+        let mut image = vec![0; SECTORS as usize * SECTOR];
+        put(&mut image, 510, &[0x55, 0xaa]);
+        for (index, &(kind, first, sectors)) in entries.iter().enumerate() {
+            let at = MBR_ENTRIES + MBR_ENTRY * index;
+            image[at + 4] = kind;
+            put(&mut image, at + 8, &first.to_le_bytes());
+            put(&mut image, at + 12, &sectors.to_le_bytes());
+        }
+        image
+    }
+
+    fn seal(image: &mut Image, place: u64, table: u64) {
+        let at = place as usize * SECTOR;
+        let entries = &image[table as usize * SECTOR..][..128 * 128];
+        let sum = CRC.checksum(entries);
+        put(image, at, SIGNATURE);
+        put(image, at + 12, &92u32.to_le_bytes());
+        put(image, at + 16, &[0; 4]);
+        put(image, at + 24, &place.to_le_bytes());
+        put(image, at + 40, &34u64.to_le_bytes());
+        put(image, at + 48, &(SECTORS - 34).to_le_bytes());
+        put(image, at + 72, &table.to_le_bytes());
+        put(image, at + 80, &128u32.to_le_bytes());
+        put(image, at + 84, &128u32.to_le_bytes());
+        put(image, at + 88, &sum.to_le_bytes());
+        let sum = CRC.checksum(&image[at..at + 92]);
+        put(image, at + 16, &sum.to_le_bytes());
+    }
+
+    fn gpt_image() -> Image {
+        let mut image = mbr(&[(TYPE_GPT, 1, SECTORS as u32 - 1)]);
+        for table in [2, SECTORS - 33] {
+            for (index, first, last) in [(0u64, 64u64, 163u64), (2, 200, 200), (3, 10, 40)] {
+                let at = table as usize * SECTOR + index as usize * 128;
+                put(&mut image, at, &[9; 16]);
+                put(&mut image, at + 32, &first.to_le_bytes());
+                put(&mut image, at + 40, &last.to_le_bytes());
+            }
+        }
+        seal(&mut image, 1, 2);
+        seal(&mut image, SECTORS - 1, SECTORS - 33);
+        image
+    }
+
+    fn two() -> [Partition; 2] {
+        [
+            Partition { number: 1, extent: Extent { first: 64, sectors: 100 } },
+            Partition { number: 3, extent: Extent { first: 200, sectors: 1 } },
+        ]
+    }
+
+    #[test]
+    fn both_kinds() {
+        assert_eq!(search(&mbr(&[])), []);
+        let image = mbr(&[(0x83, 64, 100), (0x05, 300, 10), (0x83, 200, 1), (0x83, 2000, 49)]);
+        assert_eq!(search(&image), two());
+        assert_eq!(search(&gpt_image()), two(), "the fourth lies outside");
+    }
+
+    #[test]
+    fn a_damaged_gpt_is_replaced_by_its_copy() {
+        let mut image = gpt_image();
+        image[SECTOR + 40] ^= 1;
+        assert_eq!(search(&image), two());
+        let mut image = gpt_image();
+        image[2 * SECTOR] ^= 1;
+        assert_eq!(search(&image), two(), "the entries' checksum");
+        image[(SECTORS as usize - 1) * SECTOR] ^= 1;
+        assert_eq!(search(&image), []);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes(changes in prop::collection::vec((0..3 * SECTOR, any::<u8>()), 0..40), sealed: bool) {
+            let mut image = gpt_image();
+            for (at, byte) in changes {
+                image[at] = byte;
+            }
+            put(&mut image, 510, &[0x55, 0xaa]);
+            if sealed {
+                // Right checksums do not make nonsense right.
+                let sum = CRC.checksum(&image[2 * SECTOR..][..128 * 128]);
+                put(&mut image, SECTOR + 88, &sum.to_le_bytes());
+                put(&mut image, SECTOR + 16, &[0; 4]);
+                let sum = CRC.checksum(&image[SECTOR..SECTOR + 92]);
+                put(&mut image, SECTOR + 16, &sum.to_le_bytes());
+            }
+            for partition in search(&image) {
+                prop_assert!(partition.extent.sectors > 0);
+                prop_assert!(partition.extent.first + partition.extent.sectors <= SECTORS);
+            }
+        }
+    }
+}

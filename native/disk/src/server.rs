@@ -1,0 +1,440 @@
+//! Clients, and the way of their requests to the disk and back.
+//!
+//! Clients take turns, one request each, so that none holds up the others. A request is answered when the disk has
+//! completed it: what was acknowledged survives this server. A flush waits for nothing here, as the disk completes it
+//! after all writes that it has completed before.
+
+use heapless::Vec;
+use proto::disk::{Info, Request, SECTOR, Session, Status};
+use proto::service::{DiskClient, MAX_SESSIONS, Part};
+
+use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
+use crate::partition::Partition;
+
+/// Sectors that a client sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// First sector on the disk.
+    pub first: u64,
+    /// Number of sectors.
+    pub sectors: u64,
+}
+
+/// Why a client's part cannot be served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PartError {
+    /// There is no such partition.
+    NoPartition(u8),
+    /// It is not within the disk or partition, or empty.
+    Beyond,
+    /// The disk is read-only, the client wants to write.
+    ReadOnly,
+}
+
+/// Finds a client's part on a disk of `sectors` sectors.
+pub fn locate(part: &Part, partitions: &[Partition], sectors: u64) -> Result<Extent, PartError> {
+    let whole = match part.partition {
+        None => Extent { first: 0, sectors },
+        Some(number) => {
+            let found = partitions.iter().find(|partition| partition.number == number);
+            found.ok_or(PartError::NoPartition(number))?.extent
+        }
+    };
+    let end = whole.first.checked_add(whole.sectors).filter(|&end| end <= sectors);
+    let left = whole.sectors.checked_sub(part.first);
+    let (Some(_), Some(left)) = (end, left) else { return Err(PartError::Beyond) };
+    let length = if part.sectors == 0 { left } else { part.sectors };
+    if length == 0 || length > left {
+        return Err(PartError::Beyond);
+    }
+    Ok(Extent { first: whole.first + part.first, sectors: length })
+}
+
+/// What to tell a client about its part.
+pub fn info(client: &DiskClient, extent: &Extent, disk: &Geometry) -> Result<Info, PartError> {
+    if disk.read_only && !client.read_only {
+        return Err(PartError::ReadOnly);
+    }
+    Ok(Info {
+        sectors: extent.sectors,
+        read_only: client.read_only,
+        discard: disk.discard && !client.read_only,
+        write_zeroes: disk.write_zeroes && !client.read_only,
+        max_sectors: disk.max_sectors,
+        depth: disk.depth as u32,
+    })
+}
+
+struct Client<'m> {
+    session: Session<'m>,
+    extent: Extent,
+    /// Physical address of the session's memory.
+    physical: u64,
+    signal: u64,
+}
+
+#[derive(Clone, Copy)]
+struct UnderWay {
+    client: usize,
+    id: u16,
+}
+
+/// The server.
+pub struct Server<'m, D> {
+    disk: D,
+    depth: usize,
+    /// By session number; one that cannot be served has no entry.
+    clients: Vec<Option<Client<'m>>, MAX_SESSIONS>,
+    under_way: [Option<UnderWay>; MAX_DEPTH],
+    /// Whose turn it is.
+    turn: usize,
+}
+
+impl<'m, D: Disk> Server<'m, D> {
+    /// A server without clients. Nothing is under way at the disk.
+    pub fn new(disk: D) -> Self {
+        let depth = disk.geometry().depth.clamp(1, MAX_DEPTH);
+        Self { disk, depth, clients: Vec::new(), under_way: [None; MAX_DEPTH], turn: 0 }
+    }
+
+    /// Adds the next client: its session, whose memory is at `physical` for the disk, and the events to signal to it. `None`:
+    /// it gets no disk.
+    pub fn add(&mut self, client: Option<(Session<'m>, Extent, u64, u64)>) {
+        let client = client.map(|(session, extent, physical, signal)| Client {
+            session,
+            extent,
+            physical,
+            signal,
+        });
+        // There are no more sessions than places.
+        let _ = self.clients.push(client);
+    }
+
+    /// Does all that can be done now, then asks everybody for signals. `signal` gets number and events of clients to be
+    /// signalled.
+    pub fn serve(&mut self, mut signal: impl FnMut(usize, u64)) -> Result<(), DeviceError> {
+        loop {
+            let mut progress = false;
+            while let Some((number, status)) = self.disk.completed()? {
+                self.complete(number, status)?;
+                progress = true;
+            }
+            let mut started = false;
+            while let Some(number) = self.free()
+                && let Some((client, request)) = self.next()
+            {
+                self.start(number, client, &request);
+                started = true;
+            }
+            if started {
+                self.disk.flush_doorbell();
+                progress = true;
+            }
+            for (number, client) in self.clients.iter_mut().enumerate() {
+                if let Some(client) = client
+                    && client.session.take_signal()
+                {
+                    signal(number, client.signal);
+                }
+            }
+            // With all places taken, the next completion is what wakes the server.
+            let full = self.free().is_none();
+            let mut idle = true;
+            for client in self.clients.iter_mut().flatten() {
+                // All of them are asked.
+                idle &= client.session.sleep();
+            }
+            if !progress && (idle || full) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// A number for another command.
+    fn free(&self) -> Option<usize> {
+        self.under_way[..self.depth].iter().position(Option::is_none)
+    }
+
+    /// The next request of the client whose turn it is, or of one after it.
+    fn next(&mut self) -> Option<(usize, Request)> {
+        let (count, turn) = (self.clients.len(), self.turn);
+        (0..count).map(|step| (turn + step) % count).find_map(|index| {
+            let request = self.clients.get_mut(index)?.as_mut()?.session.take()?;
+            self.turn = (index + 1) % count;
+            Some((index, request))
+        })
+    }
+
+    fn start(&mut self, number: usize, index: usize, request: &Request) {
+        let Some(Some(client)) = self.clients.get(index) else { return };
+        let command = Command {
+            operation: request.operation,
+            // The session has checked the request against the extent's length.
+            sector: client.extent.first + request.sector,
+            sectors: request.sectors,
+            address: client.physical + request.offset,
+        };
+        self.under_way[number] = Some(UnderWay { client: index, id: request.id });
+        self.disk.start(number, &command);
+    }
+
+    fn complete(&mut self, number: usize, status: Status) -> Result<(), DeviceError> {
+        let place = self.under_way.get_mut(number).and_then(Option::take);
+        let UnderWay { client, id } =
+            place.ok_or(DeviceError("completed what was not under way"))?;
+        if let Some(Some(client)) = self.clients.get_mut(client) {
+            client.session.complete(id, status);
+        }
+        Ok(())
+    }
+}
+
+const _: () = assert!(SECTOR == 512);
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::collections::BTreeMap;
+    use std::rc::Rc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use proptest::prelude::*;
+    use proto::disk::{BUFFER, Client as Session2, Completion, DATA, Operation};
+
+    use super::*;
+
+    /// A disk in memory. Data is one word for each sector; addresses are of words of a session.
+    struct Platter {
+        sectors: RefCell<BTreeMap<u64, u64>>,
+        memories: Vec2<Rc<Vec2<AtomicU64>>>,
+    }
+    type Vec2<T> = std::vec::Vec<T>;
+
+    struct Fake {
+        platter: Rc<Platter>,
+        queue: Vec2<(usize, Command)>,
+        /// Commands that complete with the next look.
+        ready: usize,
+        pick: u64,
+    }
+
+    const BASE: u64 = 1 << 32;
+
+    impl Disk for &RefCell<Fake> {
+        fn geometry(&self) -> Geometry {
+            Geometry {
+                sectors: 4096,
+                read_only: false,
+                discard: true,
+                write_zeroes: false,
+                max_sectors: 64,
+                depth: 5,
+            }
+        }
+        fn start(&mut self, number: usize, command: &Command) {
+            let queue = &mut self.borrow_mut().queue;
+            assert!(queue.len() < 5 && queue.iter().all(|entry| entry.0 != number));
+            queue.push((number, *command));
+        }
+        fn flush_doorbell(&mut self) {}
+        fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError> {
+            let fake = &mut *self.borrow_mut();
+            if fake.ready == 0 || fake.queue.is_empty() {
+                return Ok(None);
+            }
+            fake.ready -= 1;
+            fake.pick = fake.pick.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let index = (fake.pick >> 33) as usize % fake.queue.len();
+            let (number, command) = fake.queue.remove(index);
+            fake.platter.carry_out(&command);
+            Ok(Some((number, Status::Ok)))
+        }
+    }
+
+    impl Platter {
+        fn carry_out(&self, command: &Command) {
+            assert!(command.sector + u64::from(command.sectors) <= 4096);
+            if !command.operation.has_data() {
+                return;
+            }
+            for index in 0..u64::from(command.sectors) {
+                let address = command.address + index * SECTOR;
+                let memory = &self.memories[(address / BASE) as usize - 1];
+                let word = &memory[(address % BASE / 8) as usize];
+                let mut sectors = self.sectors.borrow_mut();
+                let sector = sectors.entry(command.sector + index).or_default();
+                if command.operation == Operation::Write {
+                    *sector = word.load(Ordering::Relaxed);
+                } else {
+                    word.store(*sector, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    const LENGTH: u64 = DATA + 16 * BUFFER;
+
+    fn platter(clients: usize) -> Rc<Platter> {
+        let memory = || Rc::new((0..LENGTH / 8).map(|_| AtomicU64::new(0)).collect::<Vec2<_>>());
+        let memories = (0..clients).map(|_| memory()).collect();
+        Rc::new(Platter { sectors: RefCell::default(), memories })
+    }
+
+    fn fake(platter: &Rc<Platter>) -> RefCell<Fake> {
+        let platter = platter.clone();
+        RefCell::new(Fake { platter, queue: Vec2::new(), ready: 0, pick: 1 })
+    }
+
+    /// Parts of 1000 sectors, one behind the other, from sector 10.
+    fn server<'m, 'f>(
+        platter: &'m Platter,
+        fake: &'f RefCell<Fake>,
+    ) -> Server<'m, &'f RefCell<Fake>> {
+        let mut server = Server::new(fake);
+        let geometry = server.disk.geometry();
+        for (index, memory) in platter.memories.iter().enumerate() {
+            let part = Part { partition: None, first: 10 + 1000 * index as u64, sectors: 1000 };
+            let extent = locate(&part, &[], geometry.sectors).unwrap();
+            let client = DiskClient { part, read_only: false, signal: 1 };
+            let info = info(&client, &extent, &geometry).unwrap();
+            let session = Session::new(&memory[..], LENGTH, info).unwrap();
+            server.add(Some((session, extent, BASE * (index as u64 + 1), 1)));
+        }
+        server
+    }
+
+    #[test]
+    fn parts() {
+        let partitions = [Partition { number: 1, extent: Extent { first: 64, sectors: 100 } }];
+        let locate = |partition, first, sectors| {
+            locate(&Part { partition, first, sectors }, &partitions, 1000)
+        };
+        assert_eq!(locate(None, 0, 0), Ok(Extent { first: 0, sectors: 1000 }));
+        assert_eq!(locate(Some(1), 10, 0), Ok(Extent { first: 74, sectors: 90 }));
+        assert_eq!(locate(Some(1), 10, 90), Ok(Extent { first: 74, sectors: 90 }));
+        assert_eq!(locate(Some(1), 10, 91), Err(PartError::Beyond));
+        assert_eq!(locate(Some(1), 100, 0), Err(PartError::Beyond));
+        assert_eq!(locate(Some(1), u64::MAX, 2), Err(PartError::Beyond));
+        assert_eq!(locate(None, 999, 2), Err(PartError::Beyond));
+        assert_eq!(locate(Some(2), 0, 0), Err(PartError::NoPartition(2)));
+        let huge = [Partition { number: 1, extent: Extent { first: 1, sectors: u64::MAX } }];
+        let part = Part { partition: Some(1), ..Part::WHOLE };
+        assert_eq!(super::locate(&part, &huge, 1000), Err(PartError::Beyond));
+    }
+
+    #[test]
+    fn clients_take_turns() {
+        let platter = platter(3);
+        let fake = fake(&platter);
+        let mut server = server(&platter, &fake);
+        let mut clients: Vec2<_> = platter
+            .memories
+            .iter()
+            .map(|memory| Session2::new(&memory[..], LENGTH).unwrap())
+            .collect();
+        for _ in 0..2 {
+            clients.iter_mut().for_each(|client| assert_eq!(client.poll(), None));
+            server.serve(|_, _| {}).unwrap();
+        }
+        for client in &mut clients {
+            for _ in 0..4 {
+                assert!(client.submit(Operation::Read, 0, 1, DATA, 0));
+            }
+        }
+        server.serve(|_, _| {}).unwrap();
+        let sectors: Vec2<u64> = fake.borrow().queue.iter().map(|entry| entry.1.sector).collect();
+        assert_eq!(sectors, [10, 1010, 2010, 10, 1010], "five at a time, in turns");
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Write(u64, u8),
+        Flush,
+        Serve(usize),
+        Poll,
+        Kill,
+    }
+
+    proptest! {
+        /// Two clients write and the server is killed at any point: whatever a client was told is written is on the disk, and
+        /// nothing of one client's is in the other one's part.
+        #[test]
+        fn no_acknowledged_write_is_lost(steps in prop::collection::vec((0..2usize, prop_oneof![
+            6 => (0..40u64, 1..4u8).prop_map(|(sector, count)| Step::Write(sector, count)),
+            1 => Just(Step::Flush),
+            5 => (0..6usize).prop_map(Step::Serve),
+            5 => Just(Step::Poll),
+            1 => Just(Step::Kill),
+        ]), 0..200)) {
+            let platter = platter(2);
+            let mut clients: Vec2<_> =
+                platter.memories.iter().map(|memory| Session2::new(&memory[..], LENGTH).unwrap()).collect();
+            // For each tag: client, first sector, number, buffer.
+            let mut requests = BTreeMap::new();
+            // Last value that was acknowledged, for each sector of each client; none while a write is under way.
+            let mut known: [BTreeMap<u64, u64>; 2] = Default::default();
+            let mut busy: [BTreeMap<u64, u32>; 2] = Default::default();
+            let mut tag = 0u64;
+            let mut kills = 0;
+            let mut rest = steps.into_iter();
+            'life: loop {
+                let device = fake(&platter);
+                let mut server = server(&platter, &device);
+                for (who, step) in rest.by_ref() {
+                    match step {
+                        Step::Write(sector, count) => {
+                            let overlap = (sector..sector + u64::from(count)).any(|sector| busy[who].contains_key(&sector));
+                            let bytes = u64::from(count) * SECTOR;
+                            if overlap || !clients[who].has_room() {
+                                continue;
+                            }
+                            let Some(buffer) = clients[who].allocate(bytes) else { continue };
+                            for index in 0..u64::from(count) {
+                                let word = (buffer.offset + index * SECTOR) / 8;
+                                platter.memories[who][word as usize].store(tag << 8 | index, Ordering::Relaxed);
+                                busy[who].insert(sector + index, 1);
+                                known[who].remove(&(sector + index));
+                            }
+                            prop_assert!(clients[who].submit(Operation::Write, sector, count.into(), buffer.offset, tag));
+                            requests.insert(tag, (who, sector, count, Some(buffer)));
+                            tag += 1;
+                        }
+                        Step::Flush => {
+                            if clients[who].submit(Operation::Flush, 0, 0, 0, tag) {
+                                requests.insert(tag, (who, 0, 0, None));
+                                tag += 1;
+                            }
+                        }
+                        Step::Serve(ready) => {
+                            device.borrow_mut().ready = ready;
+                            server.serve(|_, _| {}).unwrap();
+                        }
+                        Step::Poll => {
+                            while let Some(Completion { tag, status }) = clients[who].poll() {
+                                prop_assert_eq!(status, Status::Ok);
+                                let (client, sector, count, buffer) = requests.remove(&tag).unwrap();
+                                prop_assert_eq!(client, who);
+                                for index in 0..u64::from(count) {
+                                    busy[who].remove(&(sector + index));
+                                    known[who].insert(sector + index, tag << 8 | index);
+                                }
+                                buffer.into_iter().for_each(|buffer| clients[who].release(buffer));
+                            }
+                        }
+                        Step::Kill => {
+                            kills += 1;
+                            continue 'life;
+                        }
+                    }
+                    let sectors = platter.sectors.borrow();
+                    for (who, known) in known.iter().enumerate() {
+                        for (sector, value) in known {
+                            prop_assert_eq!(sectors.get(&(10 + 1000 * who as u64 + sector)), Some(value), "after {} kills", kills);
+                        }
+                    }
+                }
+                break;
+            }
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! Driver of virtio-blk (virtio 1.2, section 5.2).
+//!
+//! Each command has three descriptors and a record of its own in the memory shared with the device, so numbers are
+//! places and nothing is allocated.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use native_rt::device::Registers;
+use native_virtio::{QUEUE_BYTES, Queue, SetupError, Transport, WRITE};
+use proto::disk::{Operation, SECTOR, Status};
+
+use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
+
+/// Feature bits.
+mod feature {
+    pub const SIZE_MAX: u64 = 1 << 1;
+    pub const RO: u64 = 1 << 5;
+    pub const FLUSH: u64 = 1 << 9;
+    pub const DISCARD: u64 = 1 << 13;
+    pub const WRITE_ZEROES: u64 = 1 << 14;
+    pub const ALL: u64 = SIZE_MAX | RO | FLUSH | DISCARD | WRITE_ZEROES;
+}
+
+/// Offsets in the device's registers (section 5.2.4).
+mod config {
+    pub const CAPACITY: u64 = 0;
+    pub const SIZE_MAX: u64 = 8;
+    pub const MAX_DISCARD_SECTORS: u64 = 36;
+    pub const MAX_WRITE_ZEROES_SECTORS: u64 = 48;
+}
+
+/// Request types (section 5.2.6).
+const IN: u32 = 0;
+const OUT: u32 = 1;
+const FLUSH: u32 = 4;
+const DISCARD: u32 = 11;
+const WRITE_ZEROES: u32 = 13;
+
+const QUEUE: u16 = 0;
+/// Descriptors of a command: header, data, status.
+const DESCRIPTORS: u16 = 3;
+/// Words of a command's record: header (2), status, unused, range of a discard (2).
+const RECORD: usize = 8;
+const STATUS: usize = 2;
+const RANGE: usize = 4;
+const RECORDS: usize = QUEUE_BYTES as usize / 8;
+
+/// Bytes of shared memory that the driver needs.
+pub const BYTES: u64 = QUEUE_BYTES + (8 * RECORD * MAX_DEPTH) as u64;
+
+/// A virtio disk.
+pub struct VirtioDisk<'m> {
+    transport: Transport,
+    doorbell: u64,
+    queue: Queue<'m>,
+    memory: &'m [AtomicU64],
+    physical: u64,
+    geometry: Geometry,
+    has_flush: bool,
+    max_discard: u32,
+    max_zeroes: u32,
+    /// Commands that end without the device.
+    ended: [Option<Status>; MAX_DEPTH],
+}
+
+impl<'m> VirtioDisk<'m> {
+    /// Resets the device and sets it up. `memory` is [`BYTES`] long and has the address `physical` for the device.
+    pub fn new(
+        configuration: Registers,
+        bar: impl Fn(u64) -> Option<Registers>,
+        memory: &'m [AtomicU64],
+        physical: u64,
+    ) -> Result<Self, SetupError> {
+        let (transport, features) = Transport::new(configuration, bar, feature::ALL)?;
+        let has = |bit| features & bit != 0;
+        let (capacity, size_max) = transport.consistent(|device| {
+            let low = device.read32(config::CAPACITY);
+            let high = device.read32(config::CAPACITY + 4);
+            (u64::from(low) | u64::from(high) << 32, device.read32(config::SIZE_MAX))
+        });
+        let size = transport.queue_size(QUEUE);
+        let queue = Queue::new(memory, physical, size).ok_or(SetupError::Queue(QUEUE))?;
+        if queue.size() < DESCRIPTORS || (memory.len() as u64) < BYTES / 8 {
+            return Err(SetupError::Queue(QUEUE));
+        }
+        transport.set_queue(QUEUE, &queue)?;
+        transport.start();
+        let max_sectors = if has(feature::SIZE_MAX) { size_max / SECTOR as u32 } else { u32::MAX };
+        let geometry = Geometry {
+            sectors: capacity,
+            read_only: has(feature::RO),
+            discard: has(feature::DISCARD),
+            write_zeroes: has(feature::WRITE_ZEROES),
+            max_sectors: max_sectors.clamp(8, 1 << 16),
+            depth: usize::from(queue.size() / DESCRIPTORS).min(MAX_DEPTH),
+        };
+        Ok(Self {
+            doorbell: transport.doorbell(QUEUE),
+            max_discard: transport.device().read32(config::MAX_DISCARD_SECTORS),
+            max_zeroes: transport.device().read32(config::MAX_WRITE_ZEROES_SECTORS),
+            transport,
+            queue,
+            memory,
+            physical,
+            geometry,
+            has_flush: has(feature::FLUSH),
+            ended: [None; MAX_DEPTH],
+        })
+    }
+
+    fn store(&self, number: usize, word: usize, value: u64) {
+        self.memory[RECORDS + RECORD * number + word].store(value, Ordering::Relaxed);
+    }
+
+    /// Offers the command to the device; a status if it is done without.
+    fn offer(&mut self, number: usize, command: &Command) -> Option<Status> {
+        let range = command.sectors;
+        let (kind, sector) = match command.operation {
+            Operation::Read => (IN, command.sector),
+            Operation::Write => (OUT, command.sector),
+            // A device without the feature answers no write before it is on stable storage.
+            Operation::Flush if !self.has_flush => return Some(Status::Ok),
+            Operation::Flush => (FLUSH, 0),
+            // The device may forget less than it is asked to.
+            Operation::Discard if range > self.max_discard => return Some(Status::Ok),
+            Operation::Discard => (DISCARD, 0),
+            Operation::WriteZeroes if range > self.max_zeroes => return Some(Status::Unsupported),
+            Operation::WriteZeroes => (WRITE_ZEROES, 0),
+        };
+        self.store(number, 0, kind.into());
+        self.store(number, 1, sector);
+        self.store(number, STATUS, u64::from(u8::MAX));
+        self.store(number, RANGE, command.sector);
+        self.store(number, RANGE + 1, range.into());
+        let record = self.physical + 8 * (RECORDS + RECORD * number) as u64;
+        let header = (record, 16, 0);
+        let status = (record + 8 * STATUS as u64, 1, WRITE);
+        let bytes = range.wrapping_mul(SECTOR as u32);
+        let first = DESCRIPTORS * number as u16;
+        let offered = match command.operation {
+            Operation::Read => {
+                self.queue.offer(first, &[header, (command.address, bytes, WRITE), status])
+            }
+            Operation::Write => {
+                self.queue.offer(first, &[header, (command.address, bytes, 0), status])
+            }
+            Operation::Flush => self.queue.offer(first, &[header, status]),
+            Operation::Discard | Operation::WriteZeroes => {
+                let range = (record + 8 * RANGE as u64, 16, 0);
+                self.queue.offer(first, &[header, range, status])
+            }
+        };
+        // The server uses no number twice; were it so, the client is told rather than left waiting.
+        (!offered).then_some(Status::Failed)
+    }
+}
+
+impl Disk for VirtioDisk<'_> {
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn start(&mut self, number: usize, command: &Command) {
+        if number < self.geometry.depth
+            && let Some(status) = self.offer(number, command)
+        {
+            self.ended[number] = Some(status);
+        }
+    }
+
+    fn flush_doorbell(&mut self) {
+        if self.queue.must_notify() {
+            self.transport.notify(self.doorbell, QUEUE);
+        }
+    }
+
+    fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError> {
+        if let Some(number) = self.ended.iter().position(Option::is_some) {
+            return Ok(self.ended[number].take().map(|status| (number, status)));
+        }
+        let taken = self.queue.take().map_err(|_| DeviceError("used what it was not offered"))?;
+        let Some((first, _)) = taken else { return Ok(None) };
+        let number = usize::from(first / DESCRIPTORS);
+        let word = &self.memory[RECORDS + RECORD * number + STATUS];
+        let status = match word.load(Ordering::Acquire) as u8 {
+            0 => Status::Ok,
+            2 => Status::Unsupported,
+            _ => Status::Failed,
+        };
+        Ok(Some((number, status)))
+    }
+}

@@ -1,0 +1,280 @@
+//! Network server: a switch between virtual machines and, with a network card of its own, the outside.
+//!
+//! A frame is copied once, from the sender's session to each receiver's, and by the processor that serves them.
+//! Addresses are judged on a copy of the frame's header, which is also what receivers get: the sender cannot change it in
+//! between. Frames that find no room are dropped; nobody waits for anybody.
+#![cfg_attr(not(test), no_std, no_main)]
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
+
+mod finish;
+mod switch;
+mod uplink;
+
+use abi::FOREVER;
+use heapless::Vec;
+use native_rt::device::{self as memory, Shared};
+use native_rt::{Irq, Notification, Window, error, info, time};
+use proto::control::code;
+use proto::net::{Frame, Info, MAX_FRAME, NEEDS_SUM, Offload, Port, Takes, segments};
+use proto::service::{MAX_SESSIONS, NetServer};
+use proto::start::{Role, Start, event, slot};
+
+use crate::switch::{End, HEADER, Switch, Verdict};
+use crate::uplink::Uplink;
+
+/// Frames of one sender before the others have their turn.
+const TURN: usize = 32;
+
+/// A frame that is being finished.
+static SCRATCH: spin::Mutex<[u8; MAX_FRAME as usize]> = spin::Mutex::new([0; MAX_FRAME as usize]);
+
+#[cfg(not(test))]
+native_rt::entry!(main);
+
+/// A client's session.
+struct Client {
+    port: Port<'static>,
+    window: Window,
+    signal: u64,
+}
+
+/// The network card does what it must not.
+struct CardBroken;
+
+/// The server.
+struct Server {
+    switch: Switch,
+    clients: Vec<Client, MAX_SESSIONS>,
+    uplink: Option<Uplink>,
+    tsc_khz: u64,
+}
+
+/// Where a frame's data is.
+#[derive(Clone, Copy)]
+struct Data {
+    window: Window,
+    offset: u64,
+    length: u64,
+    header: [u8; HEADER],
+    offload: Offload,
+}
+
+impl Data {
+    fn copy_to(&self, window: Window, offset: u64) -> bool {
+        self.window.copy_to(self.offset, self.length, window, offset)
+            && window.write(offset, &self.header)
+    }
+}
+
+/// Whether a client takes a frame as it is.
+fn passes(takes: Takes, offload: &Offload) -> bool {
+    let kind = match offload.segments & !segments::ECN {
+        segments::NONE => true,
+        segments::TCP4 => takes.tcp4,
+        segments::TCP6 => takes.tcp6,
+        _ => false,
+    };
+    kind && (takes.sums || offload.flags & NEEDS_SUM == 0)
+}
+
+impl Server {
+    /// Moves everything that waits; returns whether there was anything.
+    fn serve(&mut self) -> Result<bool, CardBroken> {
+        let now = time::nanos(self.tsc_khz, time::tsc());
+        let mut progress = false;
+        for number in 0..self.clients.len() {
+            for _ in 0..TURN {
+                let client = &mut self.clients[number];
+                let Some(frame) = client.port.receive() else { break };
+                progress = true;
+                let Frame { offset, length, offload } = frame;
+                let window = client.window;
+                let data = Data { window, offset, length, header: [0; HEADER], offload };
+                self.pass(End::Port(number), data, now)?;
+                self.clients[number].port.done();
+            }
+        }
+        for _ in 0..TURN {
+            let Some(uplink) = &mut self.uplink else { break };
+            let Some(received) = uplink.receive().map_err(|_| CardBroken)? else { break };
+            progress = true;
+            let data = Data {
+                window: uplink.memory().window(),
+                offset: received.offset,
+                length: received.length,
+                header: [0; HEADER],
+                offload: Offload::default(),
+            };
+            self.pass(End::Uplink, data, now)?;
+            if let Some(uplink) = &mut self.uplink {
+                uplink.give_back(received);
+            }
+        }
+        if let Some(uplink) = &mut self.uplink {
+            uplink.notify();
+        }
+        Ok(progress)
+    }
+
+    fn pass(&mut self, from: End, mut data: Data, now: u64) -> Result<(), CardBroken> {
+        if !data.window.read(data.offset, &mut data.header) {
+            return Ok(());
+        }
+        match self.switch.verdict(from, &data.header, data.length, now) {
+            Verdict::Drop(_) => Ok(()),
+            Verdict::To(to) => self.deliver(to, &data),
+            Verdict::Flood => {
+                for number in 0..self.clients.len() {
+                    if self.switch.reaches(from, End::Port(number)) {
+                        self.deliver(End::Port(number), &data)?;
+                    }
+                }
+                if self.switch.reaches(from, End::Uplink) {
+                    self.deliver(End::Uplink, &data)?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn deliver(&mut self, to: End, data: &Data) -> Result<(), CardBroken> {
+        let whole = match to {
+            End::Port(number) => {
+                let Some(client) = self.clients.get_mut(number) else { return Ok(()) };
+                passes(client.port.takes(), &data.offload)
+            }
+            End::Uplink => {
+                let uplink = self.uplink.as_ref();
+                uplink.is_some_and(|uplink| uplink.takes(data.length, &data.offload))
+            }
+        };
+        if whole {
+            return self
+                .put(to, data.length, data.offload, |window, offset| data.copy_to(window, offset));
+        }
+        let mut scratch = SCRATCH.lock();
+        let Some(frame) = scratch.get_mut(..data.length as usize) else { return Ok(()) };
+        if !data.window.read(data.offset, frame) {
+            return Ok(());
+        }
+        frame[..HEADER].copy_from_slice(&data.header);
+        let mut outcome = Ok(());
+        finish::finish(frame, &data.offload, |frame| {
+            if outcome.is_ok() {
+                let length = frame.len() as u64;
+                outcome = self.put(to, length, Offload::default(), |window, offset| {
+                    window.write(offset, frame)
+                });
+            }
+        });
+        outcome
+    }
+
+    /// Gives a frame to its receiver, if there is room.
+    fn put(
+        &mut self,
+        to: End,
+        length: u64,
+        offload: Offload,
+        fill: impl FnOnce(Window, u64) -> bool,
+    ) -> Result<(), CardBroken> {
+        match to {
+            End::Port(number) => {
+                let Some(client) = self.clients.get_mut(number) else { return Ok(()) };
+                if let Some(offset) = client.port.place(length)
+                    && fill(client.window, offset)
+                {
+                    client.port.send(Frame { offset, length, offload });
+                }
+                Ok(())
+            }
+            End::Uplink => {
+                let Some(uplink) = &mut self.uplink else { return Ok(()) };
+                let fill = |memory: Shared, offset| fill(memory.window(), offset);
+                uplink.send(length, &offload, fill).map_err(|_| CardBroken)
+            }
+        }
+    }
+
+    /// Signals who is to be signalled, and asks all for signals. `false`: something waits already.
+    fn sleep(&mut self) -> bool {
+        let mut idle = true;
+        for (number, client) in self.clients.iter_mut().enumerate() {
+            client.port.poll();
+            idle &= client.port.sleep();
+            if client.port.take_signal() {
+                // A client that is gone comes again by itself.
+                let _ = Notification::at(slot::SESSIONS + number as u64).signal(client.signal);
+            }
+        }
+        idle
+    }
+}
+
+fn connect(start: &Start, plan: &NetServer) -> Result<Option<Uplink>, u64> {
+    if !plan.uplink {
+        return Ok(None);
+    }
+    let (Some(configuration), Some(dma)) = (memory::configuration(start), memory::dma(start))
+    else {
+        error!("there is no device");
+        return Err(code::BAD_CONFIG);
+    };
+    let bit = event::INTERRUPT.trailing_zeros();
+    if let Err(status) = Irq::at(slot::DEVICE).bind(Notification::at(slot::NOTIFICATION), bit) {
+        error!("cannot bind the interrupt: {status:?}");
+        return Err(code::INTERNAL);
+    }
+    let bar = |number| memory::registers(start, number);
+    Uplink::new(configuration, bar, dma).map(Some).map_err(|error| {
+        error!("the network card cannot be set up: {error:?}");
+        code::INTERNAL
+    })
+}
+
+/// Serves for ever; returns the exit code of a failure.
+fn main(start: &Start<'static>) -> u64 {
+    let Role::Net(plan) = &start.role else {
+        error!("started as something else than a switch");
+        return code::BAD_CONFIG;
+    };
+    let uplink = match connect(start, plan) {
+        Ok(uplink) => uplink,
+        Err(code) => return code,
+    };
+    let mut clients = Vec::new();
+    for (port, memory) in plan.ports.iter().zip(memory::sessions(start)) {
+        let info = Info { mac: port.mac };
+        let window = memory.window();
+        let Some(session) = Port::new(memory.words(), window.length(), info) else {
+            error!("a session is too short");
+            return code::BAD_CONFIG;
+        };
+        // There are no more sessions than places.
+        let _ = clients.push(Client { port: session, window, signal: port.signal });
+    }
+    info!("{} ports, {}", clients.len(), if uplink.is_some() { "uplink" } else { "no uplink" });
+    let now = time::nanos(start.clock.tsc_khz, time::tsc());
+    let switch = Switch::new(&plan.ports, uplink.is_some(), now);
+    let mut server = Server { switch, clients, uplink, tsc_khz: start.clock.tsc_khz };
+    loop {
+        match server.serve() {
+            Err(CardBroken) => {
+                error!("the network card used what it was not offered");
+                return code::INTERNAL;
+            }
+            Ok(progress) => {
+                if !server.sleep() || progress {
+                    continue;
+                }
+            }
+        }
+        if let Err(status) = Notification::at(slot::NOTIFICATION).wait(FOREVER) {
+            error!("cannot wait: {status:?}");
+            return code::INTERNAL;
+        }
+        // The interrupt is a message, which needs no acknowledgement by the device. Without a card there is none.
+        let _ = Irq::at(slot::DEVICE).acknowledge();
+    }
+}

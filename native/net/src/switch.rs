@@ -1,0 +1,307 @@
+//! Where frames go: a learning switch with a rule for each port.
+//!
+//! - A client sends from its own address only, and no one outside may use a client's address.
+//! - Ports of different groups do not reach each other; the uplink is in every group.
+//! - Clients' addresses are known, so a frame to an address that is neither a client's nor learned leaves through
+//!   the uplink; it is never shown to other clients.
+//! - A client that sends more than its rate loses what is too much.
+
+use heapless::Vec;
+use proto::net::{MAX_FRAME, Mac};
+use proto::service::{MAX_SESSIONS, NetPort};
+
+/// Addresses behind the uplink that are remembered.
+const LEARNED: usize = 256;
+/// Time after which an address is forgotten that sends nothing, in ns (IEEE 802.1D, table 7-5).
+const AGE: u64 = 300_000_000_000;
+/// Time whose bytes a client may send at once, in ns.
+const BURST: u64 = 100_000_000;
+
+/// Bytes of addresses and type at the start of a frame.
+pub const HEADER: usize = 14;
+
+/// Where a frame comes from or goes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// A client's port.
+    Port(usize),
+    /// The machine's network card.
+    Uplink,
+}
+
+/// Why a frame is dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// The source address is not the sender's.
+    Spoofed,
+    /// The sender's rate is exceeded.
+    Rate,
+    /// The receiver is in another group, or is the sender.
+    Isolated,
+    /// Nobody has the address.
+    Unknown,
+}
+
+/// What becomes of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is dropped.
+    Drop(Reason),
+    /// It goes there.
+    To(End),
+    /// It goes to all that the sender [reaches](Switch::reaches).
+    Flood,
+}
+
+/// A token bucket.
+#[derive(Clone, Copy, Debug)]
+pub struct Bucket {
+    /// Bytes per second; 0: no limit.
+    rate: u64,
+    /// Most bytes in it, and bytes in it.
+    depth: u64,
+    bytes: u64,
+    /// When it was last filled.
+    filled: u64,
+}
+
+impl Bucket {
+    /// A full bucket.
+    pub fn new(rate: u64, now: u64) -> Self {
+        let burst = u128::from(rate) * u128::from(BURST) / 1_000_000_000;
+        // The longest frame must get through some time.
+        let depth = u64::try_from(burst).unwrap_or(u64::MAX).max(MAX_FRAME);
+        Self { rate, depth, bytes: depth, filled: now }
+    }
+
+    /// Takes `bytes` at `now`, in ns; `false` if there are not as many.
+    pub fn take(&mut self, bytes: u64, now: u64) -> bool {
+        if self.rate == 0 {
+            return true;
+        }
+        let passed = now.saturating_sub(self.filled);
+        let gained = u128::from(passed) * u128::from(self.rate) / 1_000_000_000;
+        if gained > 0 {
+            let gained = u64::try_from(gained).unwrap_or(u64::MAX);
+            self.bytes = self.bytes.saturating_add(gained).min(self.depth);
+            self.filled = now;
+        }
+        let enough = self.bytes >= bytes;
+        if enough {
+            self.bytes -= bytes;
+        }
+        enough
+    }
+}
+
+struct Port {
+    mac: Mac,
+    group: u8,
+    bucket: Bucket,
+}
+
+#[derive(Clone, Copy)]
+struct Learned {
+    mac: Mac,
+    /// Time of its last frame; 0: free.
+    seen: u64,
+}
+
+/// The switch.
+pub struct Switch {
+    ports: Vec<Port, MAX_SESSIONS>,
+    uplink: bool,
+    learned: [Learned; LEARNED],
+}
+
+fn is_group(mac: Mac) -> bool {
+    mac[0] & 1 != 0
+}
+
+/// Destination and source address.
+fn addresses(header: &[u8; HEADER]) -> (Mac, Mac) {
+    let [a, b, c, d, e, f, g, h, i, j, k, l, _, _] = *header;
+    ([a, b, c, d, e, f], [g, h, i, j, k, l])
+}
+
+impl Switch {
+    /// A switch with these ports.
+    pub fn new(ports: &[NetPort], uplink: bool, now: u64) -> Self {
+        let port = |port: &NetPort| Port {
+            mac: port.mac,
+            group: port.group,
+            bucket: Bucket::new(port.rate, now),
+        };
+        let free = Learned { mac: [0; 6], seen: 0 };
+        Self {
+            ports: ports.iter().map(port).take(MAX_SESSIONS).collect(),
+            uplink,
+            learned: [free; LEARNED],
+        }
+    }
+
+    /// Whether frames may pass from one end to another.
+    pub fn reaches(&self, from: End, to: End) -> bool {
+        match (from, to) {
+            (End::Port(from), End::Port(to)) => {
+                let group = |port: usize| self.ports.get(port).map(|port| port.group);
+                from != to && group(from).is_some() && group(from) == group(to)
+            }
+            (End::Uplink, End::Uplink) => false,
+            _ => self.uplink,
+        }
+    }
+
+    fn owner(&self, mac: Mac) -> Option<usize> {
+        self.ports.iter().position(|port| port.mac == mac)
+    }
+
+    /// Where an address' entry is, or would be: it shares the place with others, the newest of which is kept.
+    fn place(mac: Mac) -> usize {
+        let hash =
+            mac.iter().fold(0u32, |hash, &byte| hash.wrapping_mul(31).wrapping_add(byte.into()));
+        hash as usize % LEARNED
+    }
+
+    fn learn(&mut self, mac: Mac, now: u64) {
+        self.learned[Self::place(mac)] = Learned { mac, seen: now.max(1) };
+    }
+
+    fn is_learned(&self, mac: Mac, now: u64) -> bool {
+        let entry = self.learned[Self::place(mac)];
+        entry.mac == mac && entry.seen != 0 && now.saturating_sub(entry.seen) < AGE
+    }
+
+    /// Decides on a frame of `length` bytes at `now`, in ns.
+    pub fn verdict(&mut self, from: End, header: &[u8; HEADER], length: u64, now: u64) -> Verdict {
+        let (destination, source) = addresses(header);
+        match from {
+            End::Port(number) => {
+                let Some(port) = self.ports.get_mut(number) else {
+                    return Verdict::Drop(Reason::Unknown);
+                };
+                if port.mac != source {
+                    return Verdict::Drop(Reason::Spoofed);
+                }
+                if !port.bucket.take(length, now) {
+                    return Verdict::Drop(Reason::Rate);
+                }
+            }
+            End::Uplink => {
+                if is_group(source) || self.owner(source).is_some() {
+                    return Verdict::Drop(Reason::Spoofed);
+                }
+                self.learn(source, now);
+            }
+        }
+        if is_group(destination) {
+            return Verdict::Flood;
+        }
+        if let Some(owner) = self.owner(destination) {
+            let to = End::Port(owner);
+            return if self.reaches(from, to) {
+                Verdict::To(to)
+            } else {
+                Verdict::Drop(Reason::Isolated)
+            };
+        }
+        // Also where nobody with this address was heard yet: it cannot be anywhere else.
+        match from {
+            End::Port(_) if self.uplink => Verdict::To(End::Uplink),
+            _ if self.is_learned(destination, now) => Verdict::Drop(Reason::Isolated),
+            _ => Verdict::Drop(Reason::Unknown),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OUTSIDE: Mac = [0x52, 0x55, 10, 0, 2, 2];
+
+    fn mac(number: u8) -> Mac {
+        [2, 0, 0, 0, 0, number]
+    }
+
+    fn switch(uplink: bool) -> Switch {
+        let port = |number, group| NetPort { mac: mac(number), group, rate: 0, signal: 0 };
+        Switch::new(&[port(0, 0), port(1, 0), port(2, 7)], uplink, 0)
+    }
+
+    fn header(destination: Mac, source: Mac) -> [u8; HEADER] {
+        let mut header = [0; HEADER];
+        header[..6].copy_from_slice(&destination);
+        header[6..12].copy_from_slice(&source);
+        header
+    }
+
+    fn decide(switch: &mut Switch, from: End, destination: Mac, source: Mac) -> Verdict {
+        switch.verdict(from, &header(destination, source), 100, 0)
+    }
+
+    #[test]
+    fn clients_reach_their_group_and_the_uplink() {
+        let switch = &mut switch(true);
+        let from = End::Port(0);
+        assert_eq!(decide(switch, from, mac(1), mac(0)), Verdict::To(End::Port(1)));
+        assert_eq!(decide(switch, from, mac(2), mac(0)), Verdict::Drop(Reason::Isolated));
+        assert_eq!(decide(switch, from, mac(0), mac(0)), Verdict::Drop(Reason::Isolated));
+        assert_eq!(decide(switch, from, OUTSIDE, mac(0)), Verdict::To(End::Uplink));
+        assert_eq!(decide(switch, from, [0xff; 6], mac(0)), Verdict::Flood);
+        let reached: std::vec::Vec<bool> = [End::Port(0), End::Port(1), End::Port(2), End::Uplink]
+            .map(|to| switch.reaches(from, to))
+            .into();
+        assert_eq!(reached, [false, true, false, true]);
+        assert_eq!(decide(switch, End::Uplink, mac(2), OUTSIDE), Verdict::To(End::Port(2)));
+        assert_eq!(decide(switch, End::Uplink, [0x33, 0x33, 0, 0, 0, 1], OUTSIDE), Verdict::Flood);
+        assert!(switch.reaches(End::Uplink, End::Port(2)));
+        assert_eq!(decide(switch, End::Port(9), mac(0), mac(9)), Verdict::Drop(Reason::Unknown));
+    }
+
+    #[test]
+    fn nobody_uses_addresses_of_others() {
+        let switch = &mut switch(true);
+        assert_eq!(decide(switch, End::Port(0), mac(1), mac(2)), Verdict::Drop(Reason::Spoofed));
+        assert_eq!(decide(switch, End::Port(0), mac(1), OUTSIDE), Verdict::Drop(Reason::Spoofed));
+        assert_eq!(decide(switch, End::Uplink, mac(1), mac(0)), Verdict::Drop(Reason::Spoofed));
+        assert_eq!(decide(switch, End::Uplink, mac(1), [0xff; 6]), Verdict::Drop(Reason::Spoofed));
+    }
+
+    #[test]
+    fn learned_addresses_stay_outside_and_age() {
+        let switch = &mut switch(true);
+        let other = [0x52, 0x55, 10, 0, 2, 3];
+        assert_eq!(decide(switch, End::Uplink, other, OUTSIDE), Verdict::Drop(Reason::Unknown));
+        assert_eq!(decide(switch, End::Uplink, OUTSIDE, other), Verdict::Drop(Reason::Isolated));
+        let late = switch.verdict(End::Uplink, &header(OUTSIDE, other), 100, AGE + 1);
+        assert_eq!(late, Verdict::Drop(Reason::Unknown), "forgotten");
+    }
+
+    #[test]
+    fn without_uplink_unknown_addresses_lead_nowhere() {
+        let switch = &mut switch(false);
+        assert_eq!(decide(switch, End::Port(0), OUTSIDE, mac(0)), Verdict::Drop(Reason::Unknown));
+        assert!(!switch.reaches(End::Port(0), End::Uplink));
+    }
+
+    #[test]
+    fn rates() {
+        const SECOND: u64 = 1_000_000_000;
+        let mut free = Bucket::new(0, 0);
+        assert!(free.take(u64::MAX, 0));
+        let mut bucket = Bucket::new(1_000_000, 0);
+        let taken =
+            |bucket: &mut Bucket, now| (0..100_000).filter(|_| bucket.take(100, now)).count();
+        assert_eq!(taken(&mut bucket, 0), 1000, "a tenth of a second at once");
+        assert_eq!(taken(&mut bucket, SECOND / 100), 100);
+        assert_eq!(taken(&mut bucket, SECOND / 100), 0);
+        assert_eq!(taken(&mut bucket, 100 * SECOND), 1000, "no more than its depth");
+        assert_eq!(taken(&mut bucket, 0), 0, "time that goes back gains nothing");
+        let mut slow = Bucket::new(1, 0);
+        assert!(slow.take(MAX_FRAME, 0));
+        let sent = (0..=20 * SECOND).step_by(1000_000).filter(|&now| slow.take(1, now)).count();
+        assert_eq!(sent, 20, "small gains are not lost");
+        assert!(Bucket::new(u64::MAX, 0).take(MAX_FRAME, u64::MAX));
+    }
+}

@@ -1,0 +1,162 @@
+//! Driver of virtio-net (virtio 1.2, section 5.1): the switch's way out of the machine.
+//!
+//! Frames come whole; they leave whole, or with the checksum to be made where the device can.
+
+use native_rt::device::{Registers, Shared};
+use native_virtio::{Broken, QUEUE_BYTES, Queue, SetupError, Transport, WRITE};
+use proto::net::{MIN_FRAME, NEEDS_SUM, Offload};
+
+/// Feature: the device makes checksums.
+const CSUM: u64 = 1 << 0;
+
+const RECEIVE: u16 = 0;
+const TRANSMIT: u16 = 1;
+/// Frames in each direction.
+const FRAMES: u16 = 32;
+/// Bytes of a frame's place, with the header in front.
+const PLACE: u64 = 2048;
+/// `virtio_net_hdr` with `num_buffers` (section 5.1.6).
+const HEADER: u64 = 12;
+/// Longest frame.
+pub const MAX_FRAME: u64 = PLACE - HEADER;
+
+const RECEIVED: u64 = 2 * QUEUE_BYTES;
+const SENT: u64 = RECEIVED + FRAMES as u64 * PLACE;
+/// Bytes of shared memory that the driver needs.
+pub const BYTES: u64 = SENT + FRAMES as u64 * PLACE;
+
+/// The network card.
+pub struct Uplink {
+    transport: Transport,
+    receive: Queue<'static>,
+    transmit: Queue<'static>,
+    doorbells: [u64; 2],
+    memory: Shared,
+    /// Places of frames to send that are free.
+    free: u32,
+    makes_sums: bool,
+    /// Places given back to the device that it was not told of.
+    returned: bool,
+}
+
+/// A frame that came.
+#[derive(Clone, Copy, Debug)]
+pub struct Received {
+    place: u16,
+    /// Where it is in the shared memory.
+    pub offset: u64,
+    /// Its length.
+    pub length: u64,
+}
+
+impl Uplink {
+    /// Resets the device and sets it up.
+    pub fn new(
+        configuration: Registers,
+        bar: impl Fn(u64) -> Option<Registers>,
+        memory: Shared,
+    ) -> Result<Self, SetupError> {
+        let (transport, features) = Transport::new(configuration, bar, CSUM)?;
+        let words = memory.words();
+        let queue = |number: u16| {
+            let offset = u64::from(number) * QUEUE_BYTES;
+            let words = words.get(offset as usize / 8..);
+            let size = transport.queue_size(number);
+            words
+                .and_then(|words| Queue::new(words, memory.physical() + offset, size))
+                .filter(|queue| queue.size() >= FRAMES && memory.window().length() >= BYTES)
+                .ok_or(SetupError::Queue(number))
+        };
+        let (receive, transmit) = (queue(RECEIVE)?, queue(TRANSMIT)?);
+        transport.set_queue(RECEIVE, &receive)?;
+        transport.set_queue(TRANSMIT, &transmit)?;
+        transport.start();
+        let mut uplink = Self {
+            doorbells: [transport.doorbell(RECEIVE), transport.doorbell(TRANSMIT)],
+            transport,
+            receive,
+            transmit,
+            memory,
+            free: u32::MAX,
+            makes_sums: features & CSUM != 0,
+            returned: false,
+        };
+        (0..FRAMES).for_each(|place| uplink.offer(place));
+        uplink.notify();
+        Ok(uplink)
+    }
+
+    fn offer(&mut self, place: u16) {
+        let address = self.memory.physical() + RECEIVED + u64::from(place) * PLACE;
+        self.returned |= self.receive.offer(place, &[(address, PLACE as u32, WRITE)]);
+    }
+
+    /// The next frame that came; its place is to be [given back](Self::give_back).
+    pub fn receive(&mut self) -> Result<Option<Received>, Broken> {
+        while let Some((place, written)) = self.receive.take()? {
+            let length = u64::from(written).saturating_sub(HEADER);
+            if (MIN_FRAME..=MAX_FRAME).contains(&length) {
+                let offset = RECEIVED + u64::from(place) * PLACE + HEADER;
+                return Ok(Some(Received { place, offset, length }));
+            }
+            self.offer(place);
+        }
+        Ok(None)
+    }
+
+    /// Gives the place of a frame back to the device.
+    pub fn give_back(&mut self, received: Received) {
+        self.offer(received.place);
+    }
+
+    /// Tells the device about places given back.
+    pub fn notify(&mut self) {
+        if core::mem::take(&mut self.returned) && self.receive.must_notify() {
+            self.transport.notify(self.doorbells[0], RECEIVE);
+        }
+    }
+
+    /// Whether such a frame can be sent as it is.
+    pub fn takes(&self, length: u64, offload: &Offload) -> bool {
+        let whole = offload.flags & NEEDS_SUM == 0 || self.makes_sums;
+        length <= MAX_FRAME && offload.segments == 0 && whole
+    }
+
+    /// Sends a frame that `fill` writes to the shared memory at an offset. Without room it is dropped.
+    pub fn send(
+        &mut self,
+        length: u64,
+        offload: &Offload,
+        fill: impl FnOnce(Shared, u64) -> bool,
+    ) -> Result<(), Broken> {
+        while let Some((place, _)) = self.transmit.take()? {
+            self.free |= 1 << (place % FRAMES);
+        }
+        if self.free == 0 || !self.takes(length, offload) {
+            return Ok(());
+        }
+        let place = self.free.trailing_zeros() as u16;
+        let offset = SENT + u64::from(place) * PLACE;
+        let mut header = [0; HEADER as usize];
+        if offload.flags & NEEDS_SUM != 0 {
+            header[0] = NEEDS_SUM;
+            header[6..8].copy_from_slice(&offload.sum_start.to_le_bytes());
+            header[8..10].copy_from_slice(&offload.sum_offset.to_le_bytes());
+        }
+        let filled =
+            self.memory.window().write(offset, &header) && fill(self.memory, offset + HEADER);
+        let address = self.memory.physical() + offset;
+        if filled && self.transmit.offer(place, &[(address, (HEADER + length) as u32, 0)]) {
+            self.free &= !(1 << place);
+            if self.transmit.must_notify() {
+                self.transport.notify(self.doorbells[1], TRANSMIT);
+            }
+        }
+        Ok(())
+    }
+
+    /// The shared memory.
+    pub fn memory(&self) -> Shared {
+        self.memory
+    }
+}
