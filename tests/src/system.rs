@@ -80,6 +80,23 @@ pub struct Running {
     pub messages: Transcript,
 }
 
+/// Files that are made as disks where a description names them.
+const DISKS: &[&str] = &["first.img", "second.img"];
+
+/// Makes a disk of 64 MiB of zeros with two MBR partitions of 8 MiB, from 1 MiB and 16 MiB on.
+fn make_disk(path: &Path) -> io::Result<()> {
+    let mut first = [0; 512];
+    for (entry, start) in [(446, 1_u32 << 11), (462, 16 << 11)] {
+        first[entry + 4] = 0x83;
+        first[entry + 8..entry + 12].copy_from_slice(&start.to_le_bytes());
+        first[entry + 12..entry + 16].copy_from_slice(&(8_u32 << 11).to_le_bytes());
+    }
+    first[510..].copy_from_slice(&[0x55, 0xaa]);
+    let mut file = File::create(path)?;
+    file.write_all(&first)?;
+    file.set_len(64 << 20)
+}
+
 impl Running {
     /// Builds and starts the system that `description` (TOML) says. `{artifacts}` in it stands for
     /// the folder of programs. The machine ends after `limit`.
@@ -87,6 +104,9 @@ impl Running {
         let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
         let text = description.replace("{artifacts}", &artifacts().display().to_string());
         std::fs::write(folder.path().join("system.toml"), text).context("cannot write TOML")?;
+        for name in DISKS.iter().filter(|name| description.contains(**name)) {
+            make_disk(&folder.path().join(name)).context("cannot make a disk")?;
+        }
         let log = folder.path().join("log");
         File::create(&log).context("cannot make the log")?;
 

@@ -492,8 +492,96 @@ fn refusal(description: &str, code: i32, message: &str) -> Result<()> {
     Ok(())
 }
 
+/// Disk servers and switches, with programs in place of VMMs that check what they get.
+fn server_scenarios() -> Vec<Scenario> {
+    let client = |name: &str, program: &str, command_line: &str, more: &str| {
+        let vmm = format!("vmm = \"check-{program}\"\ncmdline = \"{command_line}\"\n{more}");
+        micro(name, "hello", &vmm)
+    };
+    let server = |name: &str, kind: &str, device: &str| {
+        let device = match device {
+            "" => String::new(),
+            device => format!("device = \"pci:{device}:0\"\n"),
+        };
+        format!("\n[[server]]\nname = \"{name}\"\nkind = \"{kind}\"\n{device}")
+    };
+    let one = "disk = [\"blk0:part1\"]";
+    let two = "disk = [\"blk0:part2\"]";
+    let three = "disk = [\"blk1:part1\"]";
+    let block = server("blk0", "block", "virtio-blk");
+    let first = "disk = [\"first.img\"]\n";
+    let killer = |server: &str, count: &str, pause: &str| {
+        let more = "manage = true\nessential = true";
+        task(&format!("killer-{server}"), "check-killer", &[server, count, pause], more)
+    };
+    let pong = client("pong", "net", "pong", "net = [\"sw0\"]\nessential = false");
+    vec![
+        Scenario {
+            cpus: &[1, 2],
+            never: &["FAIL"],
+            ..base(
+                "disks",
+                "disk = [\"first.img\", \"second.img,bus=ahci\"]\n".to_owned()
+                    + &block
+                    + &server("blk1", "block", "ahci")
+                    + &client("one", "disk", "3000 1", one)
+                    + &client("two", "disk", "3000 2", two)
+                    + &client("three", "disk", "3000 3", three),
+            )
+        },
+        Scenario {
+            cpus: &[1, 2],
+            texts: vec!["CHECK killer ok".into(), "restart 20 of blk0".into()],
+            never: &["FAIL"],
+            limit: 240,
+            ..base(
+                "disk-server-restarts",
+                first.to_owned()
+                    + &block
+                    + &killer("blk0", "20", "100")
+                    + &client("one", "disk", "40000 1", one)
+                    + &client("two", "disk", "40000 2", two),
+            )
+        },
+        Scenario {
+            cpus: &[1, 2],
+            texts: vec!["CHECK ping ok".into(), "CHECK spoof ok".into(), "CHECK arp ok".into()],
+            never: &["FAIL"],
+            ..base(
+                "switch",
+                "net = [\"user\"]\n".to_owned()
+                    + &server("sw0", "switch", "virtio-net")
+                    + &client("ping", "net", "ping 500", "net = [\"sw0\"]")
+                    + &pong
+                    + &client("spoof", "net", "spoof", "net = [\"sw0\"]")
+                    + &client("arp", "net", "arp", "net = [\"sw0,group=2\"]")
+                    + &client(
+                        "silent",
+                        "net",
+                        "silent",
+                        "net = [\"sw0,group=3\"]\nessential = false",
+                    ),
+            )
+        },
+        Scenario {
+            cpus: &[2],
+            texts: vec!["CHECK ping ok".into(), "restart 10 of sw0".into()],
+            never: &["FAIL"],
+            limit: 240,
+            ..base(
+                "switch-restarts",
+                server("sw0", "switch", "")
+                    + &killer("sw0", "10", "100")
+                    + &client("ping", "net", "ping 3000", "net = [\"sw0\"]")
+                    + &pong,
+            )
+        },
+    ]
+}
+
 fn scenarios() -> Vec<Scenario> {
     [
+        server_scenarios(),
         check_scenarios(),
         guest_scenarios(),
         machine_scenarios(),
