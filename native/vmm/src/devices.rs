@@ -174,8 +174,9 @@ impl Disk {
     }
 
     fn look(&mut self) -> Option<BlockInfo> {
-        // Nothing is under way, so there is no answer.
+        // Nothing is under way, so there is no answer. The server is to signal the first one.
         self.client.poll();
+        self.client.sleep();
         self.tell();
         let info = self.client.info()?;
         let most = u64::from(info.max_sectors) * disk::SECTOR;
