@@ -418,12 +418,13 @@ fn console_scenarios() -> Vec<Scenario> {
                     "dmesg | grep -ciE 'detected stalls|soft lockup|as unstable'; echo seen $((1 + 1))\n",
                 ),
                 Step::Console("\n0\nseen 2"),
-                Step::Type("poweroff\n"),
+                // Its power button.
+                Step::Type("\x1d1stop linux\r"),
                 Step::Log("vm linux ended: power-off"),
-                Step::Type("\x1d1shutdown\r"),
+                Step::Type("shutdown\r"),
             ],
             limit: 240,
-            ..base("pause", steward + &linux("linux", "", &format!("{SHARED}\ncpus = 2")))
+            ..base("pause-and-stop", steward + &linux("linux", "", &format!("{SHARED}\ncpus = 2")))
         },
         Scenario {
             cpus: &[1, 4],

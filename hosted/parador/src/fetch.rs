@@ -19,9 +19,9 @@ use tempfile::TempDir;
 const KERNEL_PACKAGE: &str = "linux-image-cloud-amd64";
 const BUSYBOX_PACKAGE: &str = "busybox-static";
 const INSTALLED_BUSYBOX: &str = "/bin/busybox";
-/// Drivers of what a guest may have, in the order in which they are loaded: to report a panic, then for virtio. The
-/// kernel has them as modules.
-const MODULES: [&str; 12] = [
+/// Drivers of what a guest may have, in the order in which they are loaded: to report a panic, then for virtio, last
+/// for the power button. The kernel has them as modules.
+const MODULES: [&str; 14] = [
     "pvpanic.ko",
     "pvpanic-mmio.ko",
     "virtio_ring.ko",
@@ -34,9 +34,11 @@ const MODULES: [&str; 12] = [
     "failover.ko",
     "net_failover.ko",
     "virtio_net.ko",
+    "button.ko",
+    "evdev.ko",
 ];
 /// Changes when other files of packages are kept than before.
-const KEPT: u32 = 2;
+const KEPT: u32 = 3;
 
 /// Something from a package.
 pub struct Fetched {

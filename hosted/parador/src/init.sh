@@ -18,6 +18,7 @@ cd /root
 for module in /lib/modules/*.ko; do
     case $module in
     *pvpanic*) device=/sys/bus/acpi/devices/QEMU0001:00 ;;
+    *-button.ko | *-evdev.ko) continue ;;
     *) device=/sys/bus/pci/devices/0000:00:01.0 ;;
     esac
     [ ! -e $device ] || insmod "$module"
@@ -44,6 +45,14 @@ case " $line" in
     ;;
 *)
     set -- sh
+    # The power button: a guest that somebody works in shuts down when it is pressed.
+    for module in /lib/modules/*-button.ko /lib/modules/*-evdev.ko; do
+        [ ! -e "$module" ] || insmod "$module"
+    done
+    mkdir -p /etc/acpi/PWRF
+    printf '#!/bin/sh\npoweroff\n' >/etc/acpi/PWRF/00000080
+    chmod +x /etc/acpi/PWRF/00000080
+    acpid -l /dev/null
     echo
     echo "Linux $(uname -r), a guest of Parador. \`poweroff\` or the end of this shell switches it off."
     ;;
