@@ -79,6 +79,13 @@ struct Verdict {
 
 /// Runs the machine to its end and returns the exit code.
 pub fn run(plan: &Plan, image: &Image, options: &Options) -> Result<u8, Failure> {
+    for disk in &plan.disks {
+        fs::File::open(&disk.path).map_err(|error| {
+            Failure::file("open", &disk.path, &error).help(
+                "make a disk with `truncate -s 1G FILE`; paths start at the description's folder",
+            )
+        })?;
+    }
     let mut command = supervise::command(options.qemu.as_os_str(), AtEnd::Kill)
         .map_err(|failure| failure.help("install QEMU: apt-get install qemu-system-x86"))?;
     command.args(arguments(plan, image, options));
