@@ -516,7 +516,28 @@ fn server_scenarios() -> Vec<Scenario> {
         task(&format!("killer-{server}"), "check-killer", &[server, count, pause], more)
     };
     let pong = client("pong", "net", "pong", "net = [\"sw0\"]\nessential = false");
+    // What is written comes back from the disk, not from memory, and the network's other end answers.
+    let command = "parador.run=\\\"dd if=/dev/urandom of=/tmp/a bs=64k count=32 && \
+                   dd if=/tmp/a of=/dev/vda bs=64k conv=fsync && echo 3 > /proc/sys/vm/drop_caches && \
+                   dd if=/dev/vda of=/tmp/b bs=64k count=32 && cmp /tmp/a /tmp/b && \
+                   ifconfig eth0 10.0.2.15 && ping -c 2 10.0.2.2 && \
+                   dd if=/dev/hwrng bs=16 count=1 | wc -c | grep -x 16\\\"";
+    let devices = "console = \"com1\"\ndisk = [\"blk0:part1\"]\nnet = [\"sw0\"]";
     vec![
+        Scenario {
+            cpus: &[1, 2],
+            texts: vec!["restart 5 of blk0".into()],
+            limit: 240,
+            ..base(
+                "linux-disk-and-network",
+                first.to_owned()
+                    + "net = [\"user\"]\n"
+                    + &block
+                    + &server("sw0", "switch", "virtio-net")
+                    + &killer("blk0", "5", "500")
+                    + &linux("linux", command, devices),
+            )
+        },
         Scenario {
             cpus: &[1, 2],
             never: &["FAIL"],

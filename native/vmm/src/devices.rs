@@ -157,6 +157,8 @@ pub struct Disk {
     requests: Vec<Request, { disk::SLOTS }>,
     /// Changes when the device forgets its requests.
     generation: u32,
+    /// An answer that came while a request was started.
+    early: Option<disk::Completion>,
 }
 
 /// A request.
@@ -170,7 +172,7 @@ impl Disk {
     fn new(session: Shared, server: Server) -> Option<Self> {
         let window = session.window();
         let client = disk::Client::new(session.words(), window.length())?;
-        Some(Self { client, window, server, requests: Vec::new(), generation: 0 })
+        Some(Self { client, window, server, requests: Vec::new(), generation: 0, early: None })
     }
 
     fn look(&mut self) -> Option<BlockInfo> {
@@ -213,7 +215,12 @@ impl Disk {
 
 impl Block for Disk {
     fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
+        // The server may have been restarted while the guest had no use for the disk, and nobody looked.
+        if self.early.is_none() {
+            self.early = self.client.poll();
+        }
         if self.requests.is_full() || !self.client.has_room() {
+            self.tell();
             return false;
         }
         let sectors = u64::from(data.left()) / disk::SECTOR;
@@ -245,7 +252,7 @@ impl Block for Disk {
     fn completed(&mut self) -> Option<(u16, BlockStatus)> {
         // A server that runs wild is left alone after as many nonsensical answers.
         for _ in 0..2 * disk::SLOTS {
-            let completion = self.client.poll();
+            let completion = self.early.take().or_else(|| self.client.poll());
             self.tell();
             let Some(completion) = completion else {
                 if self.client.sleep() {
