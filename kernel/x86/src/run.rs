@@ -127,7 +127,10 @@ pub fn local(number: usize) -> &'static Local {
 /// only while the guest runs, and an interrupt too many now and then costs less than setting the timer twice per exit.
 #[inline(always)]
 pub fn arm(local: &Local, deadline: u64) {
-    if deadline < local.armed.get() {
+    let armed = local.armed.get();
+    // A time that has passed without the interrupt having been seen: it is on its way, or it was lost (QEMU's VMRUN
+    // and #VMEXIT can lose one). Setting the timer again is right in both cases.
+    if deadline < armed || armed <= time::tsc() {
         local.armed.set(deadline);
         apic::local().arm(deadline);
     }
