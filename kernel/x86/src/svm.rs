@@ -31,7 +31,7 @@ use crate::entry::Context;
 use crate::features::features;
 use crate::io::{rdmsr, read_cr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
-use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
+use crate::run::{Guard, X86, arm, handle_pending, local, lock, timer_is_late, unlock};
 
 // ---- permission maps -------------------------------------------------------------------------------
 
@@ -690,6 +690,7 @@ pub fn run(
     let frames = unsafe { &*frames };
     let (code, settled) = enter(frames, local.guest.host_state.get());
     kernel = lock(number);
+    let is_late = timer_is_late(local);
 
     count(&kernel.counters.vm_entries);
     if let Some(vm) = kernel.memory.get(vm_name) {
@@ -742,7 +743,8 @@ pub fn run(
             give(&kernel, thread_name, vcpu, code, groups)
         }
     };
-    (kernel, back)
+    // Back by way of setting the timer, if that must be.
+    (kernel, back.filter(|_| !is_late))
 }
 
 /// Brings the processor structures of a vCPU, and what the CPU holds of it, up to date.
