@@ -141,7 +141,7 @@ pub mod rights {
     pub const MAP: u8 = 1 << 0;
     /// Task: create threads in it.
     pub const THREAD: u8 = 1 << 1;
-    /// Vm: create vCPUs in it.
+    /// Vm: create vCPUs in it, bind its doorbells.
     pub const VCPU: u8 = 1 << 1;
     /// Thread: start, stop, bind scheduling context, fault gate and notification.
     pub const CONTROL: u8 = 1 << 0;
@@ -149,7 +149,7 @@ pub mod rights {
     pub const SERVE: u8 = 1 << 1;
     /// Gate: call it, or name it as a fault gate.
     pub const CALL: u8 = 1 << 0;
-    /// Notification: signal it, or bind an interrupt to it.
+    /// Notification: signal it, or bind an interrupt or a doorbell to it.
     pub const SIGNAL: u8 = 1 << 0;
     /// Notification: wait for it, poll it, bind it to a thread or vCPU.
     pub const WAIT: u8 = 1 << 1;

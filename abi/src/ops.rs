@@ -124,6 +124,10 @@ operations! {
     PlatformControl = 14 ("platform, action, argument") -> ("value");
     /// Gives up the rest of the time slice.
     Yield = 15 ("") -> ("");
+    /// Makes the guest's hypercall `HYPERCALL_DOORBELL` with this index (below `vcpu::DOORBELLS`) set these bits of
+    /// a notification; bits 0: there is no such doorbell, and no notification needed. The doorbell of a notification
+    /// that has ended is dead. Rights: vm `VCPU`, notification `SIGNAL`.
+    VmDoorbell = 16 ("vm, index, notification, bits") -> ("");
 }
 
 /// Selector that names the caller's own task in [`Op::Delegate`].

@@ -56,6 +56,19 @@ pub mod exit {
 
 /// `rax` of a `VMMCALL` that the kernel itself answers: returns [`crate::ABI_VERSION`] in `rax`.
 pub const HYPERCALL_VERSION: u64 = 0x5041_5241_0000;
+/// `rax` of a `VMMCALL` that rings the doorbell with the index in `rbx`; answered by the kernel with one of
+/// [`doorbell`] in `rax`. From CPL 0; else the VMM sees it.
+pub const HYPERCALL_DOORBELL: u64 = 0x5041_5241_0001;
+/// Doorbells of a guest.
+pub const DOORBELLS: usize = 4;
+
+/// Results of [`HYPERCALL_DOORBELL`].
+pub mod doorbell {
+    /// Rung.
+    pub const RUNG: u64 = 0;
+    /// There is no such doorbell, or nobody to hear it.
+    pub const DEAD: u64 = 1;
+}
 
 /// A segment register as the VMCB holds it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

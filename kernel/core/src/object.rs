@@ -3,6 +3,7 @@
 use core::cell::Cell;
 
 use abi::ItemKind;
+use abi::vcpu::DOORBELLS;
 
 use crate::arch::{Arch, IrqSource};
 use crate::pool::{Factory, Frame, Handle, Object};
@@ -185,9 +186,27 @@ pub struct Vm<A: Arch> {
     pub caps: Cell<u32>,
     /// Memory and ports.
     pub space: Space<A>,
+    /// What its doorbells signal.
+    pub doorbells: [Cell<Option<Doorbell<A>>>; DOORBELLS],
     /// Next in the list of guests being taken apart.
     pub dying_next: Link<Vm<A>>,
 }
+
+/// What a doorbell of a guest signals.
+pub struct Doorbell<A: Arch> {
+    /// It may have ended.
+    pub notification: Handle<Notification<A>>,
+    /// Events.
+    pub bits: u64,
+}
+
+impl<A: Arch> Clone for Doorbell<A> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<A: Arch> Copy for Doorbell<A> {}
 
 /// What a thread is doing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

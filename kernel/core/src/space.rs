@@ -14,6 +14,7 @@
 use core::cell::Cell;
 use core::sync::atomic::Ordering;
 
+use abi::vcpu::DOORBELLS;
 use abi::{Item, ItemKind, Status, rights};
 
 use crate::Kernel;
@@ -693,6 +694,7 @@ impl<A: Arch> Kernel<A> {
                 Vm {
                     caps: Cell::new(0),
                     space: Space::new(factory, root),
+                    doorbells: [const { Cell::new(None) }; DOORBELLS],
                     dying_next: Cell::new(None),
                 },
             )

@@ -183,6 +183,7 @@ impl<A: Arch> Kernel<A> {
             }
             Op::PlatformControl => self.platform_control(task, thread, arg)?,
             Op::Yield => self.yield_now(cpu),
+            Op::VmDoorbell => self.bind_doorbell(task, arg)?,
         }
         Ok(Done::Now)
     }
@@ -338,6 +339,20 @@ impl<A: Arch> Kernel<A> {
         } else {
             Err(Status::BadArgument)
         }
+    }
+
+    fn bind_doorbell(&self, task: &Task<A>, arg: impl Fn(usize) -> u64) -> Result<(), Status> {
+        let vm = self.memory.at(self.vm_cap(task, arg(0), rights::VCPU)?);
+        let doorbell = usize::try_from(arg(1)).ok().and_then(|index| vm.doorbells.get(index));
+        let doorbell = doorbell.ok_or(Status::BadArgument)?;
+        doorbell.set(match arg(3) {
+            0 => None,
+            bits => {
+                let notification = self.notification_cap(task, arg(2), rights::SIGNAL)?;
+                Some(Doorbell { notification, bits })
+            }
+        });
+        Ok(())
     }
 
     fn irq_control(

@@ -13,6 +13,7 @@
 use core::cell::Cell;
 use core::sync::atomic::Ordering;
 
+use abi::vcpu::doorbell;
 use abi::{Item, MessagePage, Status, Tag};
 
 use crate::Kernel;
@@ -750,6 +751,18 @@ impl<A: Arch> Kernel<A> {
             && runner.cpu != A::this_cpu()
         {
             A::kick(runner.cpu);
+        }
+    }
+
+    /// A guest rings: the answer to `HYPERCALL_DOORBELL`.
+    pub fn ring(&self, vm: &Vm<A>, index: u64) -> u64 {
+        let index = usize::try_from(index).unwrap_or(usize::MAX);
+        match vm.doorbells.get(index).and_then(Cell::get) {
+            Some(bell) if self.memory.get(bell.notification).is_some() => {
+                self.signal(bell.notification, bell.bits);
+                doorbell::RUNG
+            }
+            _ => doorbell::DEAD,
         }
     }
 

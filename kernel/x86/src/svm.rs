@@ -244,6 +244,13 @@ impl VcpuFrames {
         unsafe { &mut *self.state }
     }
 
+    /// Whether the guest, left at a `VMMCALL`, rings a doorbell.
+    #[inline(always)]
+    fn rings(&self) -> bool {
+        let save = &self.vmcb().save;
+        save.rax == abi::vcpu::HYPERCALL_DOORBELL && save.cpl == 0
+    }
+
     fn reset(&self) {
         const LEGACY_FCW: usize = 0;
         const LEGACY_MXCSR: usize = 24;
@@ -546,6 +553,14 @@ unsafe fn end_guest_mode(interrupts: bool) {
     }
 }
 
+/// The guest goes on after the `VMMCALL` that it was left at.
+#[inline(always)]
+fn step_over_hypercall(vmcb: &mut Vmcb) {
+    const VMMCALL_LENGTH: u64 = 3;
+    vmcb.save.rip = vmcb.save.rip.wrapping_add(VMMCALL_LENGTH);
+    vmcb.control.interrupt_shadow = 0;
+}
+
 /// Runs the guest with the lock not held; returns its exit code, and how many of its hypercalls the kernel answered.
 #[inline(always)]
 fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
@@ -566,11 +581,9 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
                 break code;
             }
             // A hypercall of the kernel's own.
-            const VMMCALL_LENGTH: u64 = 3;
             settled += 1;
             vmcb.save.rax = ABI_VERSION as u64;
-            vmcb.save.rip = vmcb.save.rip.wrapping_add(VMMCALL_LENGTH);
-            vmcb.control.interrupt_shadow = 0;
+            step_over_hypercall(vmcb);
             vmcb.control.event_inj = 0;
             vmcb.control.tlb_control = tlb_control::NOTHING;
         }
@@ -713,6 +726,16 @@ pub fn run(
     control.tlb_control = tlb_control::NOTHING;
     state.inject = interrupted_event(control.exit_int_info);
     let back = match code {
+        exit::VMMCALL if frames.rings() => {
+            if let Some(vm) = kernel.memory.get(vm_name) {
+                let answer = kernel.ring(vm, state.gpr[gpr::RBX]);
+                state.gpr[gpr::RAX] = answer;
+            }
+            step_over_hypercall(frames.vmcb());
+            state.settled += 1;
+            count(&kernel.counters.settled);
+            None
+        }
         exit::INTR | exit::NMI | exit::SMI | exit::INIT => {
             state.settled += 1;
             count(&kernel.counters.settled);

@@ -336,6 +336,19 @@ impl Notification {
     }
 }
 
+impl Vm {
+    /// Makes the guest's doorbell `index` set `bits` of a notification; 0: it has none.
+    pub fn bind_doorbell(
+        self,
+        index: u64,
+        notification: Notification,
+        bits: u64,
+    ) -> Result<(), Status> {
+        // SAFETY: no memory changes.
+        unsafe { call(Op::VmDoorbell, [self.0, index, notification.0, bits, 0, 0]) }.map(drop)
+    }
+}
+
 impl Irq {
     fn control(self, action: u64, notification: u64, bit: u64) -> Result<Words, Status> {
         // SAFETY: no memory changes.

@@ -90,6 +90,7 @@ fn slot_of(world: &World, random: &mut Random, task: &Task<Fake>, operation: Op)
                 | (Op::NotificationSignal | Op::NotificationWait, ObjectRef::Notification(_))
                 | (Op::Create, ObjectRef::Factory(_))
                 | (Op::Delegate, ObjectRef::Task(_) | ObjectRef::Vm(_))
+                | (Op::VmDoorbell, ObjectRef::Vm(_))
                 | (Op::ThreadStart | Op::ThreadStop | Op::ThreadBind, ObjectRef::Thread(_))
                 | (Op::IrqControl, ObjectRef::Irq(_))
                 | (Op::SchedControl, ObjectRef::SchedContext(_))
@@ -107,7 +108,7 @@ fn slot_of(world: &World, random: &mut Random, task: &Task<Fake>, operation: Op)
 
 /// Fills the registers and sometimes the message page of the current thread.
 fn some_call(world: &World, random: &mut Random, thread: &Thread<Fake>) -> Op {
-    let mut operation = Op::from_code(random.below(16)).unwrap();
+    let mut operation = Op::from_code(random.below(abi::OPERATIONS.len() as u64)).unwrap();
     if random.once_in(3) {
         operation = random.pick(&[Op::GateCall, Op::GateReplyWait, Op::GateReplyWait]);
     }
@@ -165,6 +166,12 @@ fn some_call(world: &World, random: &mut Random, thread: &Thread<Fake>) -> Op {
         Op::NotificationWait if !random.once_in(3) => {
             let now = machine(|machine| machine.now.get());
             set(1, now + random.below(2_000_000));
+        }
+        Op::VmDoorbell => {
+            set(1, random.below(5));
+            if let Some(task) = world.kernel.memory.get(thread.task) {
+                set(2, slot_of(world, random, task, Op::NotificationSignal));
+            }
         }
         Op::ThreadBind => {
             let binding = random.below(4);
@@ -354,6 +361,7 @@ fn every_operation_refuses_every_kind_of_object_it_is_not_for() {
         Op::IrqControl,
         Op::SchedControl,
         Op::Delegate,
+        Op::VmDoorbell,
     ]
     .into_iter()
     .map(|operation| {

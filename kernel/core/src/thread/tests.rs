@@ -1,6 +1,7 @@
 use std::vec::Vec;
 
 use abi::reply_wait::{REPLY, WAIT};
+use abi::vcpu::DOORBELLS;
 use abi::{FAULT_LABEL, FOREVER, FaultAction, NOTIFICATION_BADGE, Op, rights};
 
 use super::*;
@@ -521,5 +522,41 @@ fn a_queued_message_that_does_not_fit_goes_back_to_its_sender() {
     world.call(server, Op::GateReplyWait, &[WAIT]);
     assert_eq!(outcome(&world, bad), Some(Status::Overflow));
     assert!(world.at(server).caller.get() == Some(good));
+    world.end();
+}
+
+#[test]
+fn a_guest_rings_the_doorbells_that_are_bound() {
+    let mut world = start();
+    let vmm = world.thread(0);
+    let (bell, selector) = world.notification();
+    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
+    let own = world.give(ObjectRef::Vm(vm));
+    let ring = |world: &World, index| world.kernel.ring(world.kernel.memory.at(vm), index);
+    assert_eq!(ring(&world, 0), doorbell::DEAD);
+    for (index, status) in
+        [(0, Status::Ok), (DOORBELLS as u64, Status::BadArgument), (u64::MAX, Status::BadArgument)]
+    {
+        world.call(vmm, Op::VmDoorbell, &[own, index, selector, 6]);
+        assert_eq!(outcome(&world, vmm), Some(status));
+    }
+    let waiter = world.thread(0);
+    world.call(waiter, Op::NotificationWait, &[selector, abi::FOREVER]);
+    assert_eq!(ring(&world, 0), doorbell::RUNG);
+    world.finish();
+    assert_eq!(world.result(waiter).1[0], 6);
+    for index in [1, DOORBELLS as u64, u64::MAX] {
+        assert_eq!(ring(&world, index), doorbell::DEAD);
+    }
+    // The same place in memory, but another notification: nobody may hear it.
+    world.drop_slot(selector);
+    let (next, other) = world.notification();
+    assert!(next != bell);
+    assert_eq!(ring(&world, 0), doorbell::DEAD);
+    assert_eq!(world.kernel.memory.at(next).bits.get(), 0);
+    world.call(vmm, Op::VmDoorbell, &[own, 0, other, 1]);
+    assert_eq!(ring(&world, 0), doorbell::RUNG);
+    world.call(vmm, Op::VmDoorbell, &[own, 0, 0, 0]);
+    assert_eq!(ring(&world, 0), doorbell::DEAD);
     world.end();
 }
