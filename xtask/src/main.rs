@@ -6,6 +6,7 @@
 
 mod build;
 mod check;
+mod fuzz;
 mod process;
 mod rules;
 mod source;
@@ -23,6 +24,8 @@ usage: cargo xtask COMMAND
   image [FILE]            build, then make a bootable ISO image
   test [FILTER]           unit tests, device scripts, and systems in QEMU
   bench [ARGUMENT...]     measure on the emulated machine; write target/bench.json
+  fuzz TARGET [--seconds N]
+                          look for inputs that break a target of fuzz/; --seeds writes the first ones
   check                   format, clippy, deps, unsafe, spec, size
   ci                      check and test
 
@@ -55,6 +58,7 @@ fn dispatch(arguments: &[String]) -> Result<()> {
         "image" => check::image(rest),
         "test" => check::test(rest),
         "bench" => check::bench(rest),
+        "fuzz" => fuzz::fuzz(rest),
         "check" => check::check(),
         "ci" => check::ci(),
         "deps" => rules::deps(),

@@ -117,9 +117,10 @@ pub fn size() -> Result<()> {
          tests; {} with them (budget {KERNEL_BUDGET})\n",
         kernel.code, kernel.total
     );
-    for directory in
-        ["abi", "hw", "proto", "native", "vmm", "guests", "hosted", "tests", "bench", "xtask"]
-    {
+    for directory in [
+        "abi", "hw", "proto", "native", "vmm", "guests", "hosted", "tests", "bench", "fuzz",
+        "xtask",
+    ] {
         print_lines(directory)?;
     }
     if kernel.code > KERNEL_BUDGET {

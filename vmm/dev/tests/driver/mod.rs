@@ -37,9 +37,9 @@ pub struct Rig<D> {
 impl<D: VirtioDevice> Rig<D> {
     /// A device that the driver has found, but not set up.
     pub fn found(device: D, prepare: impl FnOnce(&mut Script)) -> Self {
-        let memory = vmm_mem::testing::memory(&[(0, MEMORY)]);
-        let mut env = Script { memory: Some(memory), ..Script::new() };
+        let mut env = Script::new();
         prepare(&mut env);
+        env.memory.get_or_insert_with(|| vmm_mem::testing::memory(&[(0, MEMORY)]));
         let mut function = Pci::new(device, 0xc000_0000);
         let command = pci::MEMORY | pci::MASTER;
         function.config_write(pci::COMMAND, command.into(), 0xffff, &mut env);
@@ -98,6 +98,12 @@ impl<D: VirtioDevice> Rig<D> {
 
     fn rings(queue: usize) -> u64 {
         0x1_0000 * (queue as u64 + 1)
+    }
+
+    /// Number of queues that were set up.
+    #[allow(dead_code, reason = "scripts know it")]
+    pub fn queues(&self) -> usize {
+        self.queues.len()
     }
 
     pub fn memory(&self) -> GuestMemory {

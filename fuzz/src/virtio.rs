@@ -1,0 +1,408 @@
+//! Target `virtio`: a device behind the PCI transport, with a driver that may do anything.
+//!
+//! First byte: which device. Then steps, each a byte for what it is (see [`Step`]) and what belongs to it.
+//!
+//! Beside panics it finds: timers without end, work for the outside that is out of range or numbered twice (the
+//! scripted outside refuses both), and devices that do not work again after a reset.
+
+use vmm_bus::outside::{BlockInfo, BlockStatus, NetInfo, Offload, Segments};
+use vmm_bus::testing::{Disk, Port};
+use vmm_bus::{Device, WAKE_INPUT};
+use vmm_dev::pc::pci::{Function, spec as config};
+use vmm_dev::virtio::blk::{self, Blk};
+use vmm_dev::virtio::console::{self, Console};
+use vmm_dev::virtio::entropy::Entropy;
+use vmm_dev::virtio::net::{self, NetCard};
+use vmm_dev::virtio::pci::spec::{NOTIFY, QUEUE_SIZE};
+use vmm_dev::virtio::queue::spec as ring;
+use vmm_dev::virtio::{VirtioDevice, spec::*};
+use vmm_mem::GuestMemory;
+
+use crate::driver::Rig;
+use crate::input::{Input, Seed};
+
+/// Kinds of devices, as numbered in the first byte of an input.
+#[derive(Clone, Copy)]
+#[repr(u8)]
+enum Kind {
+    Block,
+    Net,
+    Console,
+    Entropy,
+}
+
+/// What a step does.
+#[derive(Clone, Copy)]
+#[repr(u8)]
+enum Step {
+    /// Sets the device up as a driver should. Features (64 bits).
+    SetUp,
+    /// Reads a register. Offset (16), size.
+    Read,
+    /// Writes one. Offset (16), size, value (32).
+    Write,
+    /// Writes, then reads configuration space. Register (8), value (32), mask of bytes (8).
+    Config,
+    /// Writes guest memory. Address (32), length (8), bytes.
+    Memory,
+    /// Makes a proper chain available and notifies. Queue (8), number of buffers (8); of each: address (32), length (16),
+    /// flags (8): 1 the device writes, 2 the length counts pages.
+    Offer,
+    /// The outside finishes requests. Number (8), status (8).
+    Complete,
+    /// The outside has as much room. Number (8).
+    Room,
+    /// Something comes from outside: a frame, typed bytes. Length (16), offload bits (8).
+    Arrive,
+    /// Random numbers come. Number (16).
+    Entropy,
+    /// A timer, or all. Number (8).
+    Wake,
+    /// Time passes. Nanoseconds (32).
+    Advance,
+    /// The machine is reset.
+    Reset,
+}
+
+const STEPS: [Step; 13] = [
+    Step::SetUp,
+    Step::Read,
+    Step::Write,
+    Step::Config,
+    Step::Memory,
+    Step::Offer,
+    Step::Complete,
+    Step::Room,
+    Step::Arrive,
+    Step::Entropy,
+    Step::Wake,
+    Step::Advance,
+    Step::Reset,
+];
+
+/// Sectors of the disk.
+const SECTORS: u64 = 256;
+/// Most bytes of one request to it.
+const MAX_BYTES: u32 = 0x1_0000;
+/// Most requests to it at a time.
+const ROOM: usize = 16;
+/// Guest memory: as much as the driver's rings need, and some beyond a hole.
+const LOW: (u64, u64) = (0, 0x4_0000);
+const HIGH: (u64, u64) = (0x10_0000, 0x2000);
+/// Where buffers of the last request are.
+const BUFFERS: u64 = 0x1000;
+
+/// Takes an input.
+pub fn run(bytes: &[u8]) {
+    let mut input = Input::new(bytes);
+    match input.byte() % 4 {
+        0 => {
+            let info = BlockInfo {
+                sectors: SECTORS,
+                discard: true,
+                write_zeroes: true,
+                max_bytes: MAX_BYTES,
+                ..BlockInfo::default()
+            };
+            drive(Blk::new(info), input, |rig| {
+                rig.put(BUFFERS, &[0; blk::spec::HEAD]);
+                let head = (BUFFERS, blk::spec::HEAD as u32, false);
+                rig.send(0, &[head, (BUFFERS + 0x1000, 512, true), (BUFFERS + 0x100, 1, true)]);
+                // Requests from before the reset are still under way outside.
+                for _ in 0..=2 * ROOM {
+                    complete(rig, 0);
+                }
+                assert_eq!(rig.used(0).len(), 1, "a disk answers");
+                assert_eq!(rig.get(BUFFERS + 0x100, 1), [blk::spec::S_OK]);
+            });
+        }
+        1 => drive(NetCard::new(NetInfo::default()), input, |rig| {
+            rig.put(BUFFERS, &[0; net::spec::HEADER]);
+            let before = rig.env.port.as_ref().map_or(0, |port| port.sent.len());
+            rig.send(net::spec::TRANSMIT, &[(BUFFERS, net::spec::HEADER as u32 + 60, false)]);
+            assert_eq!(rig.used(net::spec::TRANSMIT).len(), 1, "a card sends");
+            assert_eq!(rig.env.port.as_ref().map_or(0, |port| port.sent.len()), before + 1);
+        }),
+        2 => drive(Console::new(), input, |rig| {
+            let before = rig.env.output.len();
+            rig.send(console::spec::TRANSMIT, &[(BUFFERS, 5, false)]);
+            assert_eq!(rig.used(console::spec::TRANSMIT).len(), 1, "a console prints");
+            assert_eq!(rig.env.output.len(), before + 5);
+        }),
+        _ => drive(Entropy::new(), input, |rig| {
+            rig.send(0, &[(BUFFERS, 8, true)]);
+            assert_eq!(rig.used(0), [(0, 8)], "there is entropy");
+        }),
+    }
+}
+
+thread_local! {
+    static GUEST: GuestMemory = vmm_mem::testing::memory(&[LOW, HIGH]);
+}
+
+/// Carries out the steps, then resets the device and calls `works`.
+fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&mut Rig<D>)) {
+    let memory = GUEST.with(Clone::clone);
+    for (base, length) in memory.ranges() {
+        let _ = memory.fill(base, length, 0);
+    }
+    let mut rig = Rig::ready(device, u64::MAX, |env| {
+        env.memory = Some(memory);
+        env.disk = Some(Disk::new(SECTORS as usize * 512, ROOM));
+        env.port = Some(Port { room: 16, ..Port::default() });
+        env.entropy = 256;
+    });
+    while !input.is_empty() {
+        let step = STEPS[usize::from(input.byte()) % STEPS.len()];
+        act(&mut rig, step, &mut input);
+        // What interrupts say is nobody's business here, and may be much.
+        rig.env.messages.clear();
+        rig.env.missing.clear();
+        rig.env.output.clear();
+    }
+    rig.function.reset(&mut rig.env);
+    rig.env.room = None;
+    rig.env.entropy = 8;
+    if let Some(disk) = &mut rig.env.disk {
+        disk.room = 2 * ROOM;
+    }
+    rig.env.port = Some(Port { room: 1, ..Port::default() });
+    master(&mut rig);
+    rig.set_up(u64::MAX);
+    assert_eq!(rig.status(), ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
+    works(&mut rig);
+}
+
+fn master<D: VirtioDevice>(rig: &mut Rig<D>) {
+    let command = (config::MEMORY | config::MASTER).into();
+    rig.function.config_write(config::COMMAND, command, 0xffff, &mut rig.env);
+}
+
+/// Lets the oldest request end, with a status.
+fn complete<D: VirtioDevice>(rig: &mut Rig<D>, status: u8) {
+    let Some(disk) = &mut rig.env.disk else { return };
+    // Those that ended already are still in the list until the device fetches them.
+    let next = disk.requests.get(disk.ended.len()).map(|request| request.0);
+    match (next, status) {
+        (Some(id), 0) => disk.complete(id),
+        (Some(id), 1) => disk.ended.push_back((id, BlockStatus::Unsupported)),
+        (Some(id), _) => disk.ended.push_back((id, BlockStatus::Failed)),
+        (None, _) => {}
+    }
+    rig.wake();
+}
+
+fn act<D: VirtioDevice>(rig: &mut Rig<D>, step: Step, input: &mut Input<'_>) {
+    match step {
+        Step::SetUp => {
+            master(rig);
+            rig.set_up(input.long());
+        }
+        Step::Read => {
+            let offset = input.half();
+            rig.read(offset.into(), input.size());
+        }
+        Step::Write => {
+            let (offset, size) = (input.half(), input.size());
+            rig.write(offset.into(), size, input.word().into());
+        }
+        Step::Config => {
+            let register = u16::from(input.byte() & !3);
+            let (value, bytes) = (input.word(), input.byte());
+            let mask = (0..4).filter(|byte| bytes & 1 << byte != 0).map(|byte| 0xff << (8 * byte));
+            let mask = mask.fold(0, |all, byte: u32| all | byte);
+            rig.function.config_write(register, value, mask, &mut rig.env);
+            rig.function.config_read(register, &mut rig.env);
+        }
+        Step::Memory => {
+            let (address, length) = (input.word(), input.byte());
+            let _ = rig.memory().write_slice(address.into(), input.bytes(length.into()));
+        }
+        Step::Offer => {
+            let (queue, count) = (usize::from(input.byte()), usize::from(input.byte()) % 4 + 1);
+            let mut buffers = [(0, 0, false); 4];
+            for buffer in &mut buffers[..count] {
+                let (address, length, flags) =
+                    (input.word(), u32::from(input.half()), input.byte());
+                let length = if flags & 2 != 0 { length << 12 } else { length };
+                *buffer = (address.into(), length, flags & 1 != 0);
+            }
+            let queues = rig.queues();
+            rig.send(queue % queues, &buffers[..count]);
+        }
+        Step::Complete => {
+            let (count, status) = (input.byte() % 20, input.byte());
+            for _ in 0..count {
+                complete(rig, status);
+            }
+        }
+        Step::Room => {
+            let room = usize::from(input.byte());
+            rig.env.room = Some(room);
+            if let (Some(disk), Some(port)) = (&mut rig.env.disk, &mut rig.env.port) {
+                (disk.room, port.room) = (room, room);
+            }
+            rig.wake();
+        }
+        Step::Arrive => {
+            let (length, bits) = (usize::from(input.half()), input.byte());
+            if let Some(port) = rig.env.port.as_mut().filter(|port| port.waiting.len() < 64) {
+                let segments =
+                    [Segments::None, Segments::Tcp4, Segments::Tcp6][usize::from(bits >> 4) % 3];
+                let offload = Offload { needs_csum: bits & 1 != 0, segments, ..Offload::default() };
+                port.waiting.push_back((offload, vec![bits; length]));
+                port.link_down = bits & 2 != 0;
+            }
+            rig.env.input.extend(std::iter::repeat_n(bits, length % 256));
+            rig.wake();
+        }
+        Step::Entropy => {
+            rig.env.entropy = input.half().into();
+            rig.wake();
+        }
+        Step::Wake => {
+            let timer = input.byte();
+            rig.function.wake(if timer & 0x80 != 0 { WAKE_INPUT } else { timer }, &mut rig.env);
+        }
+        Step::Advance => {
+            let span = input.word();
+            rig.env.advance(&mut rig.function, span.into());
+        }
+        Step::Reset => rig.function.reset(&mut rig.env),
+    }
+}
+
+impl Seed {
+    fn step(self, step: Step) -> Self {
+        self.byte(step as u8)
+    }
+
+    fn write_register(self, offset: u64, size: u8, value: u32) -> Self {
+        self.step(Step::Write).half(offset as u16).size(size).word(value)
+    }
+
+    fn memory(self, address: u64, bytes: &[u8]) -> Self {
+        self.step(Step::Memory).word(address as u32).byte(bytes.len() as u8).bytes(bytes)
+    }
+
+    fn descriptor(self, index: u64, address: u64, length: u32, flags: u16, next: u16) -> Self {
+        let entry = Self::new().long(address).word(length).half(flags).half(next).finish();
+        self.memory(0x1_0000 + ring::DESCRIPTOR * index, &entry)
+    }
+
+    /// Makes `count` chains that begin at descriptor 0 available in queue 0, and notifies.
+    fn available(self, count: u16) -> Self {
+        let index = Self::new().half(0).half(count).finish();
+        self.memory(0x1_4000, &index).write_register(NOTIFY, 2, 0)
+    }
+
+    fn offer(self, queue: u8, buffers: &[(u64, u16, u8)]) -> Self {
+        let start = self.step(Step::Offer).byte(queue).byte(buffers.len() as u8 - 1);
+        buffers.iter().fold(start, |seed, &(address, length, flags)| {
+            seed.word(address as u32).half(length).byte(flags)
+        })
+    }
+}
+
+/// A head of a disk request.
+fn head(kind: u32, sector: u64) -> Vec<u8> {
+    Seed::new().word(kind).word(0).long(sector).finish()
+}
+
+/// Inputs to begin with.
+pub fn seeds() -> Vec<(&'static str, Seed)> {
+    use blk::spec::{T_DISCARD, T_GET_ID, T_IN, T_OUT};
+    let of = |kind: Kind| Seed::new().byte(kind as u8);
+    let read_and_write = [(T_IN, 1), (T_OUT, 0), (T_GET_ID, 1)]
+        .into_iter()
+        .fold(of(Kind::Block), |seed, (kind, flags)| {
+            seed.memory(0x100, &head(kind, 3)).offer(
+                0,
+                &[
+                    (0x100, 16, 0),
+                    (0x2000, if kind == T_GET_ID { 20 } else { 4096 }, flags),
+                    (0x200, 1, 1),
+                ],
+            )
+        })
+        .step(Step::Complete)
+        .byte(3)
+        .byte(0);
+    let discard = of(Kind::Block)
+        .memory(0x100, &head(T_DISCARD, 0))
+        .memory(0x300, &Seed::new().long(250).word(7).word(0).finish())
+        .offer(0, &[(0x100, 16, 0), (0x300, 16, 0), (0x200, 1, 1)])
+        .step(Step::Complete)
+        .byte(1)
+        .byte(1);
+    let cycle = of(Kind::Block)
+        .descriptor(0, 0x100, 16, ring::F_NEXT, 1)
+        .descriptor(1, 0x200, 16, ring::F_NEXT, 0)
+        .available(1);
+    let jump = of(Kind::Entropy).descriptor(0, 0x100, 16, ring::F_WRITE, 0).available(0x8001);
+    let indirect = of(Kind::Console)
+        .descriptor(0, 0x400, 32, ring::F_INDIRECT, 0)
+        .memory(
+            0x400,
+            &Seed::new().long(0x100).word(5).half(ring::F_NEXT | ring::F_WRITE).half(1).finish(),
+        )
+        .memory(
+            0x410,
+            &Seed::new().long(HIGH.0 + HIGH.1 - 4).word(4).half(ring::F_WRITE).half(0).finish(),
+        )
+        .available(1)
+        .step(Step::Arrive)
+        .half(9)
+        .byte(b'k');
+    let nested = of(Kind::Entropy).descriptor(0, 0x1_0000, 16, ring::F_INDIRECT, 0).available(1);
+    let frames = of(Kind::Net)
+        .offer(0, &[(0x2000, 256, 1), (0x3000, 8, 3)])
+        .offer(0, &[(0x8000, 8, 3)])
+        .step(Step::Arrive)
+        .half(600)
+        .byte(1)
+        .memory(
+            0x100,
+            &[net::spec::NEEDS_CSUM, net::spec::GSO_TCPV4, 54, 0, 100, 0, 34, 0, 16, 0, 0, 0],
+        )
+        .offer(1, &[(0x100, 12, 0), (0x4000, 1500, 0)])
+        .step(Step::Arrive)
+        .half(60)
+        .byte(0x12);
+    let setting_up = of(Kind::Net)
+        .write_register(STATUS_REGISTER, 1, 0)
+        .write_register(QUEUE_SIZE, 2, 3)
+        .step(Step::SetUp)
+        .long(F_VERSION_1 | F_EVENT_IDX)
+        .step(Step::Config)
+        .byte(0x10)
+        .word(u32::MAX)
+        .byte(0xf)
+        .step(Step::Reset)
+        .step(Step::SetUp)
+        .long(F_VERSION_1);
+    let slow = of(Kind::Console)
+        .step(Step::Room)
+        .byte(3)
+        .offer(1, &[(0, 16, 2)])
+        .step(Step::Advance)
+        .word(1_000_000)
+        .step(Step::Wake)
+        .byte(0x80)
+        .step(Step::Entropy)
+        .half(1);
+    vec![
+        ("read-write-identify", read_and_write),
+        ("discard", discard),
+        ("cycle", cycle),
+        ("index-jumps", jump),
+        ("indirect", indirect),
+        ("indirect-in-ring", nested),
+        ("frames", frames),
+        ("set-up-twice", setting_up),
+        ("slow-outside", slow),
+    ]
+}
+
+/// The device status register.
+const STATUS_REGISTER: u64 = vmm_dev::virtio::pci::spec::STATUS;
