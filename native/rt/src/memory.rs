@@ -99,6 +99,49 @@ impl Window {
         true
     }
 
+    /// Copies `length` bytes of guest memory from `address` to `offset`; `false` if there is not as much, in the guest or
+    /// here, or the window is read-only. Something may have been copied then.
+    #[cfg(feature = "guest")]
+    #[must_use]
+    pub fn copy_from_guest(
+        self,
+        offset: u64,
+        guest: &vmm_mem::GuestMemory,
+        address: u64,
+        length: u64,
+    ) -> bool {
+        let Some(part) = self.part(offset, length).filter(|_| self.writable) else { return false };
+        let mut to = part.base;
+        let copied = guest.for_each_part(address, length, |from, length| {
+            // SAFETY: the source is guest memory, the destination in the window: both are ours and without Rust objects.
+            // The lengths of the parts add up to no more than the window's part.
+            unsafe { copy(from.expose_provenance() as u64, to, length as u64) };
+            to += length as u64;
+        });
+        copied.is_ok()
+    }
+
+    /// Copies `length` bytes from `offset` to guest memory at `address`; `false` as for
+    /// [`copy_from_guest`](Self::copy_from_guest).
+    #[cfg(feature = "guest")]
+    #[must_use]
+    pub fn copy_to_guest(
+        self,
+        offset: u64,
+        guest: &vmm_mem::GuestMemory,
+        address: u64,
+        length: u64,
+    ) -> bool {
+        let Some(part) = self.part(offset, length) else { return false };
+        let mut from = part.base;
+        let copied = guest.for_each_part(address, length, |to, length| {
+            // SAFETY: as above, the other way round.
+            unsafe { copy(from, to.expose_provenance() as u64, length as u64) };
+            from += length as u64;
+        });
+        copied.is_ok()
+    }
+
     /// Fills everything with zeros, unless the window is read-only.
     pub fn clear(self) {
         if !self.writable {
@@ -314,5 +357,30 @@ mod tests {
         window.clear();
         assert!(window.read(86, &mut read));
         assert_eq!(read, [0; 14]);
+    }
+
+    #[cfg(feature = "guest")]
+    #[test]
+    fn copies_from_and_to_a_guest() {
+        #[repr(align(4096))]
+        struct Page([u8; 4096]);
+        let page = Box::leak(Box::new(Page([7; 4096])));
+        let host = page.0.as_mut_ptr();
+        let memory = vmm_mem::Window { base: 0x1000, length: 4096, host };
+        // SAFETY: leaked memory that nobody else uses.
+        let guest = unsafe { vmm_mem::GuestMemory::new(&[memory]) }.unwrap();
+        let window = window(vec![1u8; 100].leak().as_mut_ptr() as u64, 100);
+        assert!(window.write(0, b"to a guest"));
+        assert!(window.copy_to_guest(3, &guest, 0x1ff9, 7));
+        assert!(window.copy_from_guest(93, &guest, 0x1ff9, 7));
+        let mut read = [0; 10];
+        assert!(window.read(90, &mut read));
+        assert_eq!(&read, b"\x01\x01\x01a guest");
+        assert!(!window.copy_to_guest(0, &guest, 0x1ff9, 8), "beyond the guest's memory");
+        assert!(!window.copy_from_guest(0, &guest, 0xfff, 1));
+        assert!(!window.copy_from_guest(94, &guest, 0x1000, 7), "beyond the window");
+        assert!(!window.copy_to_guest(94, &guest, 0x1000, 7));
+        assert!(window.read(90, &mut read));
+        assert_eq!(&read, b"\x01\x01\x01a guest");
     }
 }

@@ -15,7 +15,7 @@ use proto::service::Service;
 use proto::start::{Start, Vmm, event, slot};
 use proto::system::{MAX_VM_DISKS, MAX_VM_NETS};
 use vmm_bus::outside::{
-    Block, BlockInfo, BlockOp, BlockStatus, Data, Net, NetInfo, Offload, Segments, Takes,
+    Block, BlockInfo, BlockOp, BlockStatus, Data, Net, NetInfo, Offload, Part, Segments, Takes,
 };
 use vmm_machine::{Outside, Slots, Virtio};
 
@@ -25,8 +25,6 @@ pub const MAX_ATTACHMENTS: usize = MAX_VM_DISKS + MAX_VM_NETS;
 const PATIENCE: u64 = 10_000_000_000;
 /// Most bytes of one request to a disk: several of them are to fit a session.
 const MAX_REQUEST: u32 = 64 << 10;
-/// Bytes that are copied at a time.
-const PIECE: usize = 512;
 
 /// Why there are no devices.
 #[derive(Debug)]
@@ -432,25 +430,21 @@ fn from_session(offload: net::Offload) -> Option<Offload> {
 
 /// Copies all data to a place of the session, as far as there is both.
 fn put(window: Window, mut offset: u64, data: &mut Data<'_>) {
-    let mut piece = [0; PIECE];
-    loop {
-        let count = data.read(&mut piece);
-        if count == 0 || !window.write(offset, &piece[..count]) {
+    while let Some(Part { address, length }) = data.part(u32::MAX) {
+        if !window.copy_from_guest(offset, data.memory(), address, length.into()) {
             return;
         }
-        offset += count as u64;
+        offset += u64::from(length);
     }
 }
 
 /// Copies from a place of the session until the data is full, as far as there is both.
 fn get(window: Window, mut offset: u64, data: &mut Data<'_>) {
-    let mut piece = [0; PIECE];
-    while data.left() != 0 {
-        let count = piece.len().min(data.left() as usize);
-        if !window.read(offset, &mut piece[..count]) || data.write(&piece[..count]) < count {
+    while let Some(Part { address, length }) = data.part(u32::MAX) {
+        if !window.copy_to_guest(offset, data.memory(), address, length.into()) {
             return;
         }
-        offset += count as u64;
+        offset += u64::from(length);
     }
 }
 

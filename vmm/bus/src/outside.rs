@@ -37,6 +37,11 @@ impl<'a> Data<'a> {
         Self { memory, parts, part: Part { address: 0, length: 0 }, left: length }
     }
 
+    /// The memory that the parts are in.
+    pub fn memory(&self) -> &'a GuestMemory {
+        self.memory
+    }
+
     /// Bytes that are left.
     pub fn left(&self) -> u32 {
         self.left

@@ -257,9 +257,12 @@ impl GuestMemory {
             .ok_or(MemoryError::NotBacked { address })
     }
 
-    /// Calls `act` with each contiguous part of a span: a valid host address and a length. The parts'
-    /// lengths add up to `length` unless the span leaves memory.
-    fn for_each_part(
+    /// Calls `act` with each contiguous part of a span: its address in the VMM's address space, and its length. The
+    /// parts' lengths add up to `length` unless the span leaves memory.
+    ///
+    /// For who copies more than words and has a way to do so that may race with the guest: memory there is no Rust
+    /// object, and changes at any time.
+    pub fn for_each_part(
         &self,
         mut address: u64,
         mut length: u64,
