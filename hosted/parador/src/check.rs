@@ -81,8 +81,10 @@ pub struct Plan {
     /// Memory that was asked for, in bytes.
     memory: Option<(Size, Option<Range<usize>>)>,
     share_cpus: bool,
-    servers: Vec<Server>,
-    tasks: Vec<Task>,
+    /// Servers, in the order of their indices.
+    pub servers: Vec<Server>,
+    /// Native programs.
+    pub tasks: Vec<Task>,
     /// Virtual machines.
     pub vms: Vec<Vm>,
     /// Disks of the emulated machine.
@@ -98,15 +100,21 @@ struct Source {
     text: String,
 }
 
+/// A checked server.
 #[derive(Debug)]
-struct Server {
-    name: String,
-    kind: ServerKind,
+pub struct Server {
+    /// Its name.
+    pub name: String,
+    /// What it serves.
+    pub kind: ServerKind,
     /// It has several clients.
-    shared: bool,
-    device: Option<Device>,
-    restart: Restart,
-    priority: u8,
+    pub shared: bool,
+    /// What it owns.
+    pub device: Option<Device>,
+    /// Which ends start it again.
+    pub restart: Restart,
+    /// 0 to [`compiled::MAX_PRIORITY`].
+    pub priority: u8,
 }
 
 impl Server {
@@ -119,16 +127,21 @@ impl Server {
     }
 }
 
+/// A checked native program.
 #[derive(Debug)]
-struct Task {
-    name: String,
+pub struct Task {
+    /// Its name.
+    pub name: String,
     binary: Spanned<String>,
     arguments: Vec<String>,
     cpu: u32,
-    priority: u8,
+    /// 0 to [`compiled::MAX_PRIORITY`].
+    pub priority: u8,
     essential: bool,
-    console: Option<u8>,
-    manage: bool,
+    /// Index of its console server.
+    pub console: Option<u8>,
+    /// It has root's management gate.
+    pub manage: bool,
 }
 
 /// A checked virtual machine.
@@ -145,16 +158,22 @@ pub struct Vm {
     /// Where its initial RAM disk comes from.
     pub initrd: Option<Spanned<InitrdSource>>,
     command_line: String,
-    console: Option<u8>,
+    /// Index of its console server.
+    pub console: Option<u8>,
     /// Another VMM than [`VMM_BINARY`].
     vmm: Option<Spanned<String>>,
-    priority: u8,
-    restart: Restart,
+    /// 0 to [`compiled::MAX_PRIORITY`].
+    pub priority: u8,
+    /// Which ends start it again.
+    pub restart: Restart,
     on_reset: OnReset,
     essential: bool,
-    template: bool,
-    disks: Vec<compiled::VmDisk>,
-    nets: Vec<compiled::VmNet>,
+    /// Virtual machines are made after it at run time.
+    pub template: bool,
+    /// Its disks, each with the index of its server.
+    pub disks: Vec<compiled::VmDisk>,
+    /// Its network cards, each with the index of its switch.
+    pub nets: Vec<compiled::VmNet>,
 }
 
 /// Where a kernel comes from.
@@ -1091,7 +1110,7 @@ impl Plan {
             memory: vm.memory.get_ref().0,
             vcpus: vm.vcpus,
             pins: vm.pins.iter().copied().collect(),
-            binary: vm.vmm.as_ref().map_or(VMM_BINARY, |vmm| vmm.get_ref().as_str()),
+            binary: vm.binary(),
             kernel,
             initrd: initrd.as_deref(),
             command_line: &vm.command_line,
@@ -1136,6 +1155,16 @@ impl Plan {
 }
 
 impl Vm {
+    /// Name of its VMM's program.
+    pub fn binary(&self) -> &str {
+        self.vmm.as_ref().map_or(VMM_BINARY, |vmm| vmm.get_ref().as_str())
+    }
+
+    /// What it has of the machine, for people.
+    pub fn cpus_and_memory(&self) -> String {
+        format!("{}, {}", plural(self.vcpus, "vCPU"), self.memory.get_ref())
+    }
+
     /// Whether it is a client of the server with this index.
     fn uses(&self, server: u8) -> bool {
         self.console == Some(server)

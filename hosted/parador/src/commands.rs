@@ -4,12 +4,15 @@ use crate::check::{self, Overrides, Plan};
 use crate::description::{Board, Size};
 use crate::emulate;
 use crate::failure::{self, Failure};
+use crate::graph::{self, Graph};
 use crate::image::{self, Image};
 use crate::programs::Programs;
 use crate::steps::Steps;
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Hosts whole operating systems on Parador's microhypervisor.
@@ -43,6 +46,24 @@ enum SystemCommand {
         #[arg(long, value_name = "FOLDER", env = "PARADOR_ARTIFACTS")]
         artifacts: Option<PathBuf>,
     },
+    /// Draw who holds which capability to what.
+    #[command(after_help = "\
+Examples:
+  parador system graph examples/three-guests.toml -o three-guests.svg
+  parador system graph --dot examples/three-guests.toml | dot -Tpdf > three-guests.pdf")]
+    Graph {
+        /// The description, a TOML file.
+        file: PathBuf,
+        /// A picture, or text for Graphviz [default: as the name of the output ends, else svg].
+        #[arg(long, value_name = "FORMAT")]
+        format: Option<Format>,
+        /// The same as --format dot.
+        #[arg(long, conflicts_with = "format")]
+        dot: bool,
+        /// Write to this file instead of standard output.
+        #[arg(short, long, value_name = "FILE")]
+        output: Option<PathBuf>,
+    },
     /// Build a bootable image from a system description.
     #[command(after_help = "\
 Examples:
@@ -73,6 +94,26 @@ Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 bad de
 77 permission; 80 guest panic; 81 guest triple fault; 82 watchdog; 83 guest reset;
 124 time limit; 128+n signal n.")]
     Emulate(EmulateArguments),
+}
+
+/// Formats of a graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// A picture.
+    Svg,
+    /// The language of Graphviz.
+    Dot,
+}
+
+impl Format {
+    /// As a file's name ends.
+    fn of(path: &Path) -> Option<Self> {
+        match path.extension()?.to_str()? {
+            "svg" => Some(Self::Svg),
+            "dot" | "gv" => Some(Self::Dot),
+            _ => None,
+        }
+    }
 }
 
 #[derive(Debug, Args)]
@@ -157,6 +198,11 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
             }
             Ok(0)
         }
+        SystemCommand::Graph { file, format, dot, output } => {
+            let format = if dot { Some(Format::Dot) } else { format };
+            let format = format.or_else(|| output.as_deref().and_then(Format::of));
+            graph(&file, format.unwrap_or(Format::Svg), output.as_deref())
+        }
         SystemCommand::Build { file, place, iso } => {
             let plan = check::check(&file, Overrides::default())?;
             let options = place.options(iso);
@@ -168,6 +214,23 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
         }
         SystemCommand::Emulate(arguments) => emulate(arguments),
     }
+}
+
+fn graph(file: &Path, format: Format, output: Option<&Path>) -> Result<u8, Failure> {
+    let graph = Graph::new(&check::check(file, Overrides::default())?);
+    let name = file.file_name().unwrap_or(file.as_os_str()).to_string_lossy();
+    let text = match format {
+        Format::Svg => graph::svg::render(&graph, &name),
+        Format::Dot => graph::dot::render(&graph, &name),
+    };
+    match output {
+        Some(path) => fs::write(path, text).map_err(|error| Failure::file("write", path, &error)),
+        None => {
+            let written = std::io::stdout().write_all(text.as_bytes());
+            written.map_err(|error| Failure::os("write to standard output", &error))
+        }
+    }?;
+    Ok(0)
 }
 
 fn emulate(arguments: EmulateArguments) -> Result<u8, Failure> {

@@ -11,6 +11,7 @@ mod description;
 mod emulate;
 mod failure;
 mod fetch;
+mod graph;
 mod guest;
 mod image;
 mod initramfs;

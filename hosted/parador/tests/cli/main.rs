@@ -4,4 +4,5 @@
 mod build;
 mod check;
 mod emulate;
+mod graph;
 mod support;

@@ -1,0 +1,310 @@
+//! The capability graph of a system: who holds which capability to what, as `root` gives them out.
+//!
+//! A guest holds nothing: it reaches what its VMM lets it reach. Every program calls `root` through two gates, log and
+//! control, and `root` can take back whatever it gave; these edges are there in every system, so they are marked
+//! ([`Edge::routine`]) and drawn without text.
+
+pub mod dot;
+pub mod svg;
+
+use crate::attach::Device;
+use crate::check::{Plan, Server, Vm};
+use crate::description::{Log, Restart, ServerKind, Size};
+use proto::service::Part;
+use proto::{disk, net};
+
+/// What a node is; in this order the picture has them from top to bottom.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// A virtual machine.
+    Guest,
+    /// A program that serves no other: a VMM or a task.
+    Program,
+    /// A server.
+    Server,
+    /// What `root` starts as.
+    Root,
+    /// The microhypervisor.
+    Kernel,
+    /// A device of the machine, or all the rest of it.
+    Device,
+}
+
+/// Something that holds capabilities, or that they are to.
+#[derive(Debug)]
+pub struct Node {
+    /// Unique.
+    pub id: String,
+    /// What it is.
+    pub kind: Kind,
+    /// Its name.
+    pub title: String,
+    /// What else to know of it, a line each.
+    pub details: Vec<String>,
+    /// Not there at the start: made at run time after a template.
+    pub template: bool,
+}
+
+/// Capabilities of one node to another.
+#[derive(Debug)]
+pub struct Edge {
+    /// Index of the holder.
+    pub from: usize,
+    /// Index of what they are to.
+    pub to: usize,
+    /// What they are and allow, a line each.
+    pub label: Vec<String>,
+    /// The other side has as much to this one.
+    pub both: bool,
+    /// Between `root` and every program.
+    pub routine: bool,
+}
+
+/// Nodes, and edges between them.
+#[derive(Debug, Default)]
+pub struct Graph {
+    /// In the order of the description, by kind.
+    pub nodes: Vec<Node>,
+    /// Each kind of capability between two nodes once.
+    pub edges: Vec<Edge>,
+}
+
+impl Graph {
+    /// What `root` will give to whom when it starts this system.
+    pub fn new(plan: &Plan) -> Self {
+        let mut graph = Self::default();
+        let kernel = graph.node(Kind::Kernel, "kernel", "microhypervisor", vec![]);
+        let root = graph.node(
+            Kind::Root,
+            "root",
+            "root",
+            vec!["starts everything else and gives it what this graph shows".to_owned()],
+        );
+        graph.edge(root, kernel, &["factory: all kernel memory,", "platform: all interrupts"]);
+        if let Some((port, ports)) = match plan.log {
+            Log::Com1 => Some(("com1", COM1_PORTS)),
+            Log::Com2 => Some(("com2", COM2_PORTS)),
+            Log::None => None,
+        } {
+            let device = graph.node(Kind::Device, &format!("device:{port}"), port, vec![]);
+            graph.edge(kernel, device, &["the log:", ports]);
+        }
+        let details = vec!["memory, I/O ports, PCI functions".to_owned()];
+        let rest = graph.node(Kind::Device, "machine", "the rest of the machine", details);
+        graph.edge(root, rest, &["what nobody", "else has"]);
+
+        let servers: Vec<usize> =
+            plan.servers.iter().map(|server| graph.server(server, root)).collect();
+        for vm in &plan.vms {
+            graph.vm(vm, root, &servers);
+        }
+        for task in &plan.tasks {
+            let details = vec![format!("task, priority {}", task.priority)];
+            let id = format!("task:{}", task.name);
+            let node = graph.node(Kind::Program, &id, &task.name, details);
+            graph.edge(node, root, &["log, control"]).routine();
+            if task.manage {
+                graph.edge(node, root, &["gate manage:", "start, stop, make"]);
+            }
+            if let Some(&server) = task.console.and_then(|index| servers.get(usize::from(index))) {
+                graph.edge(node, server, CONSOLE_SESSION);
+            }
+        }
+        graph
+    }
+
+    fn node(&mut self, kind: Kind, id: &str, title: &str, details: Vec<String>) -> usize {
+        let (id, title) = (id.to_owned(), title.to_owned());
+        self.nodes.push(Node { id, kind, title, details, template: false });
+        self.nodes.len() - 1
+    }
+
+    fn edge(&mut self, from: usize, to: usize, label: &[impl ToString]) -> &mut Edge {
+        let label = label.iter().map(ToString::to_string).collect();
+        self.edges.push(Edge { from, to, label, both: false, routine: false });
+        let last = self.edges.len() - 1;
+        &mut self.edges[last]
+    }
+
+    fn server(&mut self, server: &Server, root: usize) -> usize {
+        let what = match server.kind {
+            ServerKind::Console if server.shared => "console server for several",
+            ServerKind::Console => "console server",
+            ServerKind::Block => "disk server",
+            ServerKind::Switch => "switch",
+        };
+        let mut details = vec![format!("{what}, priority {}", server.priority)];
+        details.extend(restarts(server.restart));
+        let id = format!("server:{}", server.name);
+        let node = self.node(Kind::Server, &id, &server.name, details);
+        self.edge(node, root, &["log, control"]).routine();
+        if let Some(device) = server.device {
+            let id = format!("device:{device}");
+            let there = self.node(Kind::Device, &id, &device.to_string(), vec![]);
+            let capabilities: &[&str] = match device {
+                Device::Com1 => &[COM1_PORTS, "interrupt 4"],
+                Device::VirtioBlk(_) | Device::VirtioNet(_) | Device::Ahci(..) => {
+                    &["registers, interrupt,", "memory for DMA"]
+                }
+            };
+            self.edge(node, there, capabilities);
+        }
+        node
+    }
+
+    fn vm(&mut self, vm: &Vm, root: usize, servers: &[usize]) {
+        let first = self.nodes.len();
+        let mut details = vec![vm.cpus_and_memory()];
+        if vm.template {
+            details.push("a template".to_owned());
+        }
+        let guest = self.node(Kind::Guest, &format!("vm:{}", vm.name), &vm.name, details);
+        let mut details = vec![format!("priority {}", vm.priority)];
+        details.extend(restarts(vm.restart));
+        let program = vm.binary();
+        let monitor = self.node(
+            Kind::Program,
+            &format!("vmm:{}", vm.name),
+            &format!("{program} of {}", vm.name),
+            details,
+        );
+        for node in &mut self.nodes[first..] {
+            node.template = vm.template;
+        }
+        self.edge(monitor, guest, &["virtual CPUs,", "all its memory"]);
+        self.edge(monitor, root, &["log, control"]).routine();
+        let mut session = |server: u8, label: &[String]| {
+            if let Some(&server) = servers.get(usize::from(server)) {
+                let label: Vec<&str> = label.iter().map(String::as_str).collect();
+                self.edge(monitor, server, &label).both = true;
+            }
+        };
+        for disk in &vm.disks {
+            let access = if disk.read_only { " (read-only)" } else { "" };
+            let memory = shared(disk::SESSION_BYTES);
+            session(disk.server, &[part(disk.part) + access + ":", memory]);
+        }
+        for net in &vm.nets {
+            let group = match net.group {
+                0 => "port:".to_owned(),
+                group => format!("port, group {group}:"),
+            };
+            session(net.server, &[group, shared(net::SESSION_BYTES)]);
+        }
+        if let Some(&server) = vm.console.and_then(|index| servers.get(usize::from(index))) {
+            self.edge(monitor, server, CONSOLE_SESSION);
+        }
+    }
+
+    /// Edges that the node with this index is the holder of.
+    pub fn held_by(&self, node: usize) -> impl Iterator<Item = &Edge> {
+        self.edges.iter().filter(move |edge| edge.from == node)
+    }
+}
+
+impl Edge {
+    fn routine(&mut self) {
+        (self.routine, self.both) = (true, true);
+    }
+}
+
+const COM1_PORTS: &str = "I/O ports 0x3f8–0x3ff";
+const COM2_PORTS: &str = "I/O ports 0x2f8–0x2ff";
+const CONSOLE_SESSION: &[&str] = &["gate of its session"];
+
+fn restarts(restart: Restart) -> Option<String> {
+    match restart {
+        Restart::Never => None,
+        Restart::OnCrash => Some("restarted after a crash".to_owned()),
+        Restart::Always => Some("always restarted".to_owned()),
+    }
+}
+
+/// A session in shared memory; each side holds the notification of the other, with the right to signal.
+fn shared(bytes: u64) -> String {
+    format!("{} shared, signals", Size(bytes))
+}
+
+/// A part of a disk, as descriptions have it.
+fn part(part: Part) -> String {
+    let size = |sectors: u64| Size(sectors * disk::SECTOR);
+    let whole = match part.partition {
+        None => "disk".to_owned(),
+        Some(number) => format!("partition {number}"),
+    };
+    match part.sectors {
+        0 => whole,
+        sectors => format!("{whole}, {} from {}", size(sectors), size(part.first)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::check::{self, Overrides};
+
+    /// The graph of a description.
+    fn graph(description: &str) -> Graph {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("system.toml");
+        std::fs::write(&file, description).unwrap();
+        Graph::new(&check::check(&file, Overrides::default()).unwrap())
+    }
+
+    /// A system with one of everything.
+    const HOUSE: &str = include_str!("../tests/cli/graph/house.toml");
+
+    /// Capabilities between two nodes that are not routine.
+    fn labels(graph: &Graph, from: &str, to: &str) -> Vec<String> {
+        let index = |id: &str| graph.nodes.iter().position(|node| node.id == id).unwrap();
+        let edges = graph.held_by(index(from)).filter(|edge| edge.to == index(to));
+        edges.filter(|edge| !edge.routine).map(|edge| edge.label.join(" ")).collect()
+    }
+
+    #[test]
+    fn who_holds_what() {
+        let graph = graph(HOUSE);
+        assert_eq!(
+            labels(&graph, "server:console", "device:com1"),
+            ["I/O ports 0x3f8–0x3ff interrupt 4"]
+        );
+        assert_eq!(labels(&graph, "kernel", "device:com2"), ["the log: I/O ports 0x2f8–0x2ff"]);
+        let disk = "registers, interrupt, memory for DMA";
+        assert_eq!(labels(&graph, "server:blk0", "device:pci:virtio-blk:0"), [disk]);
+        assert_eq!(labels(&graph, "task:steward", "root"), ["gate manage: start, stop, make"]);
+        assert_eq!(labels(&graph, "task:steward", "server:console"), ["gate of its session"]);
+        let memory = shared(disk::SESSION_BYTES);
+        assert_eq!(
+            labels(&graph, "vmm:one", "server:blk0"),
+            [format!("partition 1 (read-only): {memory}")]
+        );
+        assert_eq!(
+            labels(&graph, "vmm:two", "server:blk0"),
+            [format!("partition 2, 2 MiB from 1 MiB: {memory}")]
+        );
+        assert_eq!(labels(&graph, "vmm:one", "vm:one"), ["virtual CPUs, all its memory"]);
+        // Nobody else's.
+        assert_eq!(labels(&graph, "vmm:one", "vm:two"), Vec::<String>::new());
+        assert_eq!(labels(&graph, "vmm:two", "server:sw0"), Vec::<String>::new());
+        assert_eq!(labels(&graph, "vmm:two", "root"), Vec::<String>::new());
+    }
+
+    #[test]
+    fn every_program_calls_root() {
+        let graph = graph(HOUSE);
+        let root = graph.nodes.iter().position(|node| node.kind == Kind::Root).unwrap();
+        for (index, node) in graph.nodes.iter().enumerate() {
+            let routine = graph.held_by(index).any(|edge| edge.routine && edge.to == root);
+            let program = matches!(node.kind, Kind::Program | Kind::Server);
+            assert_eq!(routine, program, "{}", node.id);
+        }
+    }
+
+    #[test]
+    fn a_guest_holds_nothing() {
+        let graph = graph(HOUSE);
+        for edge in &graph.edges {
+            assert_ne!(graph.nodes[edge.from].kind, Kind::Guest);
+        }
+    }
+}

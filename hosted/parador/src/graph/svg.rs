@@ -1,0 +1,323 @@
+//! The graph as a picture.
+//!
+//! The layers of a system are known, so the layout needs no search: every program is a column with its guest above, and
+//! what several programs hold capabilities to (servers, `root`) is a bar across all columns. A capability is a vertical
+//! line from its holder down to a bar; it passes behind the bars that it has nothing to do with. In each column the lines
+//! that go deepest are leftmost, so what is written beside the end of a line has nothing in its way. Devices are
+//! to the right of their owners.
+
+use super::{Edge, Graph, Kind, Node};
+use std::fmt::Write;
+
+/// All lengths are in pixels.
+const MARGIN: i32 = 16;
+/// Between columns, and around text.
+const SPACE: i32 = 20;
+/// Height of a line of text.
+const LINE: i32 = 15;
+/// Distance of lines that stand for capabilities.
+const SLOT: i32 = 14;
+const BAR: i32 = 40;
+/// Length and half width of an arrow's head.
+const HEAD: (i32, i32) = (8, 4);
+
+const LEGEND: &[&str] = &[
+    "An arrow is a capability, from who holds it to what it is to. Beside these, a program has memory and a quota of kernel memory of its own, a VMM the files that its guest boots from.",
+    "Grey: every program calls root through two gates, log and control; root has its task, thread and notification, and can take back all that it gave.",
+    "A guest holds nothing: it reaches what its VMM lets it reach. Dashed: a template, from which root makes virtual machines at run time.",
+];
+
+/// Widths that usual sans-serif fonts do not exceed.
+fn width(text: &str, bold: bool) -> i32 {
+    let tenths = if bold { 86 } else { 66 };
+    text.chars().count() as i32 * tenths / 10
+}
+
+fn widest<'a>(lines: impl IntoIterator<Item = &'a String>) -> i32 {
+    lines.into_iter().map(|line| width(line, false)).max().unwrap_or(0)
+}
+
+/// A program, with its guest above and its capabilities below.
+struct Column<'a> {
+    program: &'a Node,
+    guest: Option<(&'a Node, &'a Edge)>,
+    /// From left to right: place, capability.
+    slots: Vec<(i32, &'a Edge)>,
+    left: i32,
+    /// Of the boxes.
+    width: i32,
+}
+
+/// What is below the columns.
+struct Bar<'a> {
+    node: &'a Node,
+    index: usize,
+    top: i32,
+}
+
+/// The graph as SVG.
+pub fn render(graph: &Graph, name: &str) -> String {
+    let mut order: Vec<(usize, &Node)> = graph
+        .nodes
+        .iter()
+        .enumerate()
+        .filter(|(_, node)| matches!(node.kind, Kind::Server | Kind::Root | Kind::Kernel))
+        .collect();
+    order.sort_by_key(|(_, node)| node.kind);
+    let depth = |index: usize| order.iter().position(|&(bar, _)| bar == index);
+
+    // From left to right.
+    let mut columns: Vec<Column> = Vec::new();
+    let mut right = MARGIN;
+    for (index, program) in graph.nodes.iter().enumerate() {
+        if program.kind == Kind::Program {
+            let column = column(graph, index, program, right, depth);
+            right = column.right() + SPACE;
+            columns.push(column);
+        }
+    }
+    let bar_text = |node: &Node| node.details.join(", ");
+    for (_, node) in &order {
+        // The lines of servers to root are left of the text.
+        let text = width(&node.title, true) + SPACE + width(&bar_text(node), false);
+        right = right.max(MARGIN + SLOT * order.len() as i32 + text + SPACE);
+    }
+    let beyond = graph.edges.iter().filter(|edge| graph.nodes[edge.to].kind == Kind::Device);
+    let devices = right + beyond.map(|edge| widest(&edge.label)).max().unwrap_or(0) + 2 * SPACE;
+
+    // From top to bottom.
+    let height = |node: &Node| LINE * (1 + node.details.len() as i32) + SPACE;
+    let guests = columns.iter().filter_map(|column| column.guest);
+    let guest_height = guests.map(|(node, _)| height(node)).max().unwrap_or(0);
+    let gap = |lines: usize| LINE * lines as i32 + SPACE;
+    let programs = match guest_height {
+        0 => MARGIN + SPACE,
+        _ => MARGIN + SPACE + guest_height + gap(2),
+    };
+    let program_height = columns.iter().map(|column| height(column.program)).max().unwrap_or(0);
+    let mut bottom = programs + program_height;
+    let mut bars: Vec<Bar> = Vec::new();
+    for &(index, node) in &order {
+        let ends = graph.edges.iter().filter(|edge| edge.to == index && !edge.routine);
+        bottom += gap(ends.map(|edge| edge.label.len()).max().unwrap_or(0));
+        bars.push(Bar { node, index, top: bottom });
+        bottom += BAR;
+    }
+
+    let mut picture = Picture { text: String::new(), right: right.max(devices), bottom };
+    picture.label(MARGIN, MARGIN + 4, &format!("Capabilities of {name}"), "b");
+    let top_of = |index: usize| bars.iter().find(|bar| bar.index == index).map(|bar| bar.top);
+    for column in &columns {
+        let Column { program, guest, slots, left, width } = column;
+        for (x, edge) in slots {
+            if let Some(end) = top_of(edge.to) {
+                picture.arrow_down(*x, programs + program_height, end, edge);
+            }
+        }
+        if let Some((guest, edge)) = guest {
+            let end = MARGIN + SPACE + guest_height;
+            picture.boxed(guest, (*left, MARGIN + SPACE), (*width, guest_height));
+            picture.arrow_up(left + SLOT, programs, end, edge);
+        }
+        picture.boxed(program, (*left, programs), (*width, program_height));
+    }
+    // All lines are behind all bars.
+    for (place, bar) in bars.iter().enumerate() {
+        let x = MARGIN + SLOT * (1 + place as i32);
+        for edge in graph.held_by(bar.index) {
+            if let Some(end) = top_of(edge.to) {
+                picture.arrow_down(x - SLOT / 2, bar.top + BAR, end, edge);
+            }
+        }
+    }
+    for bar in &bars {
+        let text = MARGIN + SLOT * bars.len() as i32 + SLOT / 2;
+        picture.rectangle(bar.node, (MARGIN, bar.top), (right - MARGIN, BAR));
+        picture.label(text, bar.top + 25, &bar.node.title, "b");
+        let after = text + width(&bar.node.title, true) + SPACE;
+        picture.label(after, bar.top + 25, &bar_text(bar.node), "n");
+        for edge in graph.held_by(bar.index) {
+            let device = &graph.nodes[edge.to];
+            if device.kind == Kind::Device {
+                let widest = widest(&device.details).max(width(&device.title, true));
+                let height = LINE * device.details.len() as i32 + BAR;
+                picture.boxed(device, (devices, bar.top), (widest + SPACE, height));
+                picture.arrow_right(right, devices, bar.top, edge);
+                picture.right = picture.right.max(devices + widest + SPACE);
+                picture.bottom = picture.bottom.max(bar.top + height);
+            }
+        }
+    }
+    picture.finish()
+}
+
+fn column<'a>(
+    graph: &'a Graph,
+    index: usize,
+    program: &'a Node,
+    left: i32,
+    depth: impl Fn(usize) -> Option<usize>,
+) -> Column<'a> {
+    let mut held: Vec<(usize, &Edge)> =
+        graph.held_by(index).filter_map(|edge| Some((depth(edge.to)?, edge))).collect();
+    held.sort_by_key(|&(depth, edge)| (std::cmp::Reverse(depth), !edge.routine));
+    let mut x = left + SLOT;
+    let mut slots = Vec::new();
+    for (place, &(depth, edge)) in held.iter().enumerate() {
+        slots.push((x, edge));
+        // Beside another that ends at the same bar there must be room for the text of this one.
+        let same = held.get(place + 1).is_some_and(|&(next, _)| next == depth);
+        let text = if edge.routine { 0 } else { widest(&edge.label) + SPACE };
+        x += if same { SLOT.max(text) } else { SLOT };
+    }
+    let guest = graph.held_by(index).find_map(|edge| {
+        let node = &graph.nodes[edge.to];
+        (node.kind == Kind::Guest).then_some((node, edge))
+    });
+    let nodes = guest.iter().map(|(node, _)| *node).chain([program]);
+    let text = nodes.map(|node| widest(&node.details).max(width(&node.title, true))).max();
+    let width = text.unwrap_or(0) + SPACE;
+    let last = slots.last().map_or(0, |(x, _)| x - left + SLOT);
+    Column { program, guest, slots, left, width: width.max(last) }
+}
+
+impl Column<'_> {
+    /// End of boxes and of text beside lines.
+    fn right(&self) -> i32 {
+        let beside = self.slots.iter().map(|(x, edge)| match edge.routine {
+            true => *x,
+            false => x + SLOT / 2 + widest(&edge.label),
+        });
+        let above = self.guest.iter().map(|(_, edge)| self.left + 2 * SLOT + widest(&edge.label));
+        beside.chain(above).chain([self.left + self.width]).max().unwrap_or(self.left)
+    }
+}
+
+/// SVG in the making.
+struct Picture {
+    text: String,
+    right: i32,
+    bottom: i32,
+}
+
+impl Picture {
+    /// Writing to a string cannot fail.
+    fn add(&mut self, text: std::fmt::Arguments<'_>) {
+        let _ = writeln!(self.text, "{text}");
+    }
+
+    /// Text from the left; `class` is one of those in [`Self::finish`].
+    fn label(&mut self, x: i32, y: i32, text: &str, class: &str) {
+        let text = text.replace('&', "&amp;").replace('<', "&lt;");
+        self.add(format_args!("<text class=\"{class}\" x=\"{x}\" y=\"{y}\">{text}</text>"));
+    }
+
+    fn rectangle(&mut self, node: &Node, (x, y): (i32, i32), (width, height): (i32, i32)) {
+        let kind = match node.kind {
+            Kind::Guest => "guest",
+            Kind::Program | Kind::Root => "program",
+            Kind::Server => "server",
+            Kind::Kernel => "kernel",
+            Kind::Device => "device",
+        };
+        let template = if node.template { " template" } else { "" };
+        self.add(format_args!(
+            "<rect class=\"{kind}{template}\" x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\" rx=\"5\"/>"
+        ));
+    }
+
+    /// A rectangle with the node's name and details.
+    fn boxed(&mut self, node: &Node, (x, y): (i32, i32), size: (i32, i32)) {
+        self.rectangle(node, (x, y), size);
+        let lines = 1 + node.details.len() as i32;
+        let first = y + (size.1 - LINE * lines) / 2 + 12;
+        self.label(x + SPACE / 2, first, &node.title, "b");
+        for (line, text) in node.details.iter().enumerate() {
+            self.label(x + SPACE / 2, first + LINE * (line as i32 + 1), text, "n");
+        }
+    }
+
+    fn line(&mut self, from: (i32, i32), to: (i32, i32), edge: &Edge) {
+        let class = if edge.routine { "routine" } else { "line" };
+        let ((x1, y1), (x2, y2)) = (from, to);
+        self.add(format_args!(
+            "<line class=\"{class}\" x1=\"{x1}\" y1=\"{y1}\" x2=\"{x2}\" y2=\"{y2}\"/>"
+        ));
+    }
+
+    /// The head of an arrow that points down (`direction` 1) or up (-1).
+    fn head(&mut self, (x, y): (i32, i32), direction: i32, edge: &Edge) {
+        let class = if edge.routine { "routine" } else { "line" };
+        let (length, half) = HEAD;
+        let base = y - length * direction;
+        let (left, right) = (x - half, x + half);
+        self.add(format_args!(
+            "<path class=\"{class} head\" d=\"M{x} {y}L{left} {base}L{right} {base}z\"/>"
+        ));
+    }
+
+    /// The label's last line is a bit above `bottom`.
+    fn labels_above(&mut self, x: i32, bottom: i32, edge: &Edge) {
+        for (line, text) in edge.label.iter().rev().enumerate() {
+            self.label(x, bottom - 9 - LINE * line as i32, text, "e");
+        }
+    }
+
+    fn arrow_down(&mut self, x: i32, from: i32, to: i32, edge: &Edge) {
+        self.line((x, from), (x, to), edge);
+        self.head((x, to), 1, edge);
+        if edge.both {
+            self.head((x, from), -1, edge);
+        }
+        if !edge.routine {
+            self.labels_above(x + SLOT / 2, to, edge);
+        }
+    }
+
+    fn arrow_up(&mut self, x: i32, from: i32, to: i32, edge: &Edge) {
+        self.line((x, from), (x, to), edge);
+        self.head((x, to), -1, edge);
+        self.labels_above(x + SLOT / 2, from, edge);
+    }
+
+    /// Its label is above and below the line, in the middle of a bar's height.
+    fn arrow_right(&mut self, from: i32, to: i32, top: i32, edge: &Edge) {
+        let y = top + BAR / 2;
+        self.line((from, y), (to, y), edge);
+        let (length, half) = HEAD;
+        let (base, above, below) = (to - length, y - half, y + half);
+        self.add(format_args!(
+            "<path class=\"line head\" d=\"M{to} {y}L{base} {above}L{base} {below}z\"/>"
+        ));
+        for (line, text) in edge.label.iter().enumerate() {
+            self.label(from + SLOT / 2, y - 6 + (LINE + 5) * line as i32, text, "e");
+        }
+    }
+
+    fn finish(mut self) -> String {
+        let legend = LEGEND.iter().map(|line| width(line, false)).max().unwrap_or(0);
+        for (line, text) in LEGEND.iter().enumerate() {
+            self.label(MARGIN, self.bottom + SPACE + 12 + LINE * line as i32, text, "e");
+        }
+        let width = self.right.max(MARGIN + legend) + MARGIN;
+        let height = self.bottom + SPACE + LINE * LEGEND.len() as i32 + MARGIN;
+        format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" \
+             width=\"{width}\" height=\"{height}\">\n\
+             <style>\n\
+             text {{ font: 12px sans-serif; fill: #222222 }}\n\
+             text.b {{ font-weight: bold; font-size: 13px }}\n\
+             text.e {{ font-size: 11px; fill: #444444 }}\n\
+             rect {{ stroke: #333333; stroke-width: 1.2 }}\n\
+             .guest {{ fill: #fdf3e1 }} .program {{ fill: #dcebf7 }} .server {{ fill: #e2f0d9 }}\n\
+             .kernel {{ fill: #8fbcdb }} .device {{ fill: #e8e8e8 }}\n\
+             .template {{ stroke-dasharray: 5 3 }}\n\
+             .line {{ stroke: #1b6ca8; stroke-width: 1.4 }} .line.head {{ fill: #1b6ca8 }}\n\
+             .routine {{ stroke: #b0b0b0 }} .routine.head {{ fill: #b0b0b0 }}\n\
+             </style>\n\
+             <rect width=\"{width}\" height=\"{height}\" style=\"fill:#ffffff;stroke:none\"/>\n\
+             {}</svg>\n",
+            self.text
+        )
+    }
+}
