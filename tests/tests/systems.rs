@@ -586,6 +586,32 @@ fn server_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
+            // A hostile driver in a guest, beside clients of the same servers that notice wrong data.
+            cpus: &[1, 4],
+            texts: vec![
+                "all devices work".into(),
+                "CHECK disk ok".into(),
+                "CHECK ping ok".into(),
+                "vm hostile ended: power-off code 0".into(),
+            ],
+            never: &["FAIL"],
+            limit: 240,
+            ..base(
+                "hostile-rings",
+                first.to_owned()
+                    + &block
+                    + &server("sw0", "switch", "")
+                    + &micro(
+                        "hostile",
+                        "hostile-rings",
+                        &format!("console = \"com1\"\n{one}\nnet = [\"sw0\"]"),
+                    )
+                    + &client("two", "disk", "20000 2", two)
+                    + &client("ping", "net", "ping 3000", "net = [\"sw0\"]")
+                    + &pong,
+            )
+        },
+        Scenario {
             cpus: &[2],
             texts: vec!["CHECK ping ok".into(), "restart 10 of sw0".into()],
             never: &["FAIL"],

@@ -21,10 +21,13 @@ pub mod apic;
 pub mod boot;
 pub mod console;
 pub mod cpu;
+pub mod pci;
 pub mod port;
+pub mod ram;
 pub mod random;
 pub mod smp;
 pub mod trap;
+pub mod virtio;
 
 /// Exit code: the machine did something else than the architecture says.
 pub const FAILED: u8 = 1;
