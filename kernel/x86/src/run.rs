@@ -123,17 +123,6 @@ pub fn local(number: usize) -> &'static Local {
     &LOCALS.0[number]
 }
 
-/// Whether the time that the timer is set for has passed without the interrupt having been seen: it is on its way, or it was
-/// lost (QEMU's VMRUN and #VMEXIT can lose one). In both cases the timer is to be set again, as [`arm`] will.
-#[inline(always)]
-pub fn timer_is_late(local: &Local) -> bool {
-    let late = local.armed.get() <= time::tsc();
-    if late {
-        local.armed.set(u64::MAX);
-    }
-    late
-}
-
 /// Sets the timer to interrupt at `deadline` at the latest. One that is set to come earlier stays: a guest's deadline holds
 /// only while the guest runs, and an interrupt too many now and then costs less than setting the timer twice per exit.
 #[inline(always)]

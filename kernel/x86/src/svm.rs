@@ -31,7 +31,7 @@ use crate::entry::Context;
 use crate::features::features;
 use crate::io::{rdmsr, read_cr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
-use crate::run::{Guard, X86, arm, handle_pending, local, lock, timer_is_late, unlock};
+use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
 
 // ---- permission maps -------------------------------------------------------------------------------
 
@@ -592,6 +592,12 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
     unsafe {
         asm!("vmsave rax", in("rax") frames.vmcb_physical, options(nostack));
         asm!("vmload rax", in("rax") host_state, options(nostack));
+        if frames.window.get() {
+            // QEMU's VMRUN makes V_IRQ known without a lock, and may undo that an interrupt of the host became known at that
+            // moment. It stays pending in the local APIC unnoticed until that looks again, as it does when its task
+            // priority is written.
+            asm!("mov cr8, {}", in(reg) 0u64, options(nostack, preserves_flags));
+        }
         end_guest_mode(matches!(code, exit::INTR | exit::NMI));
     }
     state.gpr[gpr::RAX] = vmcb.save.rax;
@@ -703,7 +709,6 @@ pub fn run(
     let frames = unsafe { &*frames };
     let (code, settled) = enter(frames, local.guest.host_state.get());
     kernel = lock(number);
-    let is_late = timer_is_late(local);
 
     count(&kernel.counters.vm_entries);
     if let Some(vm) = kernel.memory.get(vm_name) {
@@ -766,8 +771,7 @@ pub fn run(
             give(&kernel, thread_name, vcpu, code, groups)
         }
     };
-    // Back by way of setting the timer, if that must be.
-    (kernel, back.filter(|_| !is_late))
+    (kernel, back)
 }
 
 /// Brings the processor structures of a vCPU, and what the CPU holds of it, up to date.

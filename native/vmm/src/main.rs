@@ -31,7 +31,7 @@ use proto::system::OnReset;
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
 use vmm_boot::BootConfig;
-use vmm_cpu::{Cpu, MAX_VCPUS, TscClock};
+use vmm_cpu::{Backend, Cpu, Gpr, MAX_VCPUS, Reg, Seg, TscClock};
 use vmm_machine::{Functions, Outcome, Pause, Pc, PcConfig, Slots};
 use vmm_mem::GuestMemory;
 
@@ -285,7 +285,12 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
     let mut seen = CONTROL.orders();
     loop {
         let mut events = match pc.run(cpu, vcpu, host) {
-            Pause::End(outcome) => return outcome,
+            Pause::End(outcome) => {
+                if outcome == Outcome::TripleFault {
+                    describe(index, vcpu);
+                }
+                return outcome;
+            }
             Pause::Recall(events) => events,
             Pause::Idle { deadline_tsc } => {
                 host.console.flush();
@@ -316,6 +321,26 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
             pc.function_input(slot, host);
         }
     }
+}
+
+/// Where a virtual CPU was when it gave up.
+#[cold]
+fn describe(index: usize, vcpu: &mut NativeVcpu) {
+    let [rip, rflags] = [Reg::Rip, Reg::Rflags].map(|register| vcpu.get(register));
+    let rsp = vcpu.gpr(Gpr::Rsp);
+    let [cr0, cr2, cr3, cr4] =
+        [Reg::Cr0, Reg::Cr2, Reg::Cr3, Reg::Cr4].map(|register| vcpu.get(register));
+    error!("virtual CPU {index} gave up: rip {rip:#x} rsp {rsp:#x} rflags {rflags:#x}");
+    error!("  cr0 {cr0:#x} cr2 {cr2:#x} cr3 {cr3:#x} cr4 {cr4:#x}");
+    let [cs, ss, idtr] = [Seg::Cs, Seg::Ss, Seg::Idtr].map(|segment| vcpu.segment(segment));
+    error!(
+        "  cs {:#x} ss {:#x} idt {:#x}+{:#x} delivering {:?}",
+        cs.selector,
+        ss.selector,
+        idtr.base,
+        idtr.limit,
+        vcpu.event()
+    );
 }
 
 /// What the thread of a virtual CPU runs on.

@@ -35,7 +35,7 @@ fn trap(frame: &mut Frame) {
 fn main() {
     let expected = compute(|_| {});
     apic::enable();
-    apic::start_timer(TIMER_PERIODIC, TIMER, 50_000);
+    apic::start_timer(TIMER_PERIODIC, TIMER, 200_000);
     let mut sent = 0;
     let mut random = Random(99);
     let found = compute(|step| disturb(&mut random, step, &mut sent));
