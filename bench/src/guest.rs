@@ -1,4 +1,4 @@
-//! The measured guest: Debian's kernel with busybox and the benchmark as its RAM disk.
+//! RAM disks of the measured systems.
 
 use anyhow::{Context, Result, bail};
 use parador_tests::system::{target, workspace};
@@ -9,42 +9,91 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 const BUSYBOX: &str = "/bin/busybox";
-const APPLETS: &[&str] = &["sh", "mount", "echo", "uname", "cat", "poweroff"];
 
 /// Where everything for the measurements is made.
 pub fn folder() -> PathBuf {
     target().join("bench")
 }
 
-/// Compiles the benchmark and packs the RAM disk, the same bytes every time.
+/// Files of this crate that go into RAM disks.
+fn source(name: &str) -> PathBuf {
+    workspace().join("bench/guest").join(name)
+}
+
+/// The RAM disk with the benchmark: Debian's kernel runs it on the bare machine and in a virtual one.
 pub fn ram_disk() -> Result<PathBuf> {
-    let source = workspace().join("bench/guest");
-    let tree = folder().join("guest");
-    if tree.exists() {
-        fs::remove_dir_all(&tree).context("cannot empty the RAM disk's folder")?;
+    let tree = Tree::new("guest", &["sh", "mount", "echo", "uname", "cat", "poweroff"])?;
+    tree.program("vbench")?;
+    tree.init("init")?;
+    tree.pack()
+}
+
+/// What a RAM disk is made from.
+pub struct Tree {
+    folder: PathBuf,
+}
+
+impl Tree {
+    /// A tree with busybox under these names.
+    pub fn new(name: &str, applets: &[&str]) -> Result<Self> {
+        let tree = Self { folder: folder().join(name) };
+        if tree.folder.exists() {
+            fs::remove_dir_all(&tree.folder).context("cannot empty the RAM disk's folder")?;
+        }
+        for name in ["dev", "proc", "sys", "tmp"] {
+            fs::create_dir_all(tree.folder.join(name))
+                .context("cannot make the RAM disk's folders")?;
+        }
+        tree.file(Path::new(BUSYBOX), "bin/busybox")?;
+        for applet in applets {
+            symlink("busybox", tree.folder.join("bin").join(applet))
+                .context("cannot link busybox")?;
+        }
+        Ok(tree)
     }
-    for name in ["bin", "dev", "proc", "sys", "tmp"] {
-        fs::create_dir_all(tree.join(name)).context("cannot make the RAM disk's folders")?;
+
+    /// Adds a copy of a file, with the folders that it needs.
+    pub fn file(&self, from: &Path, to: &str) -> Result<()> {
+        let to = self.folder.join(to);
+        if let Some(parent) = to.parent() {
+            fs::create_dir_all(parent).context("cannot make a RAM disk's folder")?;
+        }
+        fs::copy(from, &to).with_context(|| format!("cannot copy {}", from.display()))?;
+        Ok(())
     }
-    let compiled = Command::new("gcc")
-        .args(["-O2", "-static", "-Wall", "-o"])
-        .arg(tree.join("bin/vbench"))
-        .arg(source.join("vbench.c"))
-        .status()
-        .context("cannot start gcc")?;
-    if !compiled.success() {
-        bail!("gcc cannot compile the benchmark");
+
+    /// Adds a text.
+    pub fn text(&self, to: &str, text: &str) -> Result<()> {
+        fs::write(self.folder.join(to), text).with_context(|| format!("cannot write {to}"))
     }
-    fs::copy(BUSYBOX, tree.join("bin/busybox")).context("cannot copy busybox")?;
-    for applet in APPLETS {
-        symlink("busybox", tree.join("bin").join(applet)).context("cannot link busybox")?;
+
+    /// Compiles a program of `bench/guest`.
+    pub fn program(&self, name: &str) -> Result<()> {
+        let compiled = Command::new("gcc")
+            .args(["-O2", "-static", "-Wall", "-o"])
+            .arg(self.folder.join("bin").join(name))
+            .arg(source(&format!("{name}.c")))
+            .status()
+            .context("cannot start gcc")?;
+        if !compiled.success() {
+            bail!("gcc cannot compile {name}");
+        }
+        Ok(())
     }
-    let init = tree.join("init");
-    fs::copy(source.join("init"), &init).context("cannot copy init")?;
-    fs::set_permissions(&init, fs::Permissions::from_mode(0o755))?;
-    let disk = folder().join("guest.cpio");
-    pack(&tree, &disk)?;
-    Ok(disk)
+
+    /// Adds the first program, a script of `bench/guest`.
+    pub fn init(&self, name: &str) -> Result<()> {
+        self.file(&source(name), "init")?;
+        fs::set_permissions(self.folder.join("init"), fs::Permissions::from_mode(0o755))?;
+        Ok(())
+    }
+
+    /// Packs the RAM disk, the same bytes every time.
+    pub fn pack(&self) -> Result<PathBuf> {
+        let disk = self.folder.with_extension("cpio");
+        pack(&self.folder, &disk)?;
+        Ok(disk)
+    }
 }
 
 fn pack(tree: &Path, disk: &Path) -> Result<()> {

@@ -7,13 +7,17 @@
 #![forbid(unsafe_code)]
 
 mod chart;
+mod counted;
 mod guest;
+mod house;
+mod linux;
 mod peers;
 mod report;
 mod runs;
 mod statistics;
 
 use anyhow::{Context, Result, bail};
+use house::House;
 use parador_tests::system::workspace;
 use peers::GUEST;
 use report::{Figure, short};
@@ -39,7 +43,11 @@ const GATE_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[t
     name = \"gatebench\"\nbinary = \"check-gatebench\"\nessential = true\n";
 
 fn main() -> ExitCode {
-    match measure() {
+    let result = match std::env::args().nth(1) {
+        None => measure(),
+        Some(row) => measure_house(&row),
+    };
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("bench: {error:#}");
@@ -96,6 +104,7 @@ fn measure() -> Result<()> {
         limit: 12_000.0,
         spread: 0.0,
     });
+    figures.extend(House::new()?.figures("")?);
     boot_statistics.print("boot");
     statistics.print("the benchmark");
     print_boot(&bare, &guest)?;
@@ -110,6 +119,17 @@ fn measure() -> Result<()> {
     if figures.iter().any(|figure| !figure.holds()) {
         bail!("a figure misses its limit");
     }
+    Ok(())
+}
+
+/// Measures one of the parts of [`House`] only, for who works on it, and keeps nothing.
+fn measure_house(part: &str) -> Result<()> {
+    std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
+    let figures = House::new()?.figures(part)?;
+    if figures.is_empty() {
+        bail!("no part `{part}`: disk, net, many");
+    }
+    report::print(&figures);
     Ok(())
 }
 

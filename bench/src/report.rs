@@ -44,9 +44,10 @@ impl Figure {
     }
 }
 
-/// Four decimals: ratios differ in the third.
+/// Four decimals, because ratios differ in the third; more for small shares.
 fn rounded(value: f64) -> f64 {
-    (value * 10_000.0).round() / 10_000.0
+    let scale = if value.abs() < 0.1 { 1_000_000.0 } else { 10_000.0 };
+    (value * scale).round() / scale
 }
 
 /// Prints the promises with their peers.
@@ -75,6 +76,7 @@ pub fn short(value: f64) -> String {
     match value {
         value if value.fract() == 0.0 || value >= 1000.0 => format!("{value:.0}"),
         value if value >= 20.0 => format!("{value:.1}"),
+        value if value < 0.1 => format!("{value:.5}"),
         value => format!("{value:.3}"),
     }
 }
@@ -166,6 +168,7 @@ mod tests {
 
     #[test]
     fn digits() {
-        assert_eq!([short(5843.0), short(1.0123), short(99.56)], ["5843", "1.012", "99.6"]);
+        let texts = [5843.0, 1.0123, 99.56, 0.00123].map(short);
+        assert_eq!(texts, ["5843", "1.012", "99.6", "0.00123"]);
     }
 }

@@ -13,8 +13,10 @@ use std::time::{Duration, Instant};
 /// Guest memory, the same on the bare machine.
 const MEMORY: &str = "256";
 /// Fixed placement and a fixed clock, so that every run takes the same course.
-const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 nokaslr norandmaps mitigations=off \
+pub const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 nokaslr norandmaps mitigations=off \
                             tsc=reliable tsc_early_khz=1000000 lpj=4000000";
+/// The clock, which does not depend on the day.
+const RTC: &str = "base=2024-01-01T00:00:00,clock=vm";
 /// Seconds that one run may take on a busy machine.
 const LIMIT: u64 = 580;
 
@@ -96,28 +98,84 @@ pub fn guest_kernel(description: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
+/// QEMU's way to count instructions where nothing waits for the outside: idle time passes at once.
+pub const NO_SLEEP: &str = "shift=0,sleep=off";
+/// With a disk, which answers in real time: the machine sleeps until then.
+pub const SLEEP: &str = "shift=0";
+
+/// Linux on the bare emulated machine.
+pub struct Bare<'a> {
+    /// Megabytes.
+    pub memory: &'a str,
+    /// Kernel.
+    pub kernel: &'a Path,
+    /// Its RAM disk.
+    pub ram_disk: &'a Path,
+    /// Added to its command line.
+    pub more: &'a str,
+    /// [`NO_SLEEP`] or [`SLEEP`].
+    pub icount: &'a str,
+}
+
+impl Bare<'_> {
+    /// Runs it to its end, with further arguments for QEMU.
+    pub fn run(&self, arguments: &[String]) -> Result<Output> {
+        let output = Command::new("timeout")
+            .args(["--kill-after=5", &LIMIT.to_string(), "qemu-system-x86_64"])
+            .args(["-M", "q35", "-cpu", "EPYC,+svm,+npt", "-accel", "tcg", "-smp", "1"])
+            .args(["-m", self.memory, "-icount", self.icount, "-seed", "1"])
+            .args(["-rtc", RTC, "-nodefaults", "-no-user-config"])
+            .args(["-display", "none", "-serial", "stdio", "-no-reboot"])
+            .arg("-kernel")
+            .arg(self.kernel)
+            .arg("-initrd")
+            .arg(self.ram_disk)
+            .args(["-append", &format!("{COMMAND_LINE}{}", self.more)])
+            .args(arguments)
+            .stdin(Stdio::null())
+            .output()
+            .context("cannot start QEMU")?;
+        let console = String::from_utf8_lossy(&output.stdout).replace('\r', "");
+        if !output.status.success() {
+            let errors = String::from_utf8_lossy(&output.stderr);
+            bail!("the bare run failed ({})\n{console}\n{errors}", output.status);
+        }
+        Ok(Output::parse(console, String::new()))
+    }
+}
+
 /// Runs the measured system on the bare emulated machine.
 pub fn bare(kernel: &Path, ram_disk: &Path) -> Result<Output> {
-    let output = Command::new("timeout")
-        .args(["--kill-after=5", &LIMIT.to_string(), "qemu-system-x86_64"])
-        .args(["-M", "q35", "-cpu", "EPYC,+svm,+npt", "-accel", "tcg", "-smp", "1", "-m", MEMORY])
-        .args(["-icount", "shift=0,sleep=off", "-seed", "1"])
-        .args(["-rtc", "base=2024-01-01T00:00:00,clock=vm", "-nodefaults", "-no-user-config"])
-        .args(["-display", "none", "-serial", "stdio", "-no-reboot"])
-        .arg("-kernel")
-        .arg(kernel)
-        .arg("-initrd")
-        .arg(ram_disk)
-        .args(["-append", COMMAND_LINE])
+    Bare { memory: MEMORY, kernel, ram_disk, more: "", icount: NO_SLEEP }.run(&[])
+}
+
+/// Runs a system under Parador to its end, with further arguments for QEMU.
+pub fn system_with(
+    name: &str,
+    description: &str,
+    icount: &str,
+    arguments: &[String],
+) -> Result<Output> {
+    let folder = folder();
+    let file = format!("{name}.toml");
+    fs::write(folder.join(&file), description)?;
+    let log = folder.join(format!("{name}.log"));
+    let output = parador(&folder)
+        .args(["system", "emulate", &file, "--output", &format!("image-{name}"), "--log"])
+        .arg(&log)
+        .args(["--timeout", &format!("{LIMIT}s")])
+        .args(["--", "-icount", icount, "-seed", "1", "-rtc", RTC])
+        .args(arguments)
         .stdin(Stdio::null())
         .output()
-        .context("cannot start QEMU")?;
+        .context("cannot start parador")?;
     let console = String::from_utf8_lossy(&output.stdout).replace('\r', "");
+    let log = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
     if !output.status.success() {
         let errors = String::from_utf8_lossy(&output.stderr);
-        bail!("the bare run failed ({})\n{console}\n{errors}", output.status);
+        bail!("the system failed ({})\n{console}\n{log}\n{errors}", output.status);
     }
-    Ok(Output::parse(console, String::new()))
+    Ok(Output::parse(console, log))
 }
 
 /// Runs a system under Parador to its end.

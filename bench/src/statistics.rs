@@ -20,12 +20,17 @@ pub struct Statistics {
 impl Statistics {
     /// Reads the last `statistics: name=value ...` line of a log.
     pub fn read(log: &str) -> Result<Self> {
+        Self::all(log).last().context("the log has no statistics of the virtual machine")
+    }
+
+    /// Those of all virtual machines that have ended.
+    pub fn all(log: &str) -> impl Iterator<Item = Self> {
         let mark = "statistics: ";
-        let line = log
-            .lines()
-            .rev()
-            .find_map(|line| line.find(mark).map(|at| &line[at + mark.len()..]))
-            .context("the log has no statistics of the virtual machine")?;
+        log.lines()
+            .filter_map(move |line| Some(Self::parse(&line[line.find(mark)? + mark.len()..])))
+    }
+
+    fn parse(line: &str) -> Self {
         let mut statistics = Self::default();
         for word in line.split_whitespace() {
             let Some((name, value)) = word.split_once('=') else { continue };
@@ -38,7 +43,7 @@ impl Statistics {
                 _ => statistics.exits.push((name.to_owned(), count)),
             }
         }
-        Ok(statistics)
+        statistics
     }
 
     /// What was counted after `before`, which is the same course cut short.
@@ -83,6 +88,7 @@ mod tests {
         let statistics = Statistics::read(log).unwrap();
         assert_eq!((statistics.entries, statistics.settled, statistics.bytes), (7.0, 2.0, 4096.0));
         assert_eq!(statistics.exits, [("cpuid".to_owned(), 3), ("port".to_owned(), 2)]);
+        assert_eq!(Statistics::all(log).map(|one| one.entries).sum::<f64>(), 8.0);
         assert!(Statistics::read("nothing").is_err());
         let before = Statistics::read("statistics: entries=3 cpuid=1").unwrap();
         let after = statistics.since(&before);

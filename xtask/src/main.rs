@@ -23,7 +23,7 @@ usage: cargo xtask COMMAND
   run [FILE] [ARGUMENT..] build, then emulate a system (examples/one-linux.toml)
   image [FILE]            build, then make a bootable ISO image
   test [FILTER]           unit tests, device scripts, and systems in QEMU
-  bench [ARGUMENT...]     measure on the emulated machine; write target/bench.json
+  bench [disk|net|many]   measure on the emulated machine, all or a part; write target/bench.json
   fuzz TARGET [--seconds N]
                           look for inputs that break a target of fuzz/; --seeds writes the first ones
   check                   format, clippy, deps, unsafe, spec, size

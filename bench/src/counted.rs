@@ -1,0 +1,78 @@
+//! Exact counts between two places of a guest's program, by a plugin of QEMU (`bench/plugin/count.c`).
+//!
+//! QEMU's own clock counts instructions too, but goes on while the machine waits for a disk.
+
+use crate::guest::folder;
+use anyhow::{Context, Result, bail};
+use parador_tests::system::workspace;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The plugin and where it writes.
+pub struct Counter {
+    plugin: PathBuf,
+    to: PathBuf,
+}
+
+/// What was executed between the marks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Counts {
+    /// Instructions of the whole machine.
+    pub instructions: f64,
+    /// World switches into guests.
+    pub entries: f64,
+}
+
+impl Counter {
+    /// Compiles the plugin. `name` names the file with the counts.
+    pub fn new(name: &str) -> Result<Self> {
+        let plugin = folder().join("count.so");
+        let compiled = Command::new("gcc")
+            .args(["-O2", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden", "-o"])
+            .args([&plugin, &workspace().join("bench/plugin/count.c")])
+            .status()
+            .context("cannot start gcc")?;
+        if !compiled.success() {
+            bail!("gcc cannot compile the plugin that counts");
+        }
+        Ok(Self { plugin, to: folder().join(name).with_extension("counts") })
+    }
+
+    /// Arguments for QEMU.
+    pub fn arguments(&self) -> [String; 2] {
+        let text = |path: &Path| path.display().to_string().replace(',', ",,");
+        ["-plugin".into(), format!("{},to={}", text(&self.plugin), text(&self.to))]
+    }
+
+    /// What was counted, after the run.
+    pub fn read(&self) -> Result<Counts> {
+        let text = fs::read_to_string(&self.to)
+            .with_context(|| format!("cannot read {}", self.to.display()))?;
+        between_marks(&text).with_context(|| format!("the program was not run: {text:?}"))
+    }
+}
+
+fn between_marks(text: &str) -> Option<Counts> {
+    let mark = |number: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(number)?.strip_prefix(' '))?;
+        let (instructions, entries) = line.split_once(' ')?;
+        Some((instructions.parse::<u64>().ok()?, entries.parse::<u64>().ok()?))
+    };
+    let (start, end) = (mark("1")?, mark("2")?);
+    let since = |start: u64, end: u64| end.checked_sub(start).map(|count| count as f64);
+    Some(Counts { instructions: since(start.0, end.0)?, entries: since(start.1, end.1)? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn differences_of_marks() {
+        let counts = Counts { instructions: 90.0, entries: 4.0 };
+        assert_eq!(between_marks("1 10 1\n2 100 5\n"), Some(counts));
+        assert_eq!(between_marks("1 10 1\n"), None);
+        assert_eq!(between_marks("1 10 1\n2 9 5\n"), None);
+    }
+}

@@ -1,0 +1,271 @@
+//! Several guests at once, and the servers between them: what data costs, what idle guests cost, what memory they take.
+//! KVM, with QEMU as its monitor, does the same on the same machine in the same command.
+
+use crate::counted::{Counter, Counts};
+use crate::guest::{Tree, folder};
+use crate::linux::{Linux, output};
+use crate::report::Figure;
+use crate::runs::{self, Bare, COMMAND_LINE, NO_SLEEP, SLEEP};
+use crate::statistics::Statistics;
+use anyhow::{Context, Result, ensure};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Reads that are counted.
+const READS: u32 = 500;
+/// MiB that are counted.
+const MIB: u32 = 32;
+/// Millions of rounds that the working guest computes.
+const ROUNDS: u32 = 400;
+/// Guests at once; one of them works.
+const GUESTS: usize = 16;
+/// Seconds after its start when the working guest begins: the others have booted and are idle.
+const SETTLED: u32 = 90;
+/// Seconds after which an idle guest ends.
+const IDLE: u32 = 200;
+/// Disk requests per second: the disk is slow enough that whoever waits for it sleeps, which is the same in each run.
+const DISK_RATE: u32 = 100;
+/// Most memory for a virtual machine beyond the guest's.
+const MOST_BYTES: f64 = 384.0 * 1024.0;
+/// Most that an idle guest takes of a working one's instructions.
+const MOST_IDLE: f64 = 0.002;
+
+/// Modules of guests, and of the peer's host.
+const VIRTIO: [&str; 6] = [
+    "virtio_ring",
+    "virtio",
+    "virtio_pci_legacy_dev",
+    "virtio_pci_modern_dev",
+    "virtio_pci",
+    "virtio_blk",
+];
+const VIRTIO_NET: [&str; 3] = ["failover", "net_failover", "virtio_net"];
+const KVM: [&str; 3] = ["irqbypass", "kvm", "kvm-amd"];
+const BRIDGE: [&str; 8] =
+    ["tun", "llc", "stp", "bridge", "vhost_iotlb", "vhost", "tap", "vhost_net"];
+/// Firmware that QEMU loads for its guests.
+const FIRMWARE: [&str; 3] = ["bios-256k.bin", "linuxboot_dma.bin", "kvmvapic.bin"];
+const FIRMWARE_FOLDERS: [&str; 2] = ["/usr/share/qemu", "/usr/share/seabios"];
+
+/// What everything here runs on.
+pub struct House {
+    linux: PathBuf,
+    guest: PathBuf,
+    host: PathBuf,
+    disk: PathBuf,
+}
+
+impl House {
+    /// Makes the RAM disks and the disk.
+    pub fn new() -> Result<Self> {
+        let linux = Linux::fetch()?;
+        let image = linux.image()?;
+        let disk = folder().join("disk.img");
+        File::create(&disk)?.set_len(64 << 20).context("cannot make a disk")?;
+        let guest = guest_disk(&linux)?;
+        let host = host_disk(&linux, &image, &guest)?;
+        Ok(Self { linux: image, guest, host, disk })
+    }
+
+    /// The figures of the part with this name, of all parts if it is empty.
+    pub fn figures(&self, part: &str) -> Result<Vec<Figure>> {
+        let is_wanted = |name| part.is_empty() || part == name;
+        let mut figures = Vec::new();
+        if is_wanted("disk") {
+            figures.push(self.disk()?);
+        }
+        if is_wanted("net") {
+            figures.push(self.net()?);
+        }
+        if is_wanted("many") {
+            figures.extend(self.many()?);
+        }
+        Ok(figures)
+    }
+
+    /// The head of a description.
+    fn head(&self, more: &str) -> String {
+        format!("[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\nshare_cpus = true\n{more}\n")
+    }
+
+    /// A virtual machine in a description.
+    fn guest(&self, name: &str, memory: u32, line: &str, more: &str) -> String {
+        format!(
+            "\n[[vm]]\nname = \"{name}\"\nmemory = \"{memory}M\"\nkernel = \"{}\"\ninitrd = \"{}\"\n\
+             cmdline = \"{COMMAND_LINE} {line}\"\n{more}\n",
+            self.linux.display(),
+            self.guest.display()
+        )
+    }
+
+    /// One run of a row, by KVM.
+    fn peer(&self, name: &str, line: &str, icount: &str, arguments: &[String]) -> Result<Counts> {
+        println!("running under KVM: {name}");
+        let counter = Counter::new(&format!("kvm-{name}"))?;
+        let (kernel, ram_disk) = (self.linux.as_path(), self.host.as_path());
+        // For QEMU, its programs and two guests.
+        let host = Bare { memory: "1024", kernel, ram_disk, more: line, icount };
+        let output = host.run(&[&counter.arguments(), arguments].concat())?;
+        counter.read().with_context(|| output.console)
+    }
+
+    /// One run of a row, by Parador, and the log.
+    fn ours(
+        &self,
+        name: &str,
+        description: &str,
+        icount: &str,
+        arguments: &[String],
+    ) -> Result<(Counts, String)> {
+        println!("running: {name}");
+        let counter = Counter::new(name)?;
+        let arguments = [&counter.arguments(), arguments].concat();
+        let output = runs::system_with(name, description, icount, &arguments)?;
+        Ok((counter.read().with_context(|| output.console)?, output.log))
+    }
+
+    /// The same row twice by Parador and once by KVM.
+    fn compare(
+        &self,
+        row: Row,
+        ours: impl Fn() -> Result<(Counts, String)>,
+        peer: Counts,
+    ) -> Result<Figure> {
+        let (first, second) = (ours()?.0, ours()?.0);
+        let count = f64::from(row.count);
+        let difference = (first.instructions - second.instructions).abs();
+        println!("under KVM: {:.1} world switches for each", peer.entries / count);
+        Ok(Figure {
+            key: row.key,
+            title: row.title,
+            value: first.instructions / count,
+            unit: "instructions",
+            world_switches: Some(first.entries / count),
+            peer: Some(peer.instructions / count),
+            limit: peer.instructions / count,
+            spread: difference / first.instructions,
+        })
+    }
+
+    /// Reading a disk, one request at a time.
+    fn disk(&self) -> Result<Figure> {
+        let line = format!("data=read,/dev/vda,{READS}");
+        let rate = format!("throttling.iops-total={DISK_RATE}");
+        let drive = format!("file={},format=raw,if=none,id=disk0,{rate}", self.disk.display());
+        let device = "virtio-blk-pci,drive=disk0".to_owned();
+        let arguments = ["-drive".into(), drive, "-device".into(), device];
+        let peer = self.peer("disk", &format!(" what=disk {line}"), SLEEP, &arguments)?;
+        let description = self.head(&format!("disk = [\"{}\"]", self.disk.display()))
+            + "\n[[server]]\nname = \"disk\"\nkind = \"block\"\ndevice = \"pci:virtio-blk:0\"\n"
+            + &self.guest("guest", 192, &line, "console = \"com1\"\ndisk = [\"disk\"]");
+        let arguments = ["-set".into(), format!("drive.disk0.{rate}")];
+        let row =
+            Row { key: "blk_4k_read", title: "virtio-blk, random read of 4 KiB", count: READS };
+        self.compare(row, || self.ours("disk", &description, SLEEP, &arguments), peer)
+    }
+
+    /// TCP from guest to guest.
+    fn net(&self) -> Result<Figure> {
+        let line = format!("data=send,10.0.0.1,{MIB}");
+        let peer = self.peer("net", &format!(" what=net {line}"), NO_SLEEP, &[])?;
+        let port = "net = [\"switch\"]";
+        let description = self.head("")
+            + "\n[[server]]\nname = \"switch\"\nkind = \"switch\"\n"
+            + &self.guest("server", 192, "address=10.0.0.1 data=serve", port)
+            + &self.guest(
+                "client",
+                192,
+                &format!("address=10.0.0.2 {line}"),
+                &format!("console = \"com1\"\n{port}"),
+            );
+        let row = Row { key: "net_per_mb", title: "TCP between two guests, one MiB", count: MIB };
+        self.compare(row, || self.ours("net", &description, NO_SLEEP, &[]), peer)
+    }
+
+    /// One guest that computes, alone and beside many idle ones.
+    fn many(&self) -> Result<[Figure; 2]> {
+        let line = format!("wait={SETTLED} data=compute,{ROUNDS}");
+        let worker = self.head("") + &self.guest("worker", 96, &line, "console = \"com1\"");
+        let (alone, _) = self.ours("alone", &worker, NO_SLEEP, &[])?;
+        let idle = |number| self.guest(&format!("idle-{number}"), 96, &format!("wait={IDLE}"), "");
+        let description = worker.clone() + &(1..GUESTS).map(idle).collect::<String>();
+        let (beside, log) = self.ours("many", &description, NO_SLEEP, &[])?;
+        let bytes: Vec<f64> = Statistics::all(&log).map(|one| one.bytes).collect();
+        ensure!(bytes.len() == GUESTS, "{} guests have ended instead of {GUESTS}", bytes.len());
+        let others = (GUESTS - 1) as f64;
+        let share = (beside.instructions - alone.instructions) / others / alone.instructions;
+        let figure = |key, title, value, unit, limit| Figure {
+            key,
+            title,
+            value,
+            unit,
+            world_switches: None,
+            peer: None,
+            limit,
+            spread: 0.0,
+        };
+        let most = bytes.into_iter().fold(0.0, f64::max);
+        Ok([
+            Figure {
+                world_switches: Some((beside.entries - alone.entries) / others),
+                ..figure(
+                    "idle_guest_share",
+                    "idle guest beside a working one",
+                    share,
+                    "of the working guest's instructions",
+                    MOST_IDLE,
+                )
+            },
+            figure(
+                "vmm_bytes_16",
+                "16 guests: memory for each beyond its own",
+                most,
+                "bytes",
+                MOST_BYTES,
+            ),
+        ])
+    }
+}
+
+/// A row with a peer.
+#[derive(Clone, Copy)]
+struct Row {
+    key: &'static str,
+    title: &'static str,
+    /// Operations between the marks.
+    count: u32,
+}
+
+fn guest_disk(linux: &Linux) -> Result<PathBuf> {
+    let applets = ["sh", "mount", "echo", "cat", "tr", "insmod", "ifconfig", "sleep", "poweroff"];
+    let tree = Tree::new("data", &applets)?;
+    tree.program("data")?;
+    tree.init("data-init")?;
+    linux.modules(&tree, &[&VIRTIO[..], &VIRTIO_NET].concat())?;
+    tree.pack()
+}
+
+fn host_disk(linux: &Linux, kernel: &Path, guest: &Path) -> Result<PathBuf> {
+    let applets = ["sh", "mount", "echo", "cat", "insmod", "ifconfig", "brctl", "tunctl", "reboot"];
+    let tree = Tree::new("host", &applets)?;
+    tree.init("kvm-init")?;
+    linux.modules(&tree, &[&VIRTIO[..], &KVM, &BRIDGE].concat())?;
+    tree.file(kernel, "vmlinuz")?;
+    tree.file(guest, "data.cpio")?;
+    let qemu = output(Command::new("sh").args(["-c", "command -v qemu-system-x86_64"]))?;
+    let qemu = Path::new(qemu.trim());
+    tree.file(qemu, "bin/qemu")?;
+    for library in output(Command::new("ldd").arg(qemu))?.split_whitespace() {
+        let Some((_, name)) = library.rsplit_once('/') else { continue };
+        let folder = if name.starts_with("ld-linux") { "lib64" } else { "lib" };
+        tree.file(Path::new(library), &format!("{folder}/{name}"))?;
+    }
+    for name in FIRMWARE {
+        let mut paths = FIRMWARE_FOLDERS.iter().map(|folder| Path::new(folder).join(name));
+        let path = paths.find(|path| path.exists());
+        let path = path.with_context(|| format!("QEMU's firmware {name} is not installed"))?;
+        tree.file(&path, &format!("firmware/{name}"))?;
+    }
+    tree.pack()
+}
