@@ -5,7 +5,7 @@ XTASK := scripts/cargo xtask
 .PHONY: help run test bench image check clean setup
 
 help:
-	@echo "make run      build Parador, boot it on an emulated machine, and enter a Debian guest"
+	@echo "make run      build Parador and boot three guests on an emulated machine, on this terminal"
 	@echo "make test     run every test: units, device scripts, micro-guests, Linux boots"
 	@echo "make bench    measure and compare with native Linux, KVM and Xen"
 	@echo "make image    build a bootable ISO image"

@@ -322,7 +322,6 @@ fn console_scenarios() -> Vec<Scenario> {
     const SHARED: &str = "console = \"mux\"\nessential = false";
     let steward =
         task("steward", "steward", &[], "console = \"mux\"\nmanage = true\npriority = 20");
-    let template = micro("small", "hello", "console = \"mux\"\ntemplate = true");
     let cycles = task("cycles", "check-cycles", &["brief", "200"], "manage = true");
     let brief = micro("brief", "poweroff", "console = \"com1\"\ntemplate = true");
     let sixteen: String = (0..16)
@@ -349,6 +348,11 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Console(" # "),
                 Step::Type("echo two $((7 * 8))\n"),
                 Step::Console("two 56"),
+                // Through the switch.
+                Step::Type("\x1d2"),
+                Step::Console("linux-1 (2"),
+                Step::Type("ping -c 3 10.0.0.2\n"),
+                Step::Console("3 packets received"),
                 Step::Type("\x1d:st\r"),
                 Step::Console("steward (1"),
                 Step::Type("pause linux-1\r"),
@@ -388,14 +392,9 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Console("the steward leaves"),
             ],
             limit: 240,
-            ..base(
-                "three-guests",
-                steward.clone()
-                    + &linux("linux-1", "", SHARED)
-                    + &linux("linux-2", "", SHARED)
-                    + &micro("micro", "hello", SHARED)
-                    + &template,
-            )
+            // What `make run` starts.
+            system: include_str!("../../examples/three-guests.toml").to_owned(),
+            ..base("three-guests", String::new())
         },
         Scenario {
             cpus: &[1, 4],

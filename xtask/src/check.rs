@@ -11,7 +11,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::Instant;
 
-const EXAMPLE: &str = "examples/one-linux.toml";
+const EXAMPLE: &str = "examples/three-guests.toml";
 const TESTS: &str = "parador-tests";
 const BENCH: &str = "parador-bench";
 

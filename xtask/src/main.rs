@@ -20,7 +20,7 @@ const USAGE: &str = "\
 usage: cargo xtask COMMAND
 
   build [PACKAGE...]      build everything, or only these packages, into target/artifacts
-  run [FILE] [ARGUMENT..] build, then emulate a system (examples/one-linux.toml)
+  run [FILE] [ARGUMENT..] build, then emulate a system (examples/three-guests.toml)
   image [FILE]            build, then make a bootable ISO image
   test [FILTER]           unit tests, device scripts, and systems in QEMU
   bench [disk|net|many]   measure on the emulated machine, all or a part; write target/bench.json

@@ -935,6 +935,20 @@ impl Plan {
         format!("log={log} panic={panic}")
     }
 
+    /// Who shares the console, in the order of their numbers there, from 1; nobody if one has it alone.
+    pub fn console_clients(&self) -> Vec<&str> {
+        let shared = |console: Option<u8>| {
+            console.and_then(|server| self.servers.get(usize::from(server)))
+        };
+        let tasks = self.tasks.iter().map(|task| (&task.name, task.console));
+        let vms = self.vms.iter().filter(|vm| !vm.template).map(|vm| (&vm.name, vm.console));
+        tasks
+            .chain(vms)
+            .filter(|&(_, console)| shared(console).is_some_and(|server| server.shared))
+            .map(|(name, _)| name.as_str())
+            .collect()
+    }
+
     /// Programs of the build that the system needs beside the kernel and `root`: name and place in
     /// the description, if it is named there.
     pub fn binaries(&self) -> Vec<(&str, Option<Range<usize>>)> {

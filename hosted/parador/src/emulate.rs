@@ -93,7 +93,7 @@ pub fn run(plan: &Plan, image: &Image, options: &Options) -> Result<u8, Failure>
     fs::write(&options.log, "").map_err(|error| Failure::file("write", &options.log, &error))?;
     let start = Instant::now();
     let machine = Machine::start(command)?;
-    let (end, messages) = machine.serve(options.timeout)?;
+    let (end, messages) = machine.serve(options.timeout, &keys(&plan.console_clients()))?;
     let verdict = judge(&end);
     if verdict.show_log {
         show("QEMU's messages", &messages, &options.qemu.display().to_string());
@@ -107,6 +107,19 @@ pub fn run(plan: &Plan, image: &Image, options: &Options) -> Result<u8, Failure>
     let seconds = start.elapsed().as_secs_f64();
     eprintln!("parador: {} (exit code {}, {seconds:.1} s)", verdict.text, verdict.code);
     Ok(verdict.code)
+}
+
+/// What the keys do, where the console is a terminal; `clients` share it.
+fn keys(clients: &[&str]) -> String {
+    if clients.is_empty() {
+        return "Ctrl-A X ends the machine; all other keys go to the guest".to_owned();
+    }
+    let digits = (1..=9).zip(clients).map(|(digit, name)| format!(", {digit} {name}"));
+    format!(
+        "several share this terminal. Ctrl-] and a digit choose whom you see and type to: 0 log{}\n\
+         parador: Ctrl-] ? explains the rest; Ctrl-A X ends the machine",
+        digits.collect::<String>()
+    )
 }
 
 /// Prints the last lines of a text, if there are any.
@@ -265,7 +278,11 @@ impl Machine {
     }
 
     /// Carries bytes between terminal and machine until something ends. Returns QEMU's messages, too.
-    fn serve(mut self, timeout: Option<Duration>) -> Result<(End, String), Failure> {
+    fn serve(
+        mut self,
+        timeout: Option<Duration>,
+        keys: &str,
+    ) -> Result<(End, String), Failure> {
         let (Some(input), Some(output), Some(errors)) =
             (self.child.stdin.take(), self.child.stdout.take(), self.child.stderr.take())
         else {
@@ -275,7 +292,7 @@ impl Machine {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let raw = Raw::enter();
         if raw.is_some() {
-            eprint!("parador: Ctrl-A X ends the machine; all other keys go to the guest\r\n");
+            eprint!("parador: {}\r\n", keys.replace('\n', "\r\n"));
         }
         let mut traffic = Traffic {
             raw: raw.is_some(),

@@ -10,7 +10,7 @@
 /bin/busybox mount -t devpts devpts /dev/pts
 /bin/busybox mount -t tmpfs tmp /tmp
 /bin/busybox --install -s
-export PATH=/bin:/sbin:/usr/bin:/usr/sbin HOME=/root TERM=${TERM:-linux} PS1='\w # '
+export PATH=/bin:/sbin:/usr/bin:/usr/sbin HOME=/root TERM=${TERM:-linux} PS1='\h:\w # '
 hostname guest
 cd /root
 
@@ -30,6 +30,23 @@ trap 'reboot -f' TERM
 trap 'halt -f' USR1
 
 line=$(cat /proc/cmdline)
+
+# The network as the kernel's parameter ip=ADDRESS:NEIGHBOUR:GATEWAY:NETMASK:NAME says it (nfsroot.rst in Linux's
+# documentation calls the neighbour a server). Debian's kernel leaves it to its first program.
+neighbour=
+case " $line" in
+*" ip="*)
+    network=" $line"
+    network=${network#* ip=}
+    IFS=: read -r address neighbour gateway netmask name rest <<EOF
+${network%% *}
+EOF
+    [ -z "$name" ] || hostname "$name"
+    ifconfig eth0 "$address" netmask "${netmask:-255.255.255.0}"
+    [ -z "$gateway" ] || route add default gw "$gateway"
+    ;;
+esac
+
 command=
 case " $line" in
 *" parador.run="*)
@@ -55,6 +72,7 @@ case " $line" in
     acpid -l /dev/null
     echo
     echo "Linux $(uname -r), a guest of Parador. \`poweroff\` or the end of this shell switches it off."
+    [ -z "$neighbour" ] || echo "Its address is $address; try \`ping -c 3 $neighbour\`, the neighbour on its switch."
     ;;
 esac
 

@@ -5,9 +5,14 @@ use std::path::PathBuf;
 
 const HOUSE: &str = include_str!("graph/house.toml");
 
-/// Compares with the file of that name, or writes it if `PARADOR_NEW_PICTURES` is set: look at it then.
+/// The top of the source tree.
+fn tree() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Compares with the file, or writes it if `PARADOR_NEW_PICTURES` is set: look at it then.
 fn compare(name: &str, text: &str) {
-    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/cli/graph").join(name);
+    let path = tree().join(name);
     if std::env::var_os("PARADOR_NEW_PICTURES").is_some() {
         std::fs::write(&path, text).unwrap();
     }
@@ -25,8 +30,17 @@ fn graph(folder: &Folder, arguments: &[&str]) -> String {
 #[test]
 fn pictures() {
     let folder = Folder::new(HOUSE);
-    compare("house.svg", &graph(&folder, &[]));
-    compare("house.dot", &graph(&folder, &["--dot"]));
+    compare("hosted/parador/tests/cli/graph/house.svg", &graph(&folder, &[]));
+    compare("hosted/parador/tests/cli/graph/house.dot", &graph(&folder, &["--dot"]));
+}
+
+#[test]
+fn the_picture_of_the_readme() {
+    let example = tree().join("examples/three-guests.toml");
+    let folder = Folder::new("");
+    let output = folder.parador(&["system", "graph"]).arg(example).output().unwrap();
+    assert_eq!(code(&output), 0, "{}", errors(&output));
+    compare("docs/three-guests.svg", &String::from_utf8(output.stdout).unwrap());
 }
 
 #[test]
