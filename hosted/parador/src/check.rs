@@ -937,9 +937,8 @@ impl Plan {
 
     /// Who shares the console, in the order of their numbers there, from 1; nobody if one has it alone.
     pub fn console_clients(&self) -> Vec<&str> {
-        let shared = |console: Option<u8>| {
-            console.and_then(|server| self.servers.get(usize::from(server)))
-        };
+        let shared =
+            |console: Option<u8>| console.and_then(|server| self.servers.get(usize::from(server)));
         let tasks = self.tasks.iter().map(|task| (&task.name, task.console));
         let vms = self.vms.iter().filter(|vm| !vm.template).map(|vm| (&vm.name, vm.console));
         tasks

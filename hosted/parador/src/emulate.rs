@@ -278,11 +278,7 @@ impl Machine {
     }
 
     /// Carries bytes between terminal and machine until something ends. Returns QEMU's messages, too.
-    fn serve(
-        mut self,
-        timeout: Option<Duration>,
-        keys: &str,
-    ) -> Result<(End, String), Failure> {
+    fn serve(mut self, timeout: Option<Duration>, keys: &str) -> Result<(End, String), Failure> {
         let (Some(input), Some(output), Some(errors)) =
             (self.child.stdin.take(), self.child.stdout.take(), self.child.stderr.take())
         else {
