@@ -163,6 +163,12 @@ fn guest_scenarios() -> Vec<Scenario> {
             ..base("smp", micro("guest", "smp", "cpus = 4\nconsole = \"com1\""))
         },
         Scenario {
+            // Two guests whose registers take turns in one CPU.
+            texts: ["one", "two"].map(|vm| format!("vm {vm} ended: power-off code 0")).into(),
+            never: &["FAILED"],
+            ..base("fpu-neighbours", micro("one", "fpu", CONSOLE) + &micro("two", "fpu", ""))
+        },
+        Scenario {
             // In counted time the host's timer certainly interrupts the guest between STI and HLT, once.
             machine: Machine { counted: true, ..Machine::default() },
             texts: vec!["vm guest ended: power-off".into()],

@@ -102,6 +102,20 @@ control_register!(read_cr2, write_cr2, "cr2");
 control_register!(read_cr3, write_cr3, "cr3");
 control_register!(read_cr4, write_cr4, "cr4");
 
+/// XCR0.
+///
+/// # Safety
+/// CR4.OSXSAVE is set.
+pub unsafe fn read_xcr0() -> u64 {
+    let (low, high): (u32, u32);
+    // SAFETY: the caller's contract.
+    unsafe {
+        asm!("xgetbv", in("ecx") 0, out("eax") low, out("edx") high,
+            options(nomem, nostack, preserves_flags));
+    }
+    u64::from(high) << 32 | u64::from(low)
+}
+
 /// Sets XCR0.
 ///
 /// # Safety

@@ -337,8 +337,8 @@ impl Arch for X86 {
         vcpu.free(memory);
     }
 
-    fn vcpu_state(_memory: &Memory, vcpu: &Vcpu<Self>, groups: u64) {
-        vcpu.arch.read_groups(groups);
+    fn vcpu_state(memory: &Memory, vcpu: &Vcpu<Self>, groups: u64) {
+        svm::read_groups(memory, &local(Self::this_cpu()).guest, vcpu, groups);
     }
 
     fn irq_valid(source: IrqSource) -> bool {

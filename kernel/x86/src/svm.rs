@@ -13,6 +13,7 @@
 
 use core::arch::asm;
 use core::cell::{Cell, UnsafeCell};
+use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use abi::vcpu::{Segment, VcpuState, exit as kernel_exit, gpr, group};
@@ -29,7 +30,7 @@ use kernel_core::{Kernel, count};
 use crate::cpu::MAX_CPUS;
 use crate::entry::Context;
 use crate::features::features;
-use crate::io::{rdmsr, read_cr0, write_cr0, write_xcr0, wrmsr};
+use crate::io::{rdmsr, read_cr0, read_xcr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
 use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
 
@@ -307,7 +308,7 @@ impl VcpuFrames {
     }
 
     /// Copies groups to the state page and marks them valid.
-    pub fn read_groups(&self, groups: u64) {
+    fn read_groups(&self, groups: u64) {
         let (state, vmcb) = (self.state(), self.vmcb());
         read_code(state, vmcb, groups);
         let Vmcb { control, save } = vmcb;
@@ -342,6 +343,16 @@ impl VcpuFrames {
         }
         if groups & group::XCR0 != 0 {
             state.xcr0 = self.xcr0.get();
+        }
+    }
+
+    /// Takes XCR0 from the CPU, which holds this vCPU's extended state: the guest may have set it without an exit. QEMU's
+    /// processor does not intercept `XSETBV`.
+    fn keep_xcr0(&self) {
+        let have = features();
+        if have.xsave {
+            // SAFETY: with XSAVE the kernel has set CR4.OSXSAVE.
+            self.xcr0.set(unsafe { read_xcr0() } & have.xcr0_mask);
         }
     }
 
@@ -447,6 +458,17 @@ impl VcpuFrames {
         }
         Ok(())
     }
+}
+
+/// Copies groups of a vCPU's state to its state page, those too that the CPU holds.
+pub fn read_groups(memory: &Memory, local: &Local, vcpu: &Vcpu<X86>, groups: u64) {
+    if groups & group::XCR0 != 0 {
+        let owner = local.owner.get().and_then(|owner| memory.get(owner));
+        if owner.is_some_and(|owner| ptr::eq(owner, vcpu)) {
+            vcpu.arch.keep_xcr0();
+        }
+    }
+    vcpu.arch.read_groups(groups);
 }
 
 /// Copies what most exits need: where the guest is, and for `CONTROL` and `CODE` how its code is to be read.
@@ -609,8 +631,11 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
 /// Makes this vCPU's registers those in the CPU.
 #[cold]
 fn become_owner(kernel: &Kernel<X86>, local: &Local, name: Handle<Vcpu<X86>>, vcpu: &Vcpu<X86>) {
-    let owner = &local.owner;
     let have = features();
+    let old = local.owner.replace(Some(name)).and_then(|old| kernel.memory.get(old));
+    if let Some(old) = old {
+        old.arch.keep_xcr0();
+    }
     // SAFETY: TS is cleared around FPU instructions only; areas are as large as `xsave_size`, aligned to pages; XCR0
     // values are within the machine's. Debug and auxiliary registers are no memory. A vCPU that no longer exists left
     // no area to save to.
@@ -619,8 +644,7 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, name: Handle<Vcpu<X86>>, vc
         if have.xsave {
             write_xcr0(have.xcr0_mask);
         }
-        if let Some(old) = owner.replace(Some(name)).and_then(|old| kernel.memory.get(old)) {
-            let old = &old.arch;
+        if let Some(Vcpu { arch: old, .. }) = old {
             if have.xsave {
                 asm!("xsave64 [{}]", in(reg) old.fpu, in("eax") u32::MAX, in("edx") u32::MAX, options(nostack));
             } else {

@@ -71,7 +71,6 @@ pub struct Cpu {
     deadline: u64,
     /// Something may have to be delivered before the next entry.
     attention: bool,
-    xcr0: u64,
     fetch: FetchCache,
     pub(crate) msrs: Msrs,
     exits: [u64; EXIT_NAMES.len()],
@@ -92,7 +91,6 @@ impl Cpu {
             window: false,
             deadline: 0,
             attention: true,
-            xcr0: xcr0::X87,
             fetch: FetchCache::new(),
             msrs: Msrs::new(physical_bits),
             exits: [0; EXIT_NAMES.len()],
@@ -156,7 +154,7 @@ impl Cpu {
             vcpu.set_event(Event::NONE);
             vcpu.set_window(false);
             vcpu.set(Reg::TscOffset, board.clock().base().wrapping_neg());
-            self.set_xcr0(vcpu, xcr0::X87);
+            vcpu.set(Reg::Xcr0, xcr0::X87);
         }
         let signals = board.settle(self.index);
         if let Some(outcome) = signals.end {
@@ -264,7 +262,12 @@ impl Cpu {
         patch: Patch,
     ) -> Values {
         let cr4 = vcpu.get(Reg::Cr4);
-        let view = CpuView { apic_id: self.index as u32, cr4, xcr0: self.xcr0 };
+        let xcr0 = match patch {
+            Patch::XsaveSize | Patch::XsaveCompactSize => vcpu.get(Reg::Xcr0),
+            // Few leaves depend on it, and the back end may have to fetch it.
+            _ => 0,
+        };
+        let view = CpuView { apic_id: self.index as u32, cr4, xcr0 };
         board.cpuid().patch(values, patch, view)
     }
 
@@ -426,13 +429,8 @@ impl Cpu {
         if !good {
             return self.raise(vcpu, PROTECTION);
         }
-        self.set_xcr0(vcpu, value);
-        retire(vcpu, next);
-    }
-
-    fn set_xcr0<B: Backend>(&mut self, vcpu: &mut B, value: u64) {
-        self.xcr0 = value;
         vcpu.set(Reg::Xcr0, value);
+        retire(vcpu, next);
     }
 
     /// `MOV` to and from `CR8` (`[REX.R] 0F 22 /0`, `0F 20 /0`): the task priority.

@@ -73,8 +73,10 @@ fn enable_extended() -> u64 {
         cpu::set_cr4(cr4::OSXSAVE);
         cpu::set_xcr0(mask);
     }
+    // The size is that of what has just been turned on.
     let size = cpu::cpuid(EXTENDED_LEAF, 0).ebx as usize;
-    check!((HEADER + 64..=size_of::<Area>()).contains(&size), "state of {size} bytes");
+    let least = if mask & xcr0::AVX != 0 { YMM_END } else { HEADER + 64 };
+    check!((least..=size_of::<Area>()).contains(&size), "state of {size} bytes");
     let enabled = cpu::cpuid(leaf::FEATURES, 0).ecx & features_c::OSXSAVE != 0;
     check!(enabled, "CPUID does not show CR4.OSXSAVE");
     mask
