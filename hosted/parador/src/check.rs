@@ -16,6 +16,7 @@ use crate::description::{
 use crate::failure::{self, Failure};
 use crate::guest;
 use crate::problem::{Problem, Report};
+use crate::rootfs;
 use proto::service::MAX_SESSIONS;
 use proto::system as compiled;
 use std::collections::HashMap;
@@ -1226,9 +1227,9 @@ impl Vm {
 fn unreadable(span: Range<usize>, what: &str, path: &Path, error: &std::io::Error) -> Problem {
     let reason = failure::describe(error);
     let message = format!("cannot read the {what} {}: {reason}", path.display());
-    Problem::missing(span, message)
-        .code(failure::code_of(error))
-        .help("paths start at the folder of this description")
+    let help = rootfs::advice(path)
+        .unwrap_or_else(|| "paths start at the folder of this description".to_owned());
+    Problem::missing(span, message).code(failure::code_of(error)).help(help)
 }
 
 /// Length of a regular file that can be read.

@@ -7,6 +7,7 @@ use crate::failure::{self, Failure};
 use crate::graph::{self, Graph};
 use crate::image::{self, Image};
 use crate::programs::Programs;
+use crate::rootfs;
 use crate::steps::Steps;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
@@ -33,6 +34,45 @@ enum Command {
     /// Make, check and start bootable systems.
     #[command(subcommand)]
     System(SystemCommand),
+    /// Make disks for guests.
+    #[command(subcommand)]
+    Rootfs(RootfsCommand),
+}
+
+#[derive(Debug, Subcommand)]
+enum RootfsCommand {
+    /// Make a disk with Debian, and the kernel and RAM disk that it boots with.
+    #[command(after_help = "\
+Examples:
+  sudo parador rootfs debian -o debian
+  sudo parador rootfs debian -o debian --size 8G --include postgresql,git --ssh-key ~/.ssh/id_ed25519.pub
+
+The folder then has `disk.img`, `vmlinuz`, `initrd.img`, and without --ssh-key a pair of keys `ssh-key`:
+see examples/debian.toml. On the console root logs in without a password, by ssh with the key only.
+Called again, it leaves the disk as it is. Packages are kept for the next disk.")]
+    Debian {
+        /// Folder for the disk and what belongs to it.
+        #[arg(short, long, value_name = "FOLDER")]
+        output: PathBuf,
+        /// Size of the disk. It takes as much room as is used of it.
+        #[arg(long, value_name = "SIZE", value_parser = Size::parse, default_value = "4G")]
+        size: Size,
+        /// Further packages.
+        #[arg(long, value_name = "PACKAGE", value_delimiter = ',')]
+        include: Vec<String>,
+        /// Public key that may log in, instead of a new one.
+        #[arg(long, value_name = "FILE")]
+        ssh_key: Option<PathBuf>,
+        /// Debian's release.
+        #[arg(long, default_value = "bookworm")]
+        suite: String,
+        /// Where packages come from.
+        #[arg(long, value_name = "URL", default_value = "http://deb.debian.org/debian")]
+        mirror: String,
+        /// Make the disk anew; what is on it is lost.
+        #[arg(long)]
+        force: bool,
+    },
 }
 
 #[derive(Debug, Subcommand)]
@@ -179,7 +219,26 @@ const ISO: &str = "boot.iso";
 
 /// Does what the command line says and returns the exit code.
 pub fn run(cli: Cli) -> Result<u8, Failure> {
-    let Command::System(command) = cli.command;
+    match cli.command {
+        Command::System(command) => system(command),
+        Command::Rootfs(RootfsCommand::Debian {
+            output,
+            size,
+            include,
+            ssh_key,
+            suite,
+            mirror,
+            force,
+        }) => {
+            let options = rootfs::Options { output, size, include, ssh_key, suite, mirror, force };
+            rootfs::debian(&options, &Steps::new())?;
+            println!("{}", options.output.display());
+            Ok(0)
+        }
+    }
+}
+
+fn system(command: SystemCommand) -> Result<u8, Failure> {
     match command {
         SystemCommand::Check { file, artifacts } => {
             let plan = check::check(&file, Overrides::default())?;

@@ -9,6 +9,7 @@ use crate::check::Plan;
 use crate::failure::{self, Failure};
 use crate::image::Image;
 use crate::interrupt::ENDING;
+use crate::rootfs;
 use crate::supervise::{self, AtEnd};
 use crate::terminal::{Keys, Raw};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -81,9 +82,10 @@ struct Verdict {
 pub fn run(plan: &Plan, image: &Image, options: &Options) -> Result<u8, Failure> {
     for disk in &plan.disks {
         fs::File::open(&disk.path).map_err(|error| {
-            Failure::file("open", &disk.path, &error).help(
-                "make a disk with `truncate -s 1G FILE`; paths start at the description's folder",
-            )
+            let help = rootfs::advice(&disk.path)
+                .unwrap_or_else(|| "make a disk with `truncate -s 1G FILE`".to_owned());
+            Failure::file("open", &disk.path, &error)
+                .help(help + "; paths start at the description's folder")
         })?;
     }
     let mut command = supervise::command(options.qemu.as_os_str(), AtEnd::Kill)

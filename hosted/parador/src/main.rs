@@ -19,6 +19,7 @@ mod interrupt;
 mod machine_exit;
 mod problem;
 mod programs;
+mod rootfs;
 mod steps;
 mod supervise;
 mod terminal;

@@ -79,19 +79,31 @@ impl Programs {
 
     /// Where fetched files are kept: below `target` in a source tree, else in the user's cache.
     pub fn cache_folder(&self) -> Result<PathBuf, Failure> {
-        let variable =
-            |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         match self {
             Self::SourceTree(tree) => Ok(target(tree).join("cache/parador")),
-            Self::Folder(_) => variable("XDG_CACHE_HOME")
-                .or_else(|| variable("HOME").map(|home| home.join(".cache")))
-                .map(|cache| cache.join("parador"))
-                .ok_or_else(|| {
-                    Failure::new(failure::MISSING_FILE, "no folder to keep fetched files in")
-                        .help("set HOME or XDG_CACHE_HOME")
-                }),
+            Self::Folder(_) => users_cache(),
         }
     }
+}
+
+/// [`Programs::cache_folder`] for who needs none of the programs.
+pub fn cache_folder() -> Result<PathBuf, Failure> {
+    match Programs::find(None) {
+        Ok(programs) => programs.cache_folder(),
+        Err(_) => users_cache(),
+    }
+}
+
+fn users_cache() -> Result<PathBuf, Failure> {
+    let variable =
+        |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    variable("XDG_CACHE_HOME")
+        .or_else(|| variable("HOME").map(|home| home.join(".cache")))
+        .map(|cache| cache.join("parador"))
+        .ok_or_else(|| {
+            Failure::new(failure::MISSING_FILE, "no folder to keep fetched files in")
+                .help("set HOME or XDG_CACHE_HOME")
+        })
 }
 
 fn is_source_tree(folder: &Path) -> bool {

@@ -43,7 +43,8 @@ pub fn command(program: &OsStr, at_end: AtEnd) -> Result<Command, Failure> {
     Ok(command)
 }
 
-fn find(name: &Path) -> Option<PathBuf> {
+/// Where a program is: what is no path is looked up in `PATH`.
+pub fn find(name: &Path) -> Option<PathBuf> {
     if name.components().count() > 1 {
         return Some(name.to_owned()).filter(|path| path.is_file());
     }

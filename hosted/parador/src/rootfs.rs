@@ -1,0 +1,463 @@
+//! `parador rootfs debian`: a disk with Debian on it, and the kernel and initial RAM disk that it boots with.
+//!
+//! debootstrap and apt fill a folder, `mke2fs -d` makes a file system of it: there are no loop devices, and mounts are in a
+//! namespace of their own. The result is a folder that appears complete or not at all. A disk that is there is never
+//! replaced unasked, for a guest has written to it.
+
+use crate::description::Size;
+use crate::failure::{self, Failure};
+use crate::interrupt::Interruptible;
+use crate::programs;
+use crate::steps::{Step, Steps};
+use crate::supervise::{self, AtEnd};
+use std::collections::VecDeque;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, lchown};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tempfile::TempDir;
+
+/// File names in the folder: the disk, what it boots with, the key for ssh, and how it was made.
+const DISK: &str = "disk.img";
+const KERNEL: &str = "vmlinuz";
+const INITRD: &str = "initrd.img";
+const KEY: &str = "ssh-key";
+const RECORD: &str = "made-with";
+
+/// What [`RECORD`] begins with; changes when disks are made otherwise than before.
+const VERSION: &str = "parador rootfs 1";
+/// Always installed: a stock kernel and its RAM disk, systemd with logins and network, ssh.
+const PACKAGES: [&str; 11] = [
+    "linux-image-cloud-amd64",
+    "initramfs-tools",
+    "zstd",
+    "systemd-sysv",
+    "udev",
+    "dbus",
+    "libpam-systemd",
+    "systemd-resolved",
+    "iproute2",
+    "iputils-ping",
+    "openssh-server",
+];
+/// What is done in the tree after debootstrap.
+const SCRIPT: &str = include_str!("rootfs.sh");
+/// Programs that are needed, and their packages.
+const NEEDED: [(&str, &str); 5] = [
+    ("debootstrap", "debootstrap"),
+    ("mke2fs", "e2fsprogs"),
+    ("ssh-keygen", "openssh-client"),
+    ("unshare", "util-linux"),
+    ("chroot", "coreutils"),
+];
+/// Lines of a failed program that are shown.
+const SHOWN_LINES: usize = 12;
+
+/// First byte of the partition.
+const PARTITION: u64 = 1 << 20;
+const SECTOR: u64 = 512;
+/// Sizes that make sense: Debian fits, and an MBR can say it.
+const SIZES: std::ops::RangeInclusive<u64> = 1 << 30..=1 << 40;
+
+/// What is asked for.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Folder for the result.
+    pub output: PathBuf,
+    /// Size of the disk.
+    pub size: Size,
+    /// Packages beside those that every disk has.
+    pub include: Vec<String>,
+    /// File with the public key that may log in; `None`: a new pair is made.
+    pub ssh_key: Option<PathBuf>,
+    /// Debian's release.
+    pub suite: String,
+    /// Where packages come from.
+    pub mirror: String,
+    /// Replace a disk that is there.
+    pub force: bool,
+}
+
+/// Advice if the missing file `path` is one that this module makes.
+pub fn advice(path: &Path) -> Option<String> {
+    let name = path.file_name()?.to_str()?;
+    let folder = path.parent()?;
+    let is_ours = [DISK, KERNEL, INITRD].contains(&name);
+    is_ours.then(|| format!("`sudo parador rootfs debian -o {}` makes it", folder.display()))
+}
+
+/// Makes the disk unless it is there.
+pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
+    let Options { output, size, .. } = options;
+    if !SIZES.contains(&size.0) || size.0 % PARTITION != 0 {
+        return Err(Failure::new(failure::USAGE, format!("a disk of {size} is no use"))
+            .help("give a whole number of MiB, 1G to 1024G"));
+    }
+    let is_word = |text: &str| {
+        let mut bytes = text.bytes();
+        bytes.next().is_some_and(|byte| byte.is_ascii_alphanumeric())
+            && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"+-.:=~/_".contains(&byte))
+    };
+    let words = options.include.iter().chain([&options.suite, &options.mirror]);
+    if let Some(wrong) = words.into_iter().find(|word| !is_word(word)) {
+        let message = format!("`{wrong}` is no name of a package, release or mirror");
+        return Err(Failure::new(failure::USAGE, message));
+    }
+    let key = options.ssh_key.as_deref().map(public_key).transpose()?;
+    let record = record(options, key.as_deref());
+    if is_there(options, &record)? {
+        eprintln!("parador: {} is there already", output.display());
+        return Ok(());
+    }
+    check_host()?;
+
+    let parent = match output.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    };
+    let failed = |path: &Path, error| Failure::file("make the folder", path, &error);
+    fs::create_dir_all(parent).map_err(|error| failed(parent, error))?;
+    let interruptible = Interruptible::new()?;
+    let work =
+        TempDir::with_prefix_in(".partial-", parent).map_err(|error| failed(parent, error))?;
+    interruptible.remove_on_signal(work.path());
+    let result = work.path().join("result");
+    fs::create_dir(&result).map_err(|error| failed(&result, error))?;
+    make(options, key.as_deref(), work.path(), &result, steps, &interruptible)?;
+    write(&result.join(RECORD), record.as_bytes())?;
+    give_to_owner_of(parent, &result)?;
+
+    // The old disk goes with the rest of the work folder.
+    let put = |from: &Path, to: &Path| {
+        fs::rename(from, to).map_err(|error| Failure::file("move", from, &error))
+    };
+    if output.exists() {
+        put(output, &work.path().join("old"))?;
+    }
+    put(&result, output)
+}
+
+/// Everything that the result depends on, as text.
+fn record(options: &Options, key: Option<&str>) -> String {
+    let Options { size, include, suite, mirror, .. } = options;
+    let mut include = include.clone();
+    include.sort();
+    include.dedup();
+    format!(
+        "{VERSION}\nsize {size}\nsuite {suite}\nmirror {mirror}\ninclude {}\nkey {}\n",
+        include.join(","),
+        key.unwrap_or("made here").trim(),
+    )
+}
+
+/// Whether the folder holds what is asked for. An error if it holds something else that must not be lost.
+fn is_there(options: &Options, record: &str) -> Result<bool, Failure> {
+    let Options { output, force, .. } = options;
+    let mut entries = match fs::read_dir(output) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        entries => entries.map_err(|error| Failure::file("read", output, &error))?,
+    };
+    let known = fs::read_to_string(output.join(RECORD)).ok();
+    let whole = [DISK, KERNEL, INITRD].iter().all(|name| output.join(name).is_file());
+    let shown = output.display();
+    match known {
+        None if entries.next().is_none() => Ok(false),
+        None => Err(Failure::new(failure::USAGE, format!("{shown} holds other things"))
+            .help("name a folder that is not there yet")),
+        Some(_) if *force => Ok(false),
+        Some(known) if known == record && whole => Ok(true),
+        Some(_) => {
+            let message =
+                format!("the disk in {shown} was made with other options, or is not whole");
+            Err(Failure::new(failure::USAGE, message).help(
+                "name another folder, or add --force to make it anew: what is on it will be lost",
+            ))
+        }
+    }
+}
+
+/// What is needed of the host.
+fn check_host() -> Result<(), Failure> {
+    let missing: Vec<&str> = NEEDED
+        .iter()
+        .filter(|(program, _)| supervise::find(Path::new(program)).is_none())
+        .map(|(_, package)| *package)
+        .collect();
+    if !missing.is_empty() {
+        let message = format!("a disk cannot be made without {}", missing.join(", "));
+        return Err(Failure::new(failure::UNAVAILABLE, message)
+            .help(format!("apt-get install {}", missing.join(" "))));
+    }
+    if !rustix::process::geteuid().is_root() {
+        return Err(Failure::new(failure::PERMISSION, "only root can make a disk with Debian")
+            .help("run the same command with sudo: packages give their files to many users"));
+    }
+    Ok(())
+}
+
+fn public_key(path: &Path) -> Result<String, Failure> {
+    let text = fs::read_to_string(path).map_err(|error| Failure::file("read", path, &error))?;
+    match text.starts_with("ssh-") || text.starts_with("ecdsa-") || text.starts_with("sk-") {
+        true => Ok(text),
+        false => {
+            let message = format!("{} is no public key for ssh", path.display());
+            Err(Failure::new(failure::BAD_CONFIG, message).help("give the file that ends in .pub"))
+        }
+    }
+}
+
+/// Makes everything but the record in `result`.
+fn make(
+    options: &Options,
+    key: Option<&str>,
+    work: &Path,
+    result: &Path,
+    steps: &Steps,
+    interruptible: &Interruptible,
+) -> Result<(), Failure> {
+    let Options { suite, mirror, include, size, .. } = options;
+    let archives = archives()?;
+    let tree = work.join("tree");
+    let key_file = match key {
+        Some(text) => {
+            let path = work.join("key.pub");
+            write(&path, text.as_bytes())?;
+            path
+        }
+        None => new_key(&result.join(KEY))?,
+    };
+    let network = "check the network and the name of the mirror; a proxy is taken from http_proxy";
+
+    steps.run("base system", |step| {
+        let mut command = contained("debootstrap")?;
+        command.arg("--variant=minbase").arg("--cache-dir").arg(&archives);
+        command.arg(suite).arg(&tree).arg(mirror);
+        run(&mut command, "debootstrap", step, interruptible)
+            .map_err(|error| error.help(network))?;
+        Ok(((), format!("Debian {suite} from {mirror}")))
+    })?;
+    steps.run("packages", |step| {
+        let mut command = contained("sh")?;
+        command.args(["-c", SCRIPT, "parador-rootfs"]).args(PACKAGES).args(include);
+        command.env("TREE", &tree).env("ARCHIVES", &archives).env("KEY", &key_file);
+        command.env("SUITE", suite).env("MIRROR", mirror);
+        run(&mut command, "apt-get", step, interruptible)
+            .map_err(|error| error.help("is each package's name right, and the disk not full?"))?;
+        Ok(((), format!("{} and what they need", PACKAGES.len() + include.len())))
+    })?;
+    let version = kernel_version(&tree)?;
+    for (name, prefix) in [(KERNEL, "vmlinuz-"), (INITRD, "initrd.img-")] {
+        let (from, to) = (tree.join("boot").join(format!("{prefix}{version}")), result.join(name));
+        fs::copy(&from, &to).map_err(|error| Failure::file("copy", &from, &error))?;
+        // The host's user, who is not root, starts the guest.
+        fs::set_permissions(&to, fs::Permissions::from_mode(0o644))
+            .map_err(|error| Failure::file("change", &to, &error))?;
+    }
+    steps.run("disk", |step| {
+        let disk = result.join(DISK);
+        write_partition_table(&disk, size.0)?;
+        step.now("copying files into it");
+        let mut command = contained("mke2fs")?;
+        command.args(["-q", "-F", "-t", "ext4", "-L", "debian", "-d"]).arg(&tree);
+        command.arg("-E").arg(format!("offset={PARTITION}"));
+        command.arg(&disk).arg(format!("{}k", (size.0 - PARTITION) >> 10));
+        run(&mut command, "mke2fs", step, interruptible)
+            .map_err(|error| error.help("is there room on this disk, and does --size suffice?"))?;
+        Ok(((), format!("{size}, Linux {version}")))
+    })
+}
+
+/// The folder where packages are kept for the next disk.
+fn archives() -> Result<PathBuf, Failure> {
+    let cache = programs::cache_folder()?;
+    let archives = cache.join("packages");
+    fs::create_dir_all(&archives)
+        .and_then(|()| archives.canonicalize())
+        .map_err(|error| Failure::file("make the folder", &archives, &error))
+}
+
+/// A key pair; returns the public key's file.
+fn new_key(path: &Path) -> Result<PathBuf, Failure> {
+    let output = supervise::command(OsStr::new("ssh-keygen"), AtEnd::Kill)?
+        .args(["-q", "-t", "ed25519", "-N", "", "-C", "parador", "-f"])
+        .arg(path)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| Failure::program("ssh-keygen", &error))?;
+    match output.status.success() {
+        true => Ok(path.with_extension("pub")),
+        false => {
+            let text = String::from_utf8_lossy(&output.stderr);
+            Err(Failure::new(failure::UNAVAILABLE, format!("ssh-keygen failed: {}", text.trim())))
+        }
+    }
+}
+
+/// A command whose mounts and processes, however many there come to be, end with it.
+fn contained(program: &str) -> Result<Command, Failure> {
+    let mut command = supervise::command(OsStr::new("unshare"), AtEnd::Kill)?;
+    command.args(["--mount", "--propagation", "private", "--pid", "--kill-child", "--", program]);
+    command.env("LC_ALL", "C").stdin(Stdio::null());
+    Ok(command)
+}
+
+/// Runs a command, showing what it writes.
+fn run(
+    command: &mut Command,
+    name: &str,
+    step: &Step,
+    interruptible: &Interruptible,
+) -> Result<(), Failure> {
+    let (reader, writer) = std::io::pipe().map_err(|error| Failure::os("make a pipe", &error))?;
+    let errors = writer.try_clone().map_err(|error| Failure::os("make a pipe", &error))?;
+    let spawned = command.stdout(writer).stderr(errors).spawn();
+    // Or this process keeps the pipe open.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = spawned.map_err(|error| Failure::program(name, &error))?;
+    interruptible.kill_on_signal(&child)?;
+    let mut last: VecDeque<String> = VecDeque::new();
+    for line in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
+        let line = String::from_utf8_lossy(&line).trim().to_owned();
+        if !line.is_empty() {
+            step.now(line.strip_prefix("I: ").unwrap_or(&line));
+            if last.len() == SHOWN_LINES {
+                last.pop_front();
+            }
+            last.push_back(line);
+        }
+    }
+    let status = child.wait().map_err(|error| Failure::os("wait for a program", &error))?;
+    if status.success() {
+        return Ok(());
+    }
+    // Programs say at the end why they failed, after many lines of what they did.
+    let is_error =
+        |line: &&String| ["E: ", "W: ", "mke2fs: "].iter().any(|mark| line.starts_with(mark));
+    let mut shown: Vec<&String> = last.iter().filter(is_error).collect();
+    if shown.is_empty() {
+        shown = last.iter().collect();
+    }
+    let lines: Vec<&str> = shown.into_iter().map(String::as_str).collect();
+    Err(Failure::new(failure::UNAVAILABLE, format!("{name} failed:\n{}", lines.join("\n"))))
+}
+
+/// The version of the one kernel in the tree.
+fn kernel_version(tree: &Path) -> Result<String, Failure> {
+    let boot = tree.join("boot");
+    let names = fs::read_dir(&boot).map_err(|error| Failure::file("read", &boot, &error))?;
+    let mut versions: Vec<String> = names
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter_map(|name| name.strip_prefix("vmlinuz-").map(str::to_owned))
+        .collect();
+    // Of several, which only a package of the user's can bring, any will do as long as it is always the same.
+    versions.sort();
+    versions.pop().ok_or_else(|| Failure::new(failure::UNAVAILABLE, "no kernel has been installed"))
+}
+
+/// Makes a disk of `size` bytes with one partition, by an MBR: an entry at 446 with type and place, a mark at 510.
+fn write_partition_table(path: &Path, size: u64) -> Result<(), Failure> {
+    const LINUX: u8 = 0x83;
+    let mut first = [0; SECTOR as usize];
+    first[450] = LINUX;
+    let sectors = |bytes: u64| u32::try_from(bytes / SECTOR).unwrap_or(u32::MAX).to_le_bytes();
+    first[454..458].copy_from_slice(&sectors(PARTITION));
+    first[458..462].copy_from_slice(&sectors(size - PARTITION));
+    first[510..].copy_from_slice(&[0x55, 0xaa]);
+    File::create(path)
+        .and_then(|mut file| file.write_all(&first).and_then(|()| file.set_len(size)))
+        .map_err(|error| Failure::file("write", path, &error))
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    fs::write(path, bytes).map_err(|error| Failure::file("write", path, &error))
+}
+
+/// Gives a folder and its files to the owner of `parent`: what `sudo` made there is the user's.
+fn give_to_owner_of(parent: &Path, folder: &Path) -> Result<(), Failure> {
+    let failed = |error| Failure::file("change the owner of", folder, &error);
+    let owner = fs::metadata(parent).map_err(failed)?;
+    let give = |path: &Path| lchown(path, Some(owner.uid()), Some(owner.gid()));
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        give(&entry.map_err(failed)?.path()).map_err(failed)?;
+    }
+    // A folder of temporary files is for its owner only.
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).map_err(failed)?;
+    give(folder).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(output: PathBuf) -> Options {
+        Options {
+            output,
+            size: Size(4 << 30),
+            include: vec!["b".into(), "a".into()],
+            ssh_key: None,
+            suite: "bookworm".into(),
+            mirror: "http://deb.debian.org/debian".into(),
+            force: false,
+        }
+    }
+
+    #[test]
+    fn what_is_there_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut options = options(folder.path().join("debian"));
+        let record = record(&options, None);
+        assert!(!is_there(&options, &record).unwrap());
+        fs::create_dir(&options.output).unwrap();
+        assert!(!is_there(&options, &record).unwrap());
+        for name in [DISK, KERNEL, INITRD, RECORD] {
+            assert!(name == DISK || is_there(&options, &record).is_err(), "{name}");
+            fs::write(options.output.join(name), &record).unwrap();
+        }
+        assert!(is_there(&options, &record).unwrap());
+        options.include.reverse();
+        assert_eq!(super::record(&options, None), record);
+        options.size = Size(2 << 30);
+        let other = super::record(&options, None);
+        assert!(is_there(&options, &other).is_err());
+        options.force = true;
+        assert!(!is_there(&options, &other).unwrap());
+        fs::remove_file(options.output.join(RECORD)).unwrap();
+        assert!(is_there(&options, &other).is_err(), "never a folder of others");
+    }
+
+    #[test]
+    fn arguments_that_make_no_sense() {
+        let folder = tempfile::tempdir().unwrap();
+        let refused = |change: fn(&mut Options)| {
+            let mut options = options(folder.path().join("debian"));
+            change(&mut options);
+            debian(&options, &Steps::new()).unwrap_err().code()
+        };
+        assert_eq!(refused(|options| options.size = Size(1 << 20)), failure::USAGE);
+        assert_eq!(refused(|options| options.size = Size((1 << 30) + 1024)), failure::USAGE);
+        assert_eq!(refused(|options| options.include = vec!["-o".into()]), failure::USAGE);
+        assert_eq!(refused(|options| options.suite = "a b".into()), failure::USAGE);
+        let missing = refused(|options| options.ssh_key = Some("/nowhere".into()));
+        assert_eq!(missing, failure::MISSING_FILE);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn one_partition_after_the_first_mebibyte() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        write_partition_table(&path, 1 << 30).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().len(), 1 << 30);
+        let bytes = fs::read(&path).unwrap();
+        assert_eq!(bytes[446..462], [0, 0, 0, 0, 0x83, 0, 0, 0, 0, 8, 0, 0, 0, 0xf8, 0x1f, 0]);
+    }
+
+    #[test]
+    fn advice_names_the_folder() {
+        let advice = advice(Path::new("a/debian/vmlinuz")).unwrap();
+        assert_eq!(advice, "`sudo parador rootfs debian -o a/debian` makes it");
+        assert_eq!(super::advice(Path::new("a/debian/disk")), None);
+    }
+}
