@@ -1,5 +1,5 @@
-//! Target `board`: the guest of a whole board `pc` with a disk, a network card, a console and an entropy source, on two
-//! virtual CPUs.
+//! Target `board`: the guest of a whole board `pc` with a disk, a network card, a console, an entropy source and a channel,
+//! on two virtual CPUs.
 //!
 //! Steps, each a byte for what it is (see [`Step`]) and what belongs to it; the top bit of that byte says which CPU. The
 //! input ends when the machine does.
@@ -10,12 +10,13 @@
 use std::collections::VecDeque;
 use std::fmt;
 
-use vmm_bus::outside::{BlockInfo, NetInfo, Offload};
-use vmm_bus::testing::{Disk, Port};
-use vmm_bus::{Block, Net};
+use proto::channel::View;
+use vmm_bus::outside::{BlockInfo, ChannelInfo, NetInfo, Offload};
+use vmm_bus::testing::{Disk, Peer, Port};
+use vmm_bus::{Block, Channel, Net};
 use vmm_cpu::testing::ScriptedVcpu;
 use vmm_cpu::{Backend, Cpu, Exit, Gpr, IoExit, MemoryFault, Pause, Reg, TscClock};
-use vmm_machine::{Host, Level, Outside, Pc, PcConfig, Slots, Virtio, layout};
+use vmm_machine::{Host, Level, Model, Outside, Pc, PcConfig, Slots, layout};
 use vmm_mem::GuestMemory;
 
 use crate::input::{Input, Seed};
@@ -45,7 +46,7 @@ enum Step {
     Run,
     /// Another exit. Kind (8), value (64).
     Exit,
-    /// Something comes from outside. Slot, or the serial line (8), length (16).
+    /// Something comes from outside. Slot, [`CHANGE`], or the serial line (8), length (16).
     Arrive,
     /// The power button.
     Button,
@@ -67,7 +68,7 @@ const STEPS: [Step; 12] = [
 ];
 
 /// Where a guest may find registers: windows of PCI functions, configuration space, I/O APIC, local APIC, and nothing.
-const PLACES: [u64; 9] = [
+const PLACES: [u64; 10] = [
     layout::PCI_WINDOW as u64,
     layout::PCI_WINDOW as u64 + 0x8000,
     layout::PCI_WINDOW as u64 + 0x1_0000,
@@ -77,6 +78,7 @@ const PLACES: [u64; 9] = [
     layout::IO_APIC,
     layout::LOCAL_APIC,
     0xfed0_0000,
+    layout::PCI_WINDOW as u64 + 0x2_0000,
 ];
 
 const CPUS: usize = 2;
@@ -84,6 +86,9 @@ const MEMORY: u64 = 0x4_0000;
 /// Where the instruction to be emulated is.
 const CODE: u64 = 0x1000;
 const SECTORS: u64 = 64;
+/// Slot of the channel, and the number by which its peer is meant.
+const CHANNEL: usize = 4;
+const CHANGE: usize = 5;
 /// Event by which every call comes back.
 const BACK: u64 = 7;
 
@@ -127,6 +132,7 @@ struct Connected {
     disk: Option<Disk>,
     port: Option<Port>,
     bytes: usize,
+    peer: Option<Peer>,
 }
 
 impl Outside for Connected {
@@ -136,6 +142,10 @@ impl Outside for Connected {
 
     fn net(&mut self) -> Option<&mut dyn Net> {
         self.port.as_mut().map(|port| port as _)
+    }
+
+    fn channel(&mut self) -> Option<&mut dyn Channel> {
+        self.peer.as_mut().map(|peer| peer as _)
     }
 
     fn put(&mut self, byte: u8) -> bool {
@@ -157,7 +167,7 @@ impl Outside for Connected {
     }
 }
 
-type Machine<'m> = Pc<'m, spin::relax::Spin, CPUS, Slots<Connected, 4>>;
+type Machine<'m> = Pc<'m, spin::relax::Spin, CPUS, Slots<Connected, 5>>;
 
 struct Rig<'m> {
     pc: Machine<'m>,
@@ -167,7 +177,7 @@ struct Rig<'m> {
     memory: &'m GuestMemory,
 }
 
-fn functions() -> Slots<Connected, 4> {
+fn functions() -> Slots<Connected, 5> {
     let info = BlockInfo {
         sectors: SECTORS,
         discard: true,
@@ -177,12 +187,24 @@ fn functions() -> Slots<Connected, 4> {
     };
     let disk = Some(Disk::new(SECTORS as usize * 512, 8));
     let port = Some(Port { room: 100, ..Port::default() });
+    let channel = ChannelInfo {
+        number: 0,
+        side: 1,
+        own_id: 1,
+        peer_id: 2,
+        size: 1 << 14,
+        doorbell: true,
+        own_name: [b'a'; _],
+        peer_name: [b'b'; _],
+    };
+    let peer = Peer::default();
     let mut slots = Slots::new();
     for (device, outside) in [
-        (Virtio::Block(info), Connected { disk, ..Connected::default() }),
-        (Virtio::Net(NetInfo { mac: [2; 6] }), Connected { port, ..Connected::default() }),
-        (Virtio::Console, Connected::default()),
-        (Virtio::Entropy, Connected { bytes: 100, ..Connected::default() }),
+        (Model::Block(info), Connected { disk, ..Connected::default() }),
+        (Model::Net(NetInfo { mac: [2; 6] }), Connected { port, ..Connected::default() }),
+        (Model::Console, Connected::default()),
+        (Model::Entropy, Connected { bytes: 100, ..Connected::default() }),
+        (Model::Channel(channel), Connected { peer: Some(peer), ..Connected::default() }),
     ] {
         assert!(slots.add(device, outside).is_ok());
     }
@@ -197,6 +219,7 @@ impl<'m> Rig<'m> {
             xcr0_mask: 7,
             start_unix: 1_700_000_000,
             kvmclock: true,
+            id: 1,
         };
         let pc = Pc::with_functions(config, memory, |_, _| [0; 4], functions());
         Self {
@@ -263,6 +286,16 @@ impl<'m> Rig<'m> {
 
     fn arrive(&mut self, slot: usize, length: usize) {
         self.world.running = CPUS;
+        if slot == CHANGE {
+            self.pc.functions(|slots| {
+                if let Some(peer) = slots.outside(CHANNEL).and_then(|outside| outside.peer.as_mut())
+                {
+                    peer.view = View::unpack([length as u64 * 0x0101_0101; 4]);
+                }
+            });
+            self.pc.function_input(CHANNEL, &mut self.world);
+            return self.pc.function_change(CHANNEL, &mut self.world);
+        }
         if slot >= 4 {
             self.world.input.extend(std::iter::repeat_n(b'x', length % 64));
             self.pc.input(&mut self.world);

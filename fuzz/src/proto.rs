@@ -249,6 +249,14 @@ fn example_start() -> Vec<u8> {
         service: proto::service::Service::Net,
         signal: 1 << 32,
     });
+    let mut channels = heapless::Vec::new();
+    let _ = channels.push(proto::channel::End {
+        side: 1,
+        peer: 2,
+        peer_name: "other",
+        doorbell: true,
+        signal: 1 << 16,
+    });
     let start = Start {
         name: "linux",
         cpu: 1,
@@ -263,6 +271,8 @@ fn example_start() -> Vec<u8> {
             on_reset: proto::system::OnReset::Reset,
             xcr0_mask: 7,
             attachments,
+            id: 1,
+            channels,
         }),
     };
     let mut buffer = [0; MAX_START];
@@ -315,8 +325,17 @@ fn example_system() -> Vec<u8> {
         disks,
         nets: heapless::Vec::new(),
     });
-    let system =
-        System { board: Board::QemuQ35, log: SerialPort::Com2, cpus: 2, servers, tasks, vms };
+    let mut channels = heapless::Vec::new();
+    let _ = channels.push(Channel { between: [0, 1], size: 1 << 20, doorbell: true });
+    let system = System {
+        board: Board::QemuQ35,
+        log: SerialPort::Com2,
+        cpus: 2,
+        servers,
+        tasks,
+        vms,
+        channels,
+    };
     let mut buffer = [0; 512];
     system.encode(&mut buffer).map(|bytes| bytes.to_vec()).unwrap_or_default()
 }

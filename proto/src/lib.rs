@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bytes;
+pub mod channel;
 pub mod console;
 pub mod control;
 pub mod disk;

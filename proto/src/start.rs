@@ -14,12 +14,14 @@
 //! | up to [`STACK_TOP`] | stack of the first thread; the page below it is never mapped |
 //! | [`DEVICES`] | registers of a server's device |
 //! | [`SESSIONS`] | memory shared with servers or clients |
+//! | [`CHANNELS`] | a VMM's channels: their memory, and what their peers share |
 //! | [`FILES`] | read-only files: kernel, RAM disk |
 //! | [`GUEST_MEMORY`] | guest memory |
 
 use heapless::Vec;
 use serde::{Deserialize, Serialize};
 
+use crate::channel::{End, MAX_SIZE, MAX_VM_CHANNELS, SHARE_BYTES, SHARES};
 use crate::service::{Attachment, DiskServer, MAX_SESSIONS, NetServer};
 use crate::system::{MAX_ARGUMENTS, MAX_VCPUS, OnReset};
 
@@ -50,6 +52,16 @@ pub const DEVICES_LENGTH: u64 = 0x100_0000;
 pub const SESSIONS: u64 = 0x200_0000;
 /// Distance of sessions, and the most memory of one.
 pub const SESSION_STRIDE: u64 = 0x8_0000;
+/// Memory of a VMM's first channel; the others follow.
+pub const CHANNELS: u64 = 0x1000_0000;
+/// Distance of channels.
+pub const CHANNEL_STRIDE: u64 = 0x200_0000;
+const _: () = assert!(MAX_SIZE + SHARES as u64 * SHARE_BYTES <= CHANNEL_STRIDE);
+const _: () = assert!(CHANNELS + MAX_VM_CHANNELS as u64 * CHANNEL_STRIDE <= FILES);
+/// Where a VMM's channel has the peer's share, if it is mapped.
+pub const fn shares(channel: usize, share: usize) -> u64 {
+    CHANNELS + channel as u64 * CHANNEL_STRIDE + MAX_SIZE + share as u64 * SHARE_BYTES
+}
 /// First byte of read-only files. The offset within is that of the boot bundle's in physical
 /// memory modulo [`FILES_ALIGN`], so that large pages map large files.
 pub const FILES: u64 = 0x4000_0000;
@@ -84,6 +96,8 @@ pub mod slot {
     pub const FREE: u64 = 16;
     /// Notification of the other side of the first session, right `SIGNAL`; the others follow.
     pub const SESSIONS: u64 = COUNT - crate::service::MAX_SESSIONS as u64;
+    /// VMM: notification of the peer of the first channel, right `SIGNAL`; the others follow.
+    pub const CHANNELS: u64 = SESSIONS - crate::channel::MAX_VM_CHANNELS as u64;
     /// Number of slots of a task.
     pub const COUNT: u64 = 120;
 }
@@ -104,6 +118,12 @@ pub mod event {
     pub const RESUME: u64 = 1 << 10;
     /// VMM: write the report ([`crate::manage::Report`]).
     pub const REPORT: u64 = 1 << 11;
+    /// VMM: root has news of channels: [`crate::channel::LOOK`].
+    pub const CHANNELS: u64 = 1 << 12;
+    /// VMM: the peer of channel `number` rings.
+    pub const fn channel(number: usize) -> u64 {
+        1 << (16 + number % crate::channel::MAX_VM_CHANNELS)
+    }
     /// VMM: a virtual CPU has something to look at.
     pub const KICK: u64 = 1 << 4;
     /// The other side of session `number` has something to say, or was started.
@@ -113,7 +133,7 @@ pub mod event {
 }
 
 /// Most memory ranges of a task.
-pub const MAX_RANGES: usize = 32;
+pub const MAX_RANGES: usize = 36;
 /// Most bytes of an encoded start page.
 pub const MAX_START: usize = 4096;
 
@@ -135,6 +155,8 @@ pub enum RangeKind {
     Directory,
     /// Memory of a session, in the order of the sessions.
     Session,
+    /// Memory of a channel, in the order of the channels.
+    Channel,
     /// Memory of a server for its device to read and write, in one piece.
     Dma,
     /// Registers of a server's device: a base address range of it, in their order. `physical` is the number of the
@@ -169,7 +191,6 @@ pub struct Clock {
 }
 
 /// What a task is to do.
-#[expect(clippy::large_enum_variant, reason = "there is one of them, and nothing allocates")]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Role<'a> {
     /// A native program with arguments.
@@ -192,6 +213,8 @@ pub enum Role<'a> {
 /// What a VMM is to do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vmm<'a> {
+    /// Number of the virtual machine among all, from 1.
+    pub id: u32,
     /// CPU of each vCPU.
     pub cpus: Vec<u32, MAX_VCPUS>,
     /// Guest memory in bytes.
@@ -206,6 +229,10 @@ pub struct Vmm<'a> {
     pub xcr0_mask: u64,
     /// Disks and network cards, in the order in which the guest sees them.
     pub attachments: Vec<Attachment, MAX_SESSIONS>,
+    /// Channels to other virtual machines. The first one has the first range of kind `Channel`, slot `CHANNELS` and
+    /// event `channel(0)`, and so on.
+    #[serde(borrow)]
+    pub channels: Vec<End<'a>, MAX_VM_CHANNELS>,
 }
 
 /// The start page.
@@ -248,6 +275,13 @@ mod tests {
         let range =
             Range { kind: RangeKind::Guest, base: u64::MAX, length: u64::MAX, physical: u64::MAX };
         let attachment = Attachment { service: crate::service::Service::Net, signal: u64::MAX };
+        let end = End {
+            side: 1,
+            peer: u32::MAX,
+            peer_name: "a-name-of-the-longest-kind-there",
+            doorbell: true,
+            signal: u64::MAX,
+        };
         let start = Start {
             name: "a-name-of-the-longest-kind-there",
             cpu: u32::MAX,
@@ -255,6 +289,7 @@ mod tests {
             clock: Clock { tsc_khz: u64::MAX, tsc: u64::MAX, unix_seconds: u64::MAX },
             ranges: Vec::from_iter([range; MAX_RANGES]),
             role: Role::Vmm(Vmm {
+                id: u32::MAX,
                 cpus: Vec::from_iter([u32::MAX; MAX_VCPUS]),
                 memory: u64::MAX,
                 command_line: &line,
@@ -262,6 +297,7 @@ mod tests {
                 on_reset: OnReset::Reset,
                 xcr0_mask: u64::MAX,
                 attachments: Vec::from_iter([attachment; MAX_SESSIONS]),
+                channels: Vec::from_iter([end; MAX_VM_CHANNELS]),
             }),
         };
         let mut buffer = [0; MAX_START];

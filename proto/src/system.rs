@@ -11,11 +11,12 @@
 use heapless::Vec;
 use serde::{Deserialize, Serialize};
 
+use crate::channel::MAX_CHANNELS;
 use crate::net::Mac;
 use crate::service::Part;
 
 /// Version of the encoding. Incremented by every change of a type in this module.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Most virtual machines in a system.
 pub const MAX_VMS: usize = 16;
 /// Most vCPUs of one virtual machine.
@@ -56,6 +57,19 @@ pub struct System<'a> {
     /// Virtual machines, started last.
     #[serde(borrow)]
     pub vms: Vec<Vm<'a>, MAX_VMS>,
+    /// Channels between them.
+    pub channels: Vec<Channel, MAX_CHANNELS>,
+}
+
+/// A channel between two virtual machines ([`crate::channel`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Channel {
+    /// Indices into [`System::vms`] of sides 0 and 1: two different ones, and no templates.
+    pub between: [u8; 2],
+    /// Bytes of its memory: a power of two, [`crate::channel::MIN_SIZE`] to [`crate::channel::MAX_SIZE`].
+    pub size: u32,
+    /// The sides can ring at each other.
+    pub doorbell: bool,
 }
 
 /// A machine that Parador runs on.
@@ -316,6 +330,7 @@ mod tests {
                     rate: 1 << 20,
                 }]),
             }]),
+            channels: Vec::from_iter([Channel { between: [0, 1], size: 1 << 20, doorbell: true }]),
         }
     }
 

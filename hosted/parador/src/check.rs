@@ -1,6 +1,7 @@
 //! What makes sense in a system description. The rules, each refused with its place:
 //!
 //! - names are unique, short and of `a-z 0-9 -`; what they refer to exists;
+//! - a channel connects two different virtual machines (`channels`);
 //! - a device has one owner; a console has one client, or all of its clients share it;
 //! - CPUs that are named exist, and without `share_cpus` every vCPU has a CPU of its own;
 //! - guests, boot files and Parador itself fit into the machine's memory;
@@ -10,6 +11,7 @@
 //! and [`Plan::check_files`] is called again when everything is there.
 
 use crate::attach::{Bus, Device, Disk, MachineDisk, MachineNet, Net, chosen_mac};
+use crate::channels;
 use crate::description::{
     self, Board, Console, Cpus, Description, Log, OnReset, Restart, ServerKind, Size,
 };
@@ -17,6 +19,7 @@ use crate::failure::{self, Failure};
 use crate::guest;
 use crate::problem::{Problem, Report};
 use crate::rootfs;
+use proto::channel::MAX_CHANNELS;
 use proto::service::MAX_SESSIONS;
 use proto::system as compiled;
 use std::collections::HashMap;
@@ -88,6 +91,8 @@ pub struct Plan {
     pub tasks: Vec<Task>,
     /// Virtual machines.
     pub vms: Vec<Vm>,
+    /// Channels between them.
+    pub channels: Vec<compiled::Channel>,
     /// Disks of the emulated machine.
     pub disks: Vec<MachineDisk>,
     /// Network cards of the emulated machine.
@@ -239,7 +244,7 @@ struct Checker<'a> {
 
 impl Checker<'_> {
     fn plan(&mut self, description: Description, overrides: Overrides, source: Source) -> Plan {
-        let Description { system, server, task, vm } = description;
+        let Description { system, server, task, vm, channel } = description;
         let system_span = system.span();
         let system = system.into_inner();
         self.limit("virtual machines", vm.len(), compiled::MAX_VMS, &vm);
@@ -250,6 +255,8 @@ impl Checker<'_> {
             self.problems.push(problem.help("add a [[vm]] or a [[task]]"));
         }
 
+        self.limit("channels", channel.len(), MAX_CHANNELS, &channel);
+        let channels = channels::check(&channel, &vm, &mut self.problems);
         let disks = self.machine_disks(&system.disk);
         let nets = self.machine_nets(&system.net);
         let machine = (system.board == Board::QemuQ35).then_some((&disks[..], &nets[..]));
@@ -302,6 +309,7 @@ impl Checker<'_> {
             servers,
             tasks,
             vms,
+            channels,
             disks,
             nets,
             source,
@@ -1066,7 +1074,8 @@ impl Plan {
         let disks = self.vms.iter().map(|vm| vm.disks.len()).sum::<usize>() as u64;
         let nets = self.vms.iter().map(|vm| vm.nets.len()).sum::<usize>() as u64;
         let sessions = disks * proto::disk::SESSION_BYTES + nets * proto::net::SESSION_BYTES;
-        let fixed = FIXED_MEMORY + PER_VM_MEMORY * self.vms.len() as u64 + sessions;
+        let channels: u64 = self.channels.iter().map(|channel| u64::from(channel.size)).sum();
+        let fixed = FIXED_MEMORY + PER_VM_MEMORY * self.vms.len() as u64 + sessions + channels;
         guests.saturating_add(guests >> PAGE_TABLE_SHIFT).saturating_add(fixed + boot_files)
     }
 
@@ -1154,6 +1163,7 @@ impl Plan {
             servers: servers.collect(),
             tasks: tasks.collect(),
             vms: vms.collect(),
+            channels: self.channels.iter().copied().collect(),
         };
         // Strings dominate; 64 KiB hold sixteen virtual machines with the longest command lines.
         let mut buffer = vec![0; 64 << 10];

@@ -23,6 +23,9 @@ pub struct Description {
     /// `[[vm]]`: virtual machines.
     #[serde(default)]
     pub vm: Vec<Spanned<Vm>>,
+    /// `[[channel]]`: channels between virtual machines.
+    #[serde(default)]
+    pub channel: Vec<Spanned<Channel>>,
 }
 
 /// `[system]`.
@@ -167,6 +170,34 @@ pub struct Vm {
     /// Its network cards: see `attach::Net`.
     #[serde(default)]
     pub net: Vec<Spanned<String>>,
+}
+
+/// `[[channel]]`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Channel {
+    /// Names of its two virtual machines: sides 0 and 1.
+    pub between: Spanned<Vec<Spanned<String>>>,
+    /// What it is.
+    #[expect(dead_code, reason = "there is one kind, and it must be named")]
+    pub kind: ChannelKind,
+    /// Bytes of its memory.
+    pub size: Spanned<Size>,
+    /// The sides can ring at each other.
+    #[serde(default = "yes")]
+    pub doorbell: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// What a channel is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ChannelKind {
+    /// Shared memory with a ring of messages each way.
+    Shmem,
 }
 
 /// What a virtual machine's first serial port, or a native program, is connected to.

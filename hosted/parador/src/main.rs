@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod attach;
+mod channels;
 mod check;
 mod commands;
 mod description;

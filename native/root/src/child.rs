@@ -16,7 +16,7 @@ use proto::start::{
 use crate::directory::Directory;
 use crate::loader::{self, LoadError};
 use crate::manager;
-use crate::memory::Memory;
+use crate::memory::{MAX_GUEST_PIECES, Memory};
 
 /// Root's capability slots, apart from the kernel's and its own first ones.
 pub type RootSlots = Slots<14>;
@@ -122,6 +122,8 @@ pub struct Child {
     /// Kernel memory set aside for it, in pages.
     pub quota: u64,
     report: Option<Window>,
+    /// Guest memory, in its order.
+    guest: Vec<Window, MAX_GUEST_PIECES>,
     ranges: Vec<Range, MAX_RANGES>,
 }
 
@@ -196,6 +198,7 @@ impl Child {
             made: native_rt::time::tsc(),
             quota: shape.quota,
             report: None,
+            guest: Vec::new(),
             ranges: Vec::new(),
         })
     }
@@ -267,18 +270,13 @@ impl Child {
         number: u64,
         length: u64,
     ) -> Result<(), StartError> {
-        self.map_registers(window, address, rights)?;
+        self.map(window, address, rights)?;
         self.add_known_range(kind, address, length, number)
     }
 
-    /// Maps registers of a device.
-    pub fn map_registers(
-        &self,
-        window: Window,
-        address: u64,
-        rights: u8,
-    ) -> Result<(), StartError> {
-        Ok(self.task.map(window, address, rights)?)
+    /// Maps memory that is not its own.
+    pub fn map(&self, window: Window, address: u64, rights: u8) -> Result<(), Status> {
+        self.task.map(window, address, rights)
     }
 
     /// Lets another child signal this one: puts its notification into a slot there.
@@ -296,6 +294,7 @@ impl Child {
     pub fn add_guest(&mut self, resources: &mut Resources, bytes: u64) -> Result<(), StartError> {
         let windows = resources.memory.take_guest(self.number, bytes).ok_or(StartError::Memory)?;
         let mut address = GUEST_MEMORY;
+        self.guest.clone_from(&windows);
         for window in windows {
             // The VMM never executes it, but can only pass on rights that it has.
             let all = rights::READ | rights::WRITE | rights::EXECUTE;
@@ -304,6 +303,21 @@ impl Child {
             address += window.length();
         }
         Ok(())
+    }
+
+    /// The pieces of `length` bytes of guest memory from `offset` on; `None` if it has fewer.
+    pub fn guest_pieces(&self, offset: u64, length: u64) -> Option<impl Iterator<Item = Window>> {
+        let end = offset.checked_add(length)?;
+        let all: u64 = self.guest.iter().map(|window| window.length()).sum();
+        let mut at = 0;
+        let pieces = self.guest.iter().filter_map(move |window| {
+            let first = at;
+            at += window.length();
+            let (from, to) = (offset.max(first), end.min(at));
+            let length = to.checked_sub(from).filter(|&length| length != 0)?;
+            window.part(from - first, length)
+        });
+        (end <= all).then_some(pieces)
     }
 
     /// Maps a file of the bundle, read-only.

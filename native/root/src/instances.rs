@@ -97,6 +97,7 @@ mod tests {
             servers: heapless::Vec::new(),
             tasks: heapless::Vec::new(),
             vms: heapless::Vec::from_iter([vm("small", true), vm("linux", false)]),
+            channels: heapless::Vec::new(),
         };
         let mut instances = Instances::new(&system);
         assert_eq!(instances.find("linux"), Some(0));

@@ -12,6 +12,7 @@
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
 
 mod alarm;
+mod channels;
 mod child;
 mod clock;
 mod directory;

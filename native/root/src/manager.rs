@@ -11,6 +11,7 @@ use native_rt::{
     Caller, Factory, Message, OwnThread, Page, Platform, Serves, Slots, error, info, reply_wait,
     time, wait, warn,
 };
+use proto::channel::{LET_GO, LOOK, MAP, MAX_VM_CHANNELS, OFFER, REVOKE};
 use proto::control::{EXITED, PANICKED, STARTED, Statistics, code};
 use proto::log::{Level, MAX_TEXT};
 use proto::start::{Clock, RangeKind, Role, Start, VCPU_STACK, Vmm, event};
@@ -22,6 +23,7 @@ use proto::{DONE, REFUSED, console};
 use vmm_cpu::exit::EXIT_NAMES;
 
 use crate::alarm::{Alarm, RINGS};
+use crate::channels::Channels;
 use crate::child::{Child, Resources, Shape, StartError, purpose};
 use crate::directory::Directory;
 use crate::fault::Fault;
@@ -56,6 +58,10 @@ const OWN_QUOTA: u64 = 64;
 const VMM_QUOTA: u64 = 64;
 const VCPU_QUOTA: u64 = 24;
 const GIB_QUOTA: u64 = 4;
+/// And for a channel: tables, and the shares' mappings.
+const CHANNEL_QUOTA: u64 = 24;
+/// Kernel memory that root needs for a channel's second mappings.
+const CHANNEL_OWN_QUOTA: u64 = 8;
 const SMALL_STACK: u64 = 48 << 10;
 /// The whole machine of a VMM is on its stack.
 const VMM_STACK: u64 = 32 << 10;
@@ -125,6 +131,7 @@ pub struct Manager<'a> {
     /// Of the console's multiplexer, and the server's number.
     directory: Option<(usize, Directory)>,
     pub(crate) sessions: Sessions,
+    channels: Channels,
     alarm: Option<Alarm>,
     pub(crate) phase: Phase,
     outcome: u64,
@@ -154,6 +161,7 @@ impl<'a> Manager<'a> {
             records: [UNKNOWN; CHILDREN],
             directory: None,
             sessions: Sessions::new(system),
+            channels: Channels::new(system),
             alarm: alarm.ok(),
             phase: Phase::Running,
             outcome: code::OK,
@@ -232,6 +240,7 @@ impl<'a> Manager<'a> {
             Some(Ok(child)) => {
                 let memory = (child.bytes + child.shared) >> 10;
                 self.children[number] = Some(child);
+                self.channels.started(number, &self.children);
                 info!("{} {} started, {memory} KiB", Self::kind(number), self.name(number));
             }
             Some(Err(error)) => {
@@ -315,8 +324,9 @@ impl<'a> Manager<'a> {
     /// Pages of kernel memory for each native program.
     fn task_quota(&self) -> u64 {
         let servers = self.system.servers.len() as u64 * SERVER_QUOTA;
-        let vms: u64 = self.system.vms.iter().map(vmm_quota).sum();
-        let left = self.resources.boot.info.quota_pages.saturating_sub(OWN_QUOTA + servers + vms);
+        let vms: u64 = self.system.vms.iter().map(|vm| self.vmm_quota(vm)).sum();
+        let own = OWN_QUOTA + CHANNEL_OWN_QUOTA * self.system.channels.len() as u64;
+        let left = self.resources.boot.info.quota_pages.saturating_sub(own + servers + vms);
         (left / self.system.tasks.len().max(1) as u64).clamp(MIN_TASK_QUOTA, MAX_TASK_QUOTA)
     }
 
@@ -340,6 +350,13 @@ impl<'a> Manager<'a> {
         })
     }
 
+    /// Pages of kernel memory for a VMM.
+    fn vmm_quota(&self, vm: &Vm) -> u64 {
+        let further = u64::from(vm.vcpus.saturating_sub(1));
+        let channels = self.channels.count(self.system, vm) as u64;
+        VMM_QUOTA + VCPU_QUOTA * further + GIB_QUOTA * (vm.memory >> 30) + CHANNEL_QUOTA * channels
+    }
+
     fn start_vm(&mut self, number: usize, vm: &'a Vm<'a>) -> Result<Child, StartError> {
         let index = number - FIRST_VM;
         let machine = self.resources.boot.info;
@@ -354,17 +371,19 @@ impl<'a> Manager<'a> {
         if let Some(&cpu) = cpus.iter().find(|&&cpu| cpu >= machine.cpus) {
             return Err(StartError::Cpu(cpu));
         }
-        let devices = match (vm.disks.len() + vm.nets.len()) as u64 {
+        let channels = self.channels.count(self.system, vm);
+        let devices = match (vm.disks.len() + vm.nets.len() + channels) as u64 {
             0 => 0,
             // The VMM has room for these numbers, and an entropy source.
             few @ 1..=2 => few + 4,
-            _ => (MAX_VM_DISKS + MAX_VM_NETS) as u64 + 4,
+            3..=4 => 8,
+            _ => (MAX_VM_DISKS + MAX_VM_NETS + MAX_VM_CHANNELS) as u64 + 4,
         };
         let shape = Shape {
             number,
             cpu: cpus.first().copied().unwrap_or(0),
             priority: vm.priority,
-            quota: vmm_quota(vm),
+            quota: self.vmm_quota(vm),
             stack: VMM_STACK + DEVICE_STACK * devices,
             may_build: cpus.len() > 1,
         };
@@ -380,9 +399,11 @@ impl<'a> Manager<'a> {
             }
             root.connect_console(child, vm.console, number)?;
             child.add_report(&mut root.resources)?;
-            let Self { sessions, resources, children, .. } = root;
+            let Self { sessions, resources, children, channels, system, .. } = root;
             let attachments = sessions.connect_client(number, vm, child, resources, children)?;
+            let channels = channels.connect(number, vm, system, child, resources, children)?;
             Ok(Role::Vmm(Vmm {
+                id: index as u32 + 1,
                 cpus,
                 memory: vm.memory,
                 command_line: vm.command_line,
@@ -390,6 +411,7 @@ impl<'a> Manager<'a> {
                 on_reset: vm.on_reset,
                 xcr0_mask: machine.xcr0_mask,
                 attachments,
+                channels,
             }))
         })
     }
@@ -432,6 +454,9 @@ impl<'a> Manager<'a> {
                 let text = page.bytes(message.tag.words, message.words[1], &mut text);
                 lines::write(&self.name(number), Level::from_code(message.words[0]), text);
                 Some(Message::new(DONE, [0; 4]))
+            }
+            (purpose::CONTROL, label @ (OFFER | REVOKE | MAP | LET_GO | LOOK)) => {
+                Some(self.channels.call(number, label, message.words, &self.children))
             }
             (purpose::CONTROL, STARTED) => Some(Message::new(DONE, [0; 4])),
             (purpose::CONTROL, EXITED) => {
@@ -499,6 +524,7 @@ impl<'a> Manager<'a> {
             self.sessions.server_ended(self.resources.boot, server);
         }
         child.destroy(&mut self.resources);
+        self.channels.ended(number, &self.children);
         let kernel = pages.saturating_sub(pages_used()) * abi::PAGE_SIZE;
         if let End::Exited(_, statistics) = end
             && number >= FIRST_VM
@@ -589,12 +615,6 @@ impl<'a> Manager<'a> {
         info!("outcome {}", self.outcome);
         leave(self.system.board == Board::QemuQ35, self.outcome)
     }
-}
-
-/// Pages of kernel memory for a VMM.
-fn vmm_quota(vm: &Vm) -> u64 {
-    let further = vm.vcpus.saturating_sub(1);
-    VMM_QUOTA + VCPU_QUOTA * u64::from(further) + GIB_QUOTA * (vm.memory >> 30)
 }
 
 fn make_alarm(thread: OwnThread) -> Result<Alarm, native_rt::Status> {

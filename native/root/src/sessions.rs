@@ -27,8 +27,8 @@ const MAX_ALL: usize = 64;
 const DISK_PAGES: u64 = 32;
 const SWITCH_PAGES: u64 = 34;
 const DMA_PAGES_ALIGN: u64 = 16;
-/// Owners of memory that stays: sessions, then servers' memory for devices.
-const KEPT: usize = CHILDREN;
+/// Owner of memory that stays: sessions, servers' memory for devices, channels.
+pub const KEPT: usize = CHILDREN;
 /// Interrupt objects that stand for a message (see `Create` in `abi`).
 const MESSAGE: u64 = 4;
 
@@ -290,7 +290,7 @@ fn add_bar(
     let above = window.part(end, window.length() - end).ok_or(StartError::Device)?;
     // The range tells the whole length: what is left out faults, and no driver has business there.
     if above.length() != 0 {
-        child.map_registers(above, place + end, all)?;
+        child.map(above, place + end, all)?;
     }
     if below.length() == 0 && above.length() == 0 {
         return Ok(());

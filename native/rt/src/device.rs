@@ -2,6 +2,7 @@
 
 use core::sync::atomic::AtomicU64;
 
+use proto::channel::{MAX_VM_CHANNELS, SHARE_BYTES, SHARES};
 use proto::start::{Range, RangeKind, Start};
 
 use crate::memory::Window;
@@ -111,6 +112,20 @@ fn ranges<'a>(start: &'a Start, kind: RangeKind) -> impl Iterator<Item = &'a Ran
 /// The memory of the task's sessions, in their order.
 pub fn sessions(start: &Start) -> impl Iterator<Item = Shared> {
     ranges(start, RangeKind::Session).map(Shared::of)
+}
+
+/// The memory of a VMM's channels, in their order.
+pub fn channels(start: &Start) -> impl Iterator<Item = Shared> {
+    ranges(start, RangeKind::Channel).map(Shared::of)
+}
+
+/// Where the peer's shares of a VMM's channel are, one after the other. Only to be passed on: what is mapped
+/// there comes and goes.
+pub fn shares(channel: usize) -> Option<Window> {
+    const LENGTH: u64 = SHARES as u64 * SHARE_BYTES;
+    // SAFETY: root keeps the range clear of the program's image, stack and pages.
+    (channel < MAX_VM_CHANNELS)
+        .then(|| unsafe { Window::new(proto::start::shares(channel, 0), LENGTH) })
 }
 
 /// The memory that a server has for its device.

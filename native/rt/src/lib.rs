@@ -56,7 +56,7 @@ mod vcpu;
 
 pub use abi::Status;
 pub use memory::{
-    Space, Window, accept_memory, copy_capability, received_memory, revoke_capability,
+    Space, Window, accept_memory, copy_capability, map_again, received_memory, revoke_capability,
 };
 pub use objects::{
     Caller, Factory, Gate, Irq, Message, Notification, OwnThread, Platform, SchedContext, Serves,

@@ -223,6 +223,16 @@ impl Space for Task {
     }
 }
 
+/// The running program's own task.
+#[derive(Clone, Copy)]
+struct OwnTask;
+
+impl Space for OwnTask {
+    fn space(self) -> Selector {
+        ops::SELF
+    }
+}
+
 impl Space for Vm {
     fn space(self) -> Selector {
         self.selector()
@@ -275,6 +285,30 @@ pub fn accept_memory(offset: u64, length: u64) -> bool {
         Page::current().accept(ItemKind::Memory, accept);
     }
     fits
+}
+
+/// Maps windows a second time in this task, one after the other, as one window at `offset` of the range that is reserved
+/// for received memory. What is passed on from there can be taken back alone. On failure nothing stays.
+pub fn map_again(
+    pieces: impl Iterator<Item = Window>,
+    offset: u64,
+    rights: u8,
+) -> Result<Window, Status> {
+    let writable = rights & abi::rights::WRITE != 0;
+    let mut whole = Window { base: RECEIVE + offset, length: 0, writable };
+    for piece in pieces {
+        let at = whole.base + whole.length;
+        whole.length += piece.length;
+        whole.writable &= piece.writable;
+        let fits = offset.checked_add(whole.length).is_some_and(|end| end <= RECEIVE_LENGTH);
+        let mapped = if fits { OwnTask.map(piece, at, rights) } else { Err(Status::BadArgument) };
+        if let Err(status) = mapped {
+            // What is not there counts as taken back.
+            let _ = whole.release();
+            return Err(status);
+        }
+    }
+    Ok(whole)
 }
 
 /// The memory that came as item `index` of the message just received.

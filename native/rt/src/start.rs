@@ -92,6 +92,7 @@ pub fn windows<'a>(start: &'a Start, kind: RangeKind) -> impl Iterator<Item = Wi
                 | RangeKind::Guest
                 | RangeKind::Report
                 | RangeKind::Session
+                | RangeKind::Channel
                 | RangeKind::Dma
                 | RangeKind::Registers => Window::new(range.base, range.length),
                 RangeKind::Directory | RangeKind::Configuration => {

@@ -6,21 +6,26 @@
 
 use core::fmt;
 
+use crate::channel::Peer;
 use heapless::Vec;
-use native_rt::device::{Shared, sessions};
+use native_rt::device::{Shared, channels, sessions};
 use native_rt::{Notification, Window, random, time};
+use proto::channel::MAX_VM_CHANNELS;
 use proto::disk::{self, Operation, Status};
 use proto::net;
 use proto::service::Service;
 use proto::start::{Start, Vmm, event, slot};
 use proto::system::{MAX_VM_DISKS, MAX_VM_NETS};
 use vmm_bus::outside::{
-    Block, BlockInfo, BlockOp, BlockStatus, Data, Net, NetInfo, Offload, Part, Segments, Takes,
+    Block, BlockInfo, BlockOp, BlockStatus, Channel, Data, Net, NetInfo, Offload, Part, Segments,
+    Takes,
 };
-use vmm_machine::{Outside, Slots, Virtio};
+use vmm_machine::{Model, Outside, Slots};
 
 /// Most attachments of a machine.
-pub const MAX_ATTACHMENTS: usize = MAX_VM_DISKS + MAX_VM_NETS;
+const MAX_ATTACHMENTS: usize = MAX_VM_DISKS + MAX_VM_NETS;
+/// Most devices of a machine.
+pub const MAX_DEVICES: usize = MAX_ATTACHMENTS + 1 + MAX_VM_CHANNELS;
 /// Time in which servers have to answer when the machine starts, in ns.
 const PATIENCE: u64 = 10_000_000_000;
 /// Most bytes of one request to a disk: several of them are to fit a session.
@@ -35,6 +40,8 @@ pub enum Problem {
     NoSession(usize),
     /// The server of the session with this number does not answer.
     NoAnswer(usize),
+    /// The memory of the channel with this number is not there.
+    NoChannel(usize),
 }
 
 impl fmt::Display for Problem {
@@ -42,6 +49,7 @@ impl fmt::Display for Problem {
         match self {
             Self::TooMany => write!(to, "there are too many"),
             Self::NoSession(number) => write!(to, "no memory for session {number}"),
+            Self::NoChannel(number) => write!(to, "no memory for channel {number}"),
             Self::NoAnswer(number) => write!(to, "the server of session {number} does not answer"),
         }
     }
@@ -69,6 +77,8 @@ pub enum Link {
     Net(Port),
     /// The processor.
     Entropy,
+    /// Another machine.
+    Channel(Peer),
 }
 
 impl Outside for Link {
@@ -86,6 +96,13 @@ impl Outside for Link {
         }
     }
 
+    fn channel(&mut self) -> Option<&mut dyn Channel> {
+        match self {
+            Self::Channel(peer) => Some(peer),
+            _ => None,
+        }
+    }
+
     fn entropy(&mut self, to: &mut [u8]) -> bool {
         random::fill(to)
     }
@@ -93,11 +110,13 @@ impl Outside for Link {
 
 impl Link {
     /// Looks whether the server has answered, and what the device is like then.
-    fn look(&mut self) -> Option<Virtio> {
+    fn look(&mut self) -> Option<Model> {
         match self {
-            Self::Disk(disk) => disk.look().map(Virtio::Block),
-            Self::Net(port) => port.look().map(Virtio::Net),
-            Self::Entropy => Some(Virtio::Entropy),
+            Self::Disk(disk) => disk.look().map(Model::Block),
+            Self::Net(port) => port.look().map(Model::Net),
+            Self::Entropy => Some(Model::Entropy),
+            // It is not asked: nobody need answer.
+            Self::Channel(_) => None,
         }
     }
 }
@@ -133,7 +152,15 @@ pub fn open<const N: usize>(
         };
         devices.add(device, link).map_err(|_| Problem::TooMany)?;
     }
-    devices.add(Virtio::Entropy, Link::Entropy).map_err(|_| Problem::TooMany)?;
+    devices.add(Model::Entropy, Link::Entropy).map_err(|_| Problem::TooMany)?;
+    let mut memory = channels(start);
+    for (number, end) in plan.channels.iter().enumerate() {
+        let memory = memory.next().ok_or(Problem::NoChannel(number))?;
+        let made = Peer::new(number, end, memory, (start.name, plan.id));
+        let (info, peer) = made.ok_or(Problem::NoChannel(number))?;
+        let added = devices.add(Model::Channel(info), Link::Channel(peer));
+        added.map_err(|_| Problem::TooMany)?;
+    }
     if events != 0 {
         // It fails only without the right, and then nobody else waits for anything.
         let _ = own.signal(events);
@@ -141,9 +168,39 @@ pub fn open<const N: usize>(
     Ok(())
 }
 
-/// Slots of the devices whose servers have something to say.
-pub fn slots(events: u64) -> impl Iterator<Item = usize> {
-    (0..MAX_ATTACHMENTS).filter(move |&slot| events & event::session(slot) != 0)
+/// Number of devices of a machine; 0: it has no PCI bus.
+pub fn count(plan: &Vmm) -> usize {
+    match plan.attachments.len() + plan.channels.len() {
+        0 => 0,
+        others => others + 1,
+    }
+}
+
+/// The devices that events are about.
+#[derive(Clone, Copy)]
+pub struct Listeners {
+    attachments: usize,
+    channels: usize,
+}
+
+impl Listeners {
+    /// The devices of a machine.
+    pub fn new(plan: &Vmm) -> Self {
+        Self { attachments: plan.attachments.len(), channels: plan.channels.len() }
+    }
+
+    /// Slots of the devices whose servers have something to say, and of the channels whose peers ring.
+    pub fn called(self, events: u64) -> impl Iterator<Item = usize> {
+        let sessions = (0..self.attachments).filter(move |&n| events & event::session(n) != 0);
+        let channels = (0..self.channels).filter(move |&n| events & event::channel(n) != 0);
+        sessions.chain(channels.map(move |number| self.attachments + 1 + number))
+    }
+
+    /// Slots of the devices whose outside has changed.
+    pub fn changed(self, events: u64) -> impl Iterator<Item = usize> {
+        let channels = if events & event::CHANNELS != 0 { self.channels } else { 0 };
+        (0..channels).map(move |number| self.attachments + 1 + number)
+    }
 }
 
 /// A disk.

@@ -7,6 +7,7 @@ use proto::start::event;
 use vmm_machine::{Host, Level};
 
 use crate::console::Console;
+use crate::devices::Listeners;
 
 /// The outside of the machine as one thread reaches it: clock, console, log, other threads.
 pub struct NativeHost<'a> {
@@ -14,6 +15,8 @@ pub struct NativeHost<'a> {
     pub console: &'a Console,
     /// What wakes each virtual CPU.
     pub notifications: &'a [Notification],
+    /// The devices that events are about.
+    pub listeners: Listeners,
     /// Ticks that the machine's time is behind the host's, because it was paused.
     pub behind: u64,
 }

@@ -9,6 +9,7 @@
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
 
 mod backend;
+mod channel;
 mod console;
 mod control;
 mod devices;
@@ -38,7 +39,7 @@ use vmm_mem::GuestMemory;
 use crate::backend::NativeVcpu;
 use crate::console::Console;
 use crate::control::{CONTROL, ORDERS, Share};
-use crate::devices::MAX_ATTACHMENTS;
+use crate::devices::{Listeners, MAX_DEVICES};
 use crate::host::NativeHost;
 
 const VM: u64 = slot::FREE;
@@ -73,16 +74,17 @@ fn main(start: &Start<'static>) -> u64 {
         error!("started as something else than a VMM");
         return code::BAD_CONFIG;
     };
-    // Devices take room on the stack, of which root gives as much as there are attachments.
-    match plan.attachments.len() {
+    // Devices take room on the stack, of which root gives as much as there are of them.
+    match devices::count(plan) {
         0 => serve(start, plan, None),
-        1 => with_devices::<2>(start, plan),
-        2 => with_devices::<3>(start, plan),
-        _ => with_devices::<{ MAX_ATTACHMENTS + 1 }>(start, plan),
+        1..=2 => with_devices::<2>(start, plan),
+        3 => with_devices::<3>(start, plan),
+        4..=5 => with_devices::<5>(start, plan),
+        _ => with_devices::<MAX_DEVICES>(start, plan),
     }
 }
 
-/// Runs a virtual machine with fewer than `N` attachments.
+/// Runs a virtual machine with at most `N` devices.
 #[inline(never)]
 fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
     let mut devices = Slots::<_, N>::new();
@@ -254,10 +256,13 @@ fn run(
         xcr0_mask: plan.xcr0_mask,
         start_unix: time::unix_seconds(&start.clock),
         kvmclock: true,
+        id: plan.id,
     };
     let pc = Machine::with_functions(config, memory, host_cpuid, devices);
     let drive = |index: usize| {
-        let mut host = NativeHost { console, notifications, behind: CONTROL.behind() };
+        let listeners = Listeners::new(plan);
+        let behind = CONTROL.behind();
+        let mut host = NativeHost { console, notifications, listeners, behind };
         let mut cpu = pc.cpu(index);
         let outcome = drive(&pc, &mut cpu, &mut vcpus[index].lock(), &mut host);
         // The others end too.
@@ -317,8 +322,11 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
             host.console.wake();
             pc.input(host);
         }
-        for slot in devices::slots(events) {
+        for slot in host.listeners.called(events) {
             pc.function_input(slot, host);
+        }
+        for slot in host.listeners.changed(events) {
+            pc.function_change(slot, host);
         }
     }
 }

@@ -15,7 +15,7 @@ pub mod outside;
 pub mod testing;
 
 pub use map::{Map, MapError, Piece, Region};
-pub use outside::{Block, Data, Net};
+pub use outside::{Block, Channel, Data, Net};
 use vmm_mem::GuestMemory;
 
 /// A time in nanoseconds of the virtual machine's monotonic clock.
@@ -96,6 +96,8 @@ pub trait Env {
     fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)>;
     /// The outside of a network device, and guest memory; `None` if the device is not connected.
     fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)>;
+    /// The outside of a channel to another machine; `None` if the device is not connected.
+    fn channel(&mut self) -> Option<&mut dyn Channel>;
     /// Fills `to` with random bytes that nobody can guess. `false`: there are none now.
     fn entropy(&mut self, to: &mut [u8]) -> bool;
     /// Sends an interrupt message (from an I/O APIC, a local APIC or a PCI function).
@@ -117,8 +119,8 @@ pub trait Device {
     /// Writes a register.
     fn write(&mut self, access: Access, value: u64, env: &mut dyn Env);
     /// Something that the device waits for has happened: timer `timer` has reached its deadline, or (for
-    /// [`WAKE_INPUT`]) bytes wait outside, room for output returned, or a
-    /// request completed.
+    /// [`WAKE_INPUT`]) bytes wait outside, room for output returned, a request completed, or the peer rings, or (for
+    /// [`WAKE_CHANGE`]) the outside is not what it was.
     fn wake(&mut self, timer: u8, env: &mut dyn Env);
     /// Back to the state after power-on.
     fn reset(&mut self, env: &mut dyn Env);
@@ -126,3 +128,5 @@ pub trait Device {
 
 /// Pseudo timer number of [`Device::wake`]: the outside has something for the device, or takes something again.
 pub const WAKE_INPUT: u8 = 0xff;
+/// Pseudo timer number of [`Device::wake`]: the outside has changed.
+pub const WAKE_CHANGE: u8 = 0xfe;

@@ -1,10 +1,11 @@
-//! What block and network devices ask of their outside, and how their data is handed over.
+//! What block and network devices and channels ask of their outside, and how their data is handed over.
 //!
 //! A device holds no request of its own beyond a number: the outside keeps requests and frames, the device
 //! says where in guest memory their data is or goes. Nothing here blocks. When something has completed or
 //! there is room again, the host calls [`Device::wake`](crate::Device::wake) with
 //! [`WAKE_INPUT`](crate::WAKE_INPUT).
 
+use proto::channel::{Broken, Message, SendError, View, register::NAME_LEN};
 use vmm_mem::GuestMemory;
 
 /// A contiguous part of guest-physical memory.
@@ -262,6 +263,55 @@ pub trait Net {
     fn copy(&mut self, offset: u32, to: &mut Data<'_>);
     /// Forgets the first frame.
     fn drop_first(&mut self);
+}
+
+/// What a channel to another machine is like; does not change while a machine has it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ChannelInfo {
+    /// Number of the channel in this machine.
+    pub number: u8,
+    /// Side, 0 or 1.
+    pub side: u8,
+    /// Number of this machine among all.
+    pub own_id: u32,
+    /// Number of the peer.
+    pub peer_id: u32,
+    /// Bytes of memory, a power of two.
+    pub size: u32,
+    /// There is a doorbell.
+    pub doorbell: bool,
+    /// Name of this machine, filled up with zeros.
+    pub own_name: [u8; NAME_LEN],
+    /// Name of the peer.
+    pub peer_name: [u8; NAME_LEN],
+}
+
+/// The outside of a channel: its memory, and the peer.
+///
+/// Guests access the memory without anybody's help. All that is said here of shares is checked by who keeps them, so that
+/// nothing depends on what a device believes.
+pub trait Channel {
+    /// Rings at the peer. `false`: there is no doorbell, or the peer does not run.
+    fn ring(&mut self) -> bool;
+    /// What the channel is like now.
+    fn look(&mut self) -> View;
+    /// Offers `length` bytes of guest memory at `address` to the peer, as this side's share `share`.
+    fn offer(&mut self, share: usize, address: u64, length: u32, writable: bool) -> bool;
+    /// Takes a share of this side back. Afterwards the peer has no access.
+    fn revoke(&mut self, share: usize);
+    /// Maps a share of the peer.
+    fn map(&mut self, share: usize) -> bool;
+    /// Lets a share of the peer go.
+    fn let_go(&mut self, share: usize);
+    /// From now on the guest has the channel's memory, and what is mapped of the peer's shares, at these guest-physical
+    /// addresses; `None`: nowhere.
+    fn place(&mut self, memory: Option<u64>, shares: Option<u64>);
+    /// Sends a message on behalf of a guest that leaves the ring to others, and rings if the peer wants that.
+    fn send(&mut self, message: &Message) -> Result<(), SendError>;
+    /// Receives a message for such a guest.
+    fn receive(&mut self) -> Result<Option<Message>, Broken>;
+    /// The machine starts anew: no share of this side is offered, none of the peer mapped, nothing has a place.
+    fn reset(&mut self);
 }
 
 #[cfg(test)]

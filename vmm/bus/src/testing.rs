@@ -1,7 +1,8 @@
 //! A scripted [`Env`]: what a device did is recorded, what the world does is said by the test.
 
-use crate::outside::{Block, BlockOp, BlockStatus, Data, Net, Offload, Takes};
+use crate::outside::{Block, BlockOp, BlockStatus, Channel, Data, Net, Offload, Takes};
 use crate::{Access, Device, Env, InterruptMessage, MachineEvent, NEVER, Nanos, WAKE_INPUT};
+use proto::channel::{Broken, Message, SendError, ShareState, View};
 use std::collections::{BTreeMap, VecDeque};
 use std::vec;
 use std::vec::Vec;
@@ -36,6 +37,8 @@ pub struct Script {
     pub disk: Option<Disk>,
     /// What a network device is connected to.
     pub port: Option<Port>,
+    /// What a channel is connected to.
+    pub channel: Option<Peer>,
     /// Random bytes left; their values count up.
     pub entropy: usize,
 }
@@ -166,6 +169,84 @@ impl Net for Port {
     }
 }
 
+/// The other end of a channel of the [`Script`].
+#[derive(Clone, Debug, Default)]
+pub struct Peer {
+    /// What the channel is like.
+    pub view: View,
+    /// How often it was rung.
+    pub rings: usize,
+    /// Where the guest has memory and shares.
+    pub placed: (Option<u64>, Option<u64>),
+    /// Offers that were taken: share, address, length, to be written.
+    pub offers: Vec<(usize, u64, u32, bool)>,
+    /// Offers are refused.
+    pub refuses: bool,
+    /// Messages for the guest.
+    pub messages: VecDeque<Message>,
+}
+
+impl Channel for Peer {
+    fn ring(&mut self) -> bool {
+        self.rings += 1;
+        true
+    }
+
+    fn look(&mut self) -> View {
+        self.view
+    }
+
+    fn offer(&mut self, share: usize, address: u64, length: u32, writable: bool) -> bool {
+        if self.refuses {
+            return false;
+        }
+        self.offers.push((share, address, length, writable));
+        self.view.own[share] = ShareState::Offered;
+        true
+    }
+
+    fn revoke(&mut self, share: usize) {
+        self.view.own[share] = ShareState::None;
+    }
+
+    fn map(&mut self, share: usize) -> bool {
+        let share = &mut self.view.peers[share];
+        let there = share.state != ShareState::None;
+        if there {
+            share.state = ShareState::Mapped;
+        }
+        there
+    }
+
+    fn let_go(&mut self, share: usize) {
+        let share = &mut self.view.peers[share];
+        if share.state == ShareState::Mapped {
+            share.state = ShareState::Offered;
+        }
+    }
+
+    fn place(&mut self, memory: Option<u64>, shares: Option<u64>) {
+        self.placed = (memory, shares);
+    }
+
+    fn send(&mut self, message: &Message) -> Result<(), SendError> {
+        if self.refuses {
+            return Err(SendError::Full);
+        }
+        self.messages.push_back(*message);
+        Ok(())
+    }
+
+    fn receive(&mut self) -> Result<Option<Message>, Broken> {
+        Ok(self.messages.pop_front())
+    }
+
+    fn reset(&mut self) {
+        self.view = View::default();
+        self.placed = (None, None);
+    }
+}
+
 /// Memory of a [`Script`] that has been given none.
 fn no_memory() -> &'static GuestMemory {
     static PAGE: std::sync::OnceLock<GuestMemory> = std::sync::OnceLock::new();
@@ -279,6 +360,10 @@ impl Env for Script {
     fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)> {
         let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
         self.port.as_mut().map(|port| (port as &mut dyn Net, memory))
+    }
+
+    fn channel(&mut self) -> Option<&mut dyn Channel> {
+        self.channel.as_mut().map(|channel| channel as &mut dyn Channel)
     }
 
     fn entropy(&mut self, to: &mut [u8]) -> bool {

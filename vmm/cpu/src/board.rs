@@ -112,6 +112,9 @@ pub trait Board {
     /// Emulates `INS` or `OUTS`.
     fn emulate_io<B: Backend>(&mut self, cpu: usize, vcpu: &mut B, io: IoExit) -> Emulated;
 
+    /// A hypercall of the guest's kernel, its number in `rax`: what is to be in `rax`; `None`: it does not exist.
+    fn hypercall<B: Backend>(&mut self, vcpu: &mut B) -> Option<u64>;
+
     /// Whether [`Board::settle`] has something to do or to tell since it was last called for this CPU.
     fn attention(&self, cpu: usize) -> bool;
     /// Lets everything that is due happen, and says what waits for the CPU.

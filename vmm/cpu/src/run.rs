@@ -404,12 +404,14 @@ impl Cpu {
             return;
         }
         let result = if vcpu.get(Reg::Cpl) == 0 {
-            board.unknown(Unknown::Hypercall(number));
-            HYPERCALL_UNKNOWN
+            board.hypercall(vcpu).unwrap_or_else(|| {
+                board.unknown(Unknown::Hypercall(number));
+                HYPERCALL_UNKNOWN as u64
+            })
         } else {
-            HYPERCALL_REFUSED
+            HYPERCALL_REFUSED as u64
         };
-        vcpu.set_gpr(Gpr::Rax, result as u64);
+        vcpu.set_gpr(Gpr::Rax, result);
     }
 
     /// APM vol. 4, `XSETBV`: register 0 only, x87 always set, AVX only with SSE.
@@ -645,6 +647,8 @@ mod tests {
         }
     }
 
+    const KNOWN_HYPERCALL: u64 = 0x1234_5678_0000;
+
     impl Board for TestBoard {
         fn memory(&self) -> &GuestMemory {
             &self.memory
@@ -689,6 +693,9 @@ mod tests {
         }
         fn emulate_io<B: Backend>(&mut self, _: usize, _: &mut B, _: IoExit) -> Emulated {
             self.emulated
+        }
+        fn hypercall<B: Backend>(&mut self, vcpu: &mut B) -> Option<u64> {
+            (vcpu.gpr(Gpr::Rax) == KNOWN_HYPERCALL).then_some(77)
         }
         fn attention(&self, _: usize) -> bool {
             self.attention

@@ -9,6 +9,7 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+pub mod channel;
 pub mod pc;
 mod ticks;
 pub mod virtio;

@@ -3,8 +3,9 @@
 //! The functions come with their outsides and live under the machine's lock, so an outside is called by one thread
 //! at a time. Function `slot` is device `slot + 1`; device 0 is the host bridge.
 
-use vmm_bus::outside::{BlockInfo, NetInfo};
-use vmm_bus::{Block, Net};
+use vmm_bus::outside::{BlockInfo, ChannelInfo, NetInfo};
+use vmm_bus::{Block, Channel, Net};
+use vmm_dev::channel;
 use vmm_dev::pc::pci::Function;
 use vmm_dev::virtio::blk::Blk;
 use vmm_dev::virtio::console::Console;
@@ -15,7 +16,7 @@ use vmm_dev::virtio::pci::{Pci, spec};
 use crate::layout;
 
 /// Most functions of a board, without the host bridge.
-pub const MAX_FUNCTIONS: usize = 12;
+pub const MAX_FUNCTIONS: usize = 13;
 
 /// The functions of a board.
 pub trait Functions {
@@ -23,7 +24,10 @@ pub trait Functions {
     fn slots(&self) -> usize;
     /// The function in a slot, and its outside.
     fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn Outside)>;
-    /// Puts all functions in their state after power-on, for a new machine. Disks forget the requests of the old one.
+    /// The outside of the channel with this number.
+    fn channel(&mut self, number: u64) -> Option<&mut dyn Channel>;
+    /// Puts all functions in their state after power-on, for a new machine. Disks forget the requests of the old one,
+    /// channels its shares.
     fn power_on(&mut self);
 }
 
@@ -36,6 +40,10 @@ impl Functions for () {
 
     #[inline]
     fn get(&mut self, _: usize) -> Option<(&mut dyn Function, &mut dyn Outside)> {
+        None
+    }
+
+    fn channel(&mut self, _: u64) -> Option<&mut dyn Channel> {
         None
     }
 
@@ -53,6 +61,10 @@ impl<F: Functions + ?Sized> Functions for Option<&mut F> {
         self.as_mut()?.get(slot)
     }
 
+    fn channel(&mut self, number: u64) -> Option<&mut dyn Channel> {
+        self.as_mut()?.channel(number)
+    }
+
     fn power_on(&mut self) {
         if let Some(functions) = self {
             functions.power_on();
@@ -68,6 +80,10 @@ pub trait Outside {
     }
     /// As [`vmm_bus::Env::net`].
     fn net(&mut self) -> Option<&mut dyn Net> {
+        None
+    }
+    /// As [`vmm_bus::Env::channel`].
+    fn channel(&mut self) -> Option<&mut dyn Channel> {
         None
     }
     /// As [`vmm_bus::Env::put`].
@@ -93,6 +109,10 @@ impl<T: Outside + ?Sized> Outside for &mut T {
         (**self).net()
     }
 
+    fn channel(&mut self) -> Option<&mut dyn Channel> {
+        (**self).channel()
+    }
+
     fn put(&mut self, byte: u8) -> bool {
         (**self).put(byte)
     }
@@ -106,9 +126,9 @@ impl<T: Outside + ?Sized> Outside for &mut T {
     }
 }
 
-/// A virtio device to be made.
+/// A device to be made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Virtio {
+pub enum Model {
     /// Block device; its outside has a [`Block`].
     Block(BlockInfo),
     /// Network card; its outside has a [`Net`].
@@ -117,9 +137,11 @@ pub enum Virtio {
     Console,
     /// Entropy source; its outside has entropy.
     Entropy,
+    /// End of a channel; its outside has a [`Channel`].
+    Channel(ChannelInfo),
 }
 
-/// A virtio device.
+/// A device.
 // One size for all slots; the largest is about a kilobyte.
 #[expect(clippy::large_enum_variant, reason = "there is no heap")]
 enum Card {
@@ -127,29 +149,35 @@ enum Card {
     Net(Pci<NetCard>),
     Console(Pci<Console>),
     Entropy(Pci<Entropy>),
+    Channel(channel::Channel),
 }
 
 impl Card {
     /// The device after power-on.
-    fn new(device: Virtio, slot: usize) -> Self {
+    fn new(device: Model, slot: usize) -> Self {
         let base = layout::PCI_WINDOW + spec::WINDOW * slot as u32;
         match device {
-            Virtio::Block(info) => Self::Block(Pci::new(Blk::new(info), base)),
-            Virtio::Net(info) => Self::Net(Pci::new(NetCard::new(info), base)),
-            Virtio::Console => Self::Console(Pci::new(Console::new(), base)),
-            Virtio::Entropy => Self::Entropy(Pci::new(Entropy::new(), base)),
+            Model::Block(info) => Self::Block(Pci::new(Blk::new(info), base)),
+            Model::Net(info) => Self::Net(Pci::new(NetCard::new(info), base)),
+            Model::Console => Self::Console(Pci::new(Console::new(), base)),
+            Model::Entropy => Self::Entropy(Pci::new(Entropy::new(), base)),
+            Model::Channel(info) => {
+                let memory = layout::channel_memory(info.number);
+                let shares = memory + layout::CHANNEL_SHARES;
+                Self::Channel(channel::Channel::new(info, base, memory, shares))
+            }
         }
     }
 }
 
 /// A device, how it was made, and its outside.
 struct Slot<O> {
-    device: Virtio,
+    device: Model,
     card: Card,
     outside: O,
 }
 
-/// Up to `N` virtio devices on PCI, at most [`MAX_FUNCTIONS`], each with its outside of type `O`.
+/// Up to `N` devices on PCI, at most [`MAX_FUNCTIONS`], each with its outside of type `O`.
 pub struct Slots<O, const N: usize> {
     slots: [Option<Slot<O>>; N],
 }
@@ -170,7 +198,7 @@ impl<O, const N: usize> Slots<O, N> {
     }
 
     /// Puts a device in the next free slot and gives its number; without one, gives the outside back.
-    pub fn add(&mut self, device: Virtio, outside: O) -> Result<usize, O> {
+    pub fn add(&mut self, device: Model, outside: O) -> Result<usize, O> {
         let Some(slot) = self.slots.iter().position(Option::is_none) else { return Err(outside) };
         self.slots[slot] = Some(Slot { device, card: Card::new(device, slot), outside });
         Ok(slot)
@@ -194,8 +222,16 @@ impl<O: Outside, const N: usize> Functions for Slots<O, N> {
             Card::Net(device) => device,
             Card::Console(device) => device,
             Card::Entropy(device) => device,
+            Card::Channel(device) => device,
         };
         Some((function, outside))
+    }
+
+    fn channel(&mut self, number: u64) -> Option<&mut dyn Channel> {
+        self.slots.iter_mut().flatten().find_map(|slot| match slot.device {
+            Model::Channel(info) if u64::from(info.number) == number => slot.outside.channel(),
+            _ => None,
+        })
     }
 
     fn power_on(&mut self) {
@@ -204,6 +240,9 @@ impl<O: Outside, const N: usize> Functions for Slots<O, N> {
                 *card = Card::new(*device, number);
                 if let Some(block) = outside.block() {
                     block.forget();
+                }
+                if let Some(channel) = outside.channel() {
+                    channel.reset();
                 }
             }
         }

@@ -21,8 +21,10 @@
 //! and the configuration space at [`ECAM`].
 
 use hw_x86::apic;
+use proto::channel;
 use vmm_boot::{PcLayout, PciLayout};
 use vmm_cpu::MAX_VCPUS;
+use vmm_dev::channel::SHARES_WINDOW;
 use vmm_dev::pc::{pm, reset, rtc};
 
 /// End of low RAM: from here to 4 GiB are devices.
@@ -67,6 +69,21 @@ pub const PCI_DATA: u16 = PCI_ADDRESS + 4;
 pub const PCI_WINDOW: u32 = HOLE as u32;
 /// Bytes for windows of PCI functions.
 pub const PCI_WINDOW_LENGTH: u32 = 0x2000_0000;
+/// Memory of the first channel to another machine; the others follow.
+const CHANNEL_WINDOW: u32 = PCI_WINDOW + 0x1000_0000;
+/// Distance of channels, a multiple of the most memory of one.
+const CHANNEL_STRIDE: u32 = 0x200_0000;
+/// What the peer of a channel shares, from its memory on.
+pub const CHANNEL_SHARES: u32 = channel::MAX_SIZE as u32;
+const _: () = assert!(CHANNEL_SHARES + SHARES_WINDOW <= CHANNEL_STRIDE);
+const _: () = assert!(
+    CHANNEL_WINDOW + channel::MAX_VM_CHANNELS as u32 * CHANNEL_STRIDE
+        <= PCI_WINDOW + PCI_WINDOW_LENGTH
+);
+/// Where the memory of a channel is from power-on.
+pub const fn channel_memory(number: u8) -> u32 {
+    CHANNEL_WINDOW + number as u32 % channel::MAX_VM_CHANNELS as u32 * CHANNEL_STRIDE
+}
 /// Memory-mapped configuration space of PCI, one bus.
 pub const ECAM: u32 = PCI_WINDOW + PCI_WINDOW_LENGTH;
 /// Reset port.

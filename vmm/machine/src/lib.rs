@@ -23,6 +23,7 @@
 #![forbid(unsafe_code)]
 
 pub mod functions;
+mod hypercalls;
 pub mod layout;
 mod once;
 mod pc;
@@ -30,7 +31,7 @@ mod wires;
 
 use core::fmt;
 
-pub use functions::{Functions, Outside, Slots, Virtio};
+pub use functions::{Functions, Model, Outside, Slots};
 pub use layout::{layout, layout_with_pci};
 pub use pc::{Counters, Pc};
 use vmm_cpu::TscClock;
@@ -49,6 +50,8 @@ pub struct PcConfig {
     pub start_unix: u64,
     /// Offer the KVM paravirtual clock.
     pub kvmclock: bool,
+    /// Number of the machine among all of its host, from 1.
+    pub id: u32,
 }
 
 /// How grave a message is.

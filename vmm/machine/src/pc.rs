@@ -7,7 +7,7 @@
 //! at ([`Seat::attention`]) need not be shared.
 
 use hw_x86::cpuid::leaf;
-use vmm_bus::{Access, Device, InterruptMessage, Map, Piece, Region, WAKE_INPUT};
+use vmm_bus::{Access, Device, InterruptMessage, Map, Piece, Region, WAKE_CHANGE, WAKE_INPUT};
 use vmm_cpu::board::Emulated;
 use vmm_cpu::cpuid::{CpuidConfig, CpuidTable, Values};
 
@@ -34,6 +34,7 @@ use vmm_emu::{Devices, Stop};
 use vmm_mem::GuestMemory;
 
 use crate::functions::Functions;
+use crate::hypercalls;
 use crate::layout;
 pub use crate::wires::Counters;
 use crate::wires::{CHIPS, Chip, ChipEnv, FUNCTIONS, FunctionEnv, Wires};
@@ -58,6 +59,7 @@ struct Fixed<'m> {
     start_unix: u64,
     vcpus: usize,
     physical_bits: u32,
+    id: u32,
     maps: Maps,
 }
 
@@ -248,6 +250,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
             start_unix: config.start_unix,
             vcpus,
             physical_bits,
+            id: config.id,
             maps: Maps {
                 ports: ports(),
                 io_apic: page_of_words(layout::IO_APIC, ioapic::spec::LEN, Chip::IoApic),
@@ -279,6 +282,13 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
     pub fn function_input<H: Host>(&self, slot: usize, host: &mut H) {
         self.locked(host, CPUS, |board| {
             board.with_function(slot, |function, env| function.wake(WAKE_INPUT, env));
+        });
+    }
+
+    /// The outside of the PCI function in `slot` is not what it was.
+    pub fn function_change<H: Host>(&self, slot: usize, host: &mut H) {
+        self.locked(host, CPUS, |board| {
+            board.with_function(slot, |function, env| function.wake(WAKE_CHANGE, env));
         });
     }
 
@@ -475,7 +485,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
                     self.with_function(slot, |function, env| function.read(access, env))
                         .unwrap_or(access.open_bus())
                 } else {
-                    self.unknown_memory(part.address);
+                    self.no_window(part.address);
                     access.open_bus()
                 };
                 value |= (read & access.open_bus()) << part.shift;
@@ -498,10 +508,22 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
                 let access = Access::new(offset, part.size);
                 self.with_function(slot, |function, env| function.write(access, value, env));
             } else {
-                self.unknown_memory(part.address);
+                self.no_window(part.address);
             }
         }
         true
+    }
+
+    /// Nothing answers at an address where PCI is.
+    #[cold]
+    fn no_window(&mut self, address: u64) {
+        let functions = &mut self.machine.pci.functions;
+        let absent = (0..functions.slots()).any(|slot| {
+            functions.get(slot).is_some_and(|(function, _)| function.is_memory(address))
+        });
+        if !absent {
+            self.unknown_memory(address);
+        }
     }
 
     /// Takes what chips have left on the wires to where it goes, until nothing is left. Ends: a line change or a
@@ -1002,6 +1024,11 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
         self.finish(vcpu, result)
     }
 
+    fn hypercall<B: Backend>(&mut self, vcpu: &mut B) -> Option<u64> {
+        let id = self.pc.fixed.id;
+        self.locked(|board| hypercalls::serve(vcpu, id, &mut board.machine.pci.functions))
+    }
+
     #[inline]
     fn attention(&self, _: usize) -> bool {
         self.attention
@@ -1060,7 +1087,7 @@ mod tests {
     use vmm_cpu::{Event, Exit, Gpr, Outcome, Reg};
     use vmm_mem::testing;
 
-    use crate::{Level, Outside, Slots, Virtio};
+    use crate::{Level, Model, Outside, Slots};
 
     /// A host whose counter ticks once a nanosecond, when told.
     #[derive(Default)]
@@ -1115,6 +1142,7 @@ mod tests {
                 xcr0_mask: 7,
                 start_unix: 1_700_000_000,
                 kvmclock: true,
+                id: 5,
             };
             let mut vcpu = ScriptedVcpu::flat32();
             vcpu.set(Reg::Rip, 0x1000);
@@ -1400,7 +1428,7 @@ mod tests {
     fn a_pci_function_works_and_interrupts() {
         let memory = memory();
         let mut slots = Slots::<Sevens, 2>::new();
-        assert_eq!(slots.add(Virtio::Entropy, Sevens(false)).ok(), Some(0));
+        assert_eq!(slots.add(Model::Entropy, Sevens(false)).ok(), Some(0));
         let mut rig = Rig::with(&memory, 1, slots);
         rig.wrmsr(0x1b, 0xfee0_0d00); // x2APIC
         rig.wrmsr(0x80f, 0x1ff);

@@ -3,7 +3,7 @@
 //! A chip's effects are noted here while it is called, and carried on by the board afterwards, because the
 //! receiver is another chip.
 
-use vmm_bus::{Block, Env, InterruptMessage, MachineEvent, NEVER, Nanos, Net};
+use vmm_bus::{Block, Channel, Env, InterruptMessage, MachineEvent, NEVER, Nanos, Net};
 use vmm_cpu::{MAX_VCPUS, Outcome, TscClock};
 use vmm_mem::GuestMemory;
 
@@ -297,6 +297,10 @@ impl<H: Host> Env for ChipEnv<'_, H> {
         None
     }
 
+    fn channel(&mut self) -> Option<&mut dyn Channel> {
+        None
+    }
+
     fn entropy(&mut self, _: &mut [u8]) -> bool {
         false
     }
@@ -370,6 +374,10 @@ impl<H: Host> Env for FunctionEnv<'_, H> {
 
     fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)> {
         self.outside.net().map(|net| (net, self.chip.memory()))
+    }
+
+    fn channel(&mut self) -> Option<&mut dyn Channel> {
+        self.outside.channel()
     }
 
     fn entropy(&mut self, to: &mut [u8]) -> bool {

@@ -65,11 +65,7 @@ fn toml_and_schema() {
     );
     refused(&vm("memroy = \"1G\""), 65, "system.toml:9:1: error: unknown field `memroy`");
     refused(&vm("cpus = { pins = [0] }"), 65, "system.toml:9:10: error: unknown field `pins`");
-    refused(
-        &format!("{ONE_VM}[[channel]]\n"),
-        65,
-        "system.toml:9:3: error: unknown field `channel`",
-    );
+    refused(&format!("{ONE_VM}[[chanel]]\n"), 65, "system.toml:9:3: error: unknown field `chanel`");
     refused(
         "[system]\nboard = \"amiga\"\n",
         65,
@@ -393,4 +389,37 @@ fn usage() {
     assert_eq!(run(&[]).0, 64);
     assert_eq!(run(&["--help"]).0, 0);
     assert_eq!(run(&["--version"]).0, 0);
+}
+
+#[test]
+fn channels() {
+    let two = |channels: &str| {
+        let other = "[[vm]]\nname = \"other\"\nmemory = \"32M\"\nkernel = \"kernel\"\ncpus = 1\n";
+        format!("{ONE_VM}cpus = 1\n{other}{channels}")
+    };
+    let channel = |between: &str, size: &str| {
+        two(&format!("[[channel]]\nbetween = [{between}]\nkind = \"shmem\"\nsize = \"{size}\"\n"))
+    };
+    let good = "\"linux\", \"other\"";
+    let (code, errors) = check(&channel(good, "16M"));
+    assert_eq!(code, 0, "{errors}");
+    let refused = |description: &str, message: &str| {
+        let (code, errors) = check(description);
+        assert!(errors.contains(message), "{description}\nexpected {message}\ngot {errors}");
+        assert_eq!(code, 65, "{errors}");
+        assert!(errors.starts_with("system.toml:") && errors.contains("\n      | "), "{errors}");
+    };
+    refused(&channel("\"linux\"", "1M"), "between two virtual machines, not 1");
+    refused(&channel("\"linux\", \"linux\"", "1M"), "a channel needs two machines");
+    refused(&channel("\"linux\", \"lunix\"", "1M"), "there is no virtual machine `lunix`");
+    for size in ["8K", "3M", "32M", "0K"] {
+        refused(&channel(good, size), "a channel does not have");
+    }
+    let one = "[[channel]]\nbetween = [\"linux\", \"other\"]\nkind = \"shmem\"\nsize = \"1M\"\n";
+    refused(&two(&one.repeat(5)), "has more than 4 channels");
+    refused(&two(&one.replace("shmem", "pipe")), "unknown variant `pipe`");
+    refused(&two(&one.replace("size", "seize")), "unknown field");
+    let template =
+        two(one).replacen("cpus = 1\n[[channel]]", "cpus = 1\ntemplate = true\n[[channel]]", 1);
+    refused(&template, "`other` is a template");
 }

@@ -1,12 +1,12 @@
 //! PCI: the host bridge of bus 0, and what its functions have in common.
 //!
 //! A function implements [`Function`]: its configuration space, and through [`Device`] the registers behind its
-//! one memory window. Which device number it has, and what reaches it, is the board's. [`ConfigAddress`] and [`ecam`]
+//! first memory window; further ones are memory that its outside maps. Which device number it has, and what reaches it, is the board's. [`ConfigAddress`] and [`ecam`]
 //! say which register an access of configuration space means; [`Bridge`] is the host bridge as a function.
 //!
 //! State: the configuration address; of each function its header.
-//! Features: configuration mechanism 1 and memory-mapped configuration of one bus; functions with one window of 32-bit
-//! memory; capabilities; MSI-X ([`super::msix`]).
+//! Features: configuration mechanism 1 and memory-mapped configuration of one bus; functions with up to three windows of
+//! 32-bit memory; capabilities; MSI-X ([`super::msix`]).
 //! Missing: bridges and further buses, I/O windows, expansion ROMs, interrupt pins, power management, the
 //! extended configuration space (reads as 0).
 //! Documentation: PCI Local Bus 3.0, chapter 6 and section 3.2.2.3.2; PCI Express Base 4.0, section 7.2.2;
@@ -33,6 +33,12 @@ pub mod spec {
     pub const CLASS: u16 = 0x08;
     /// First base address.
     pub const BAR: u16 = 0x10;
+    /// Third base address.
+    pub const BAR_2: u16 = 0x18;
+    /// Fifth base address.
+    pub const BAR_4: u16 = 0x20;
+    /// Base address: reads have no effect, so the memory may be cached.
+    pub const PREFETCHABLE: u32 = 1 << 3;
     /// Subsystem and its vendor.
     pub const SUBSYSTEM: u16 = 0x2c;
     /// First capability.
@@ -71,8 +77,13 @@ pub trait Function: Device {
     fn config_read(&mut self, register: u16, env: &mut dyn Env) -> u32;
     /// Writes the bits `mask` of the register at `register`.
     fn config_write(&mut self, register: u16, value: u32, mask: u32, env: &mut dyn Env);
-    /// The window, while it answers: first guest-physical address and length.
+    /// The window of registers, while it answers: first guest-physical address and length.
     fn window(&self) -> Option<(u64, u64)>;
+    /// Whether an address is in a window of memory, where the guest gets here only as long as there is none. It reads as
+    /// all ones, and takes writes.
+    fn is_memory(&self, _address: u64) -> bool {
+        false
+    }
 }
 
 /// Bytes of configuration space that an access means: `size` bytes within one 32-bit register.
@@ -151,7 +162,27 @@ pub fn ecam(offset: u64, size: u8) -> Option<Target> {
     Target::of(offset, size)
 }
 
-/// Header of a function (type 0) with at most one window.
+/// A base address of memory, behind that of the registers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Bar {
+    /// Bytes, a power of two of at least 16; 0: there is none.
+    length: u32,
+    base: u32,
+    reset_base: u32,
+}
+
+impl Bar {
+    /// Memory of `length` bytes at `base` from power-on.
+    pub const fn new(base: u32, length: u32) -> Self {
+        Self { length, base, reset_base: base }
+    }
+
+    fn read(self) -> u32 {
+        if self.length == 0 { 0 } else { self.base | PREFETCHABLE }
+    }
+}
+
+/// Header of a function (type 0) with windows at most at the first, third and fifth base address.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Header {
     /// Device and vendor.
@@ -164,6 +195,8 @@ pub struct Header {
     pub capabilities: u8,
     /// Bytes of the window, a power of two of at least 16; 0: there is none.
     pub window: u32,
+    /// Memory at the third and fifth base address.
+    pub memory: [Bar; 2],
     /// Revision.
     pub revision: u8,
     command: u16,
@@ -181,6 +214,7 @@ impl Header {
             subsystem: 0,
             capabilities: 0,
             window,
+            memory: [Bar::new(0, 0); 2],
             revision: 0,
             command: 0,
             base,
@@ -199,6 +233,8 @@ impl Header {
             }
             CLASS => self.class << 8 | u32::from(self.revision),
             BAR => self.base,
+            BAR_2 => self.memory[0].read(),
+            BAR_4 => self.memory[1].read(),
             SUBSYSTEM => self.subsystem,
             CAPABILITIES => self.capabilities.into(),
             INTERRUPT => self.line.into(),
@@ -216,6 +252,10 @@ impl Header {
             }
             // The bits below the size read as 0: so the guest finds the size.
             BAR if self.window != 0 => self.base = merge(self.base) & !(self.window - 1),
+            BAR_2 | BAR_4 => {
+                let bar = &mut self.memory[usize::from(register == BAR_4)];
+                bar.base = merge(bar.base) & bar.length.wrapping_neg();
+            }
             // Only a note for the guest.
             INTERRUPT => self.line = merge(self.line.into()) as u8,
             _ => {}
@@ -228,6 +268,19 @@ impl Header {
         answers.then_some((self.base.into(), self.window.into()))
     }
 
+    /// Where memory number `index` answers, and its length.
+    pub fn memory(&self, index: usize) -> Option<(u32, u32)> {
+        let bar = self.memory.get(index)?;
+        (bar.length != 0 && self.command & MEMORY != 0).then_some((bar.base, bar.length))
+    }
+
+    /// Whether an address is in memory that answers.
+    pub fn is_memory(&self, address: u64) -> bool {
+        (0..self.memory.len())
+            .filter_map(|index| self.memory(index))
+            .any(|(base, length)| address.wrapping_sub(base.into()) < length.into())
+    }
+
     /// Whether the function may write memory and send messages.
     pub fn master(&self) -> bool {
         self.command & MASTER != 0
@@ -237,6 +290,9 @@ impl Header {
     pub fn reset(&mut self) {
         self.command = 0;
         self.base = self.reset_base;
+        for bar in &mut self.memory {
+            bar.base = bar.reset_base;
+        }
         self.line = 0;
     }
 }

@@ -1,0 +1,297 @@
+//! An end of a channel to another machine: root knows who shares what, the kernel maps it.
+//!
+//! The rings are the guest's. They are touched here only for a guest that asks by hypercall, and what is in them is believed
+//! by nobody. Everything here is used under the machine's lock.
+
+use abi::rights;
+use native_rt::device::{Shared, shares};
+use native_rt::{Gate, Message as Call, Notification, Space, Vm, Window};
+use proto::DONE;
+use proto::channel::register::NAME_LEN;
+use proto::channel::{
+    Broken, End, LET_GO, LOOK, MAP, Message, OFFER, Place, REVOKE, Receiver, SHARE_BYTES, SHARES,
+    SendError, Sender, ShareState, View, hypercall,
+};
+use proto::start::slot;
+use vmm_bus::outside::{Channel, ChannelInfo};
+use vmm_machine::layout;
+
+use crate::VM;
+
+// The kernel answers this one; for other hosts the library does.
+const _: () = assert!(hypercall::DOORBELL == abi::vcpu::HYPERCALL_DOORBELL);
+const FOUR_GIB: u64 = 1 << 32;
+
+/// An end of a channel.
+pub struct Peer {
+    number: usize,
+    side: usize,
+    doorbell: bool,
+    notification: Notification,
+    signal: u64,
+    vm: Vm,
+    memory: Shared,
+    shares: Window,
+    /// Where the guest has memory and shares.
+    memory_at: Option<u64>,
+    shares_at: Option<u64>,
+    /// Shares of this side that root may know of, one bit each.
+    offered: u32,
+    /// Bytes of the peer's shares that are mapped; 0: not.
+    mapped: [u64; SHARES],
+    sender: Option<Sender<'static>>,
+    receiver: Option<Receiver<'static>>,
+}
+
+impl Peer {
+    /// Channel `number`, and what the guest is to see of it. `own` is this machine's name and number.
+    pub fn new(
+        number: usize,
+        end: &End,
+        memory: Shared,
+        own: (&str, u32),
+    ) -> Option<(ChannelInfo, Self)> {
+        let info = ChannelInfo {
+            number: number as u8,
+            side: end.side,
+            own_id: own.1,
+            peer_id: end.peer,
+            size: u32::try_from(memory.window().length()).ok()?,
+            doorbell: end.doorbell,
+            own_name: name(own.0),
+            peer_name: name(end.peer_name),
+        };
+        let peer = Self {
+            number,
+            side: end.side.into(),
+            doorbell: end.doorbell,
+            notification: Notification::at(slot::CHANNELS + number as u64),
+            signal: end.signal,
+            vm: Vm::at(VM),
+            memory,
+            shares: shares(number)?,
+            memory_at: None,
+            shares_at: None,
+            offered: 0,
+            mapped: [0; SHARES],
+            sender: None,
+            receiver: None,
+        };
+        Some((info, peer))
+    }
+
+    /// Asks root; `None` if it refuses.
+    fn ask(&self, label: u64, share: usize, words: [u64; 3]) -> Option<[u64; 4]> {
+        let place = Place { channel: self.number, share }.pack();
+        let [a, b, c] = words;
+        let answer = Gate::at(slot::CONTROL).call(Call::new(label, [place, a, b, c])).ok()?;
+        (answer.tag.label == DONE).then_some(answer.words)
+    }
+
+    /// The part of the window that a share fills.
+    fn share(&self, share: usize) -> Option<Window> {
+        self.shares.part(share as u64 * SHARE_BYTES, self.mapped[share])
+    }
+
+    /// Maps a share for the guest, if its window has a place.
+    fn show(&self, share: usize) -> bool {
+        let (Some(at), Some(window)) = (self.shares_at, self.share(share)) else { return true };
+        map(self.vm, window, at + share as u64 * SHARE_BYTES)
+    }
+}
+
+/// Maps memory for the guest. What cannot be has no place: there is something else, or no memory for tables.
+fn map(vm: Vm, window: Window, address: u64) -> bool {
+    let mapped = vm.map(window, address, rights::READ | rights::WRITE);
+    if mapped.is_err() {
+        hide(window);
+    }
+    mapped.is_ok()
+}
+
+/// Takes memory from the guest.
+fn hide(window: Window) {
+    // What is not there counts as taken back.
+    let _ = window.revoke();
+}
+
+/// An address that the board leaves to functions.
+fn in_pci_window(address: u64, length: u64) -> bool {
+    let first = u64::from(layout::PCI_WINDOW);
+    address >= first && address + length <= first + u64::from(layout::PCI_WINDOW_LENGTH)
+}
+
+/// Offset in guest memory of guest-physical addresses, if they can be in one piece of it.
+fn offset(address: u64, length: u64) -> Option<u64> {
+    match address {
+        ..layout::HOLE => (address + length <= layout::HOLE).then_some(address),
+        layout::HOLE..FOUR_GIB => None,
+        _ => Some(address - FOUR_GIB + layout::HOLE),
+    }
+}
+
+fn name(text: &str) -> [u8; NAME_LEN] {
+    let mut name = [0; NAME_LEN];
+    for (to, from) in name.iter_mut().zip(text.bytes()) {
+        *to = from;
+    }
+    name
+}
+
+impl Channel for Peer {
+    fn ring(&mut self) -> bool {
+        self.doorbell && self.notification.signal(self.signal).is_ok()
+    }
+
+    fn look(&mut self) -> View {
+        let view = self.ask(LOOK, 0, [0; 3]).map_or(View::default(), View::unpack);
+        for (mapped, share) in self.mapped.iter_mut().zip(view.peers) {
+            if share.state != ShareState::Mapped {
+                *mapped = 0;
+            }
+        }
+        // A peer that was started again has another notification. Where it is gone, the doorbell is dead already.
+        let signal = if self.doorbell && view.peer_runs { self.signal } else { 0 };
+        let _ = self.vm.bind_doorbell(self.number as u64, self.notification, signal);
+        view
+    }
+
+    fn offer(&mut self, share: usize, address: u64, length: u32, writable: bool) -> bool {
+        let length = u64::from(length);
+        let Some(offset) = offset(address, length) else { return false };
+        let done = self.ask(OFFER, share, [offset, length, writable.into()]).is_some();
+        self.offered |= u32::from(done) << share;
+        done
+    }
+
+    fn revoke(&mut self, share: usize) {
+        if self.offered & 1 << share != 0 && self.ask(REVOKE, share, [0; 3]).is_some() {
+            self.offered &= !(1 << share);
+        }
+    }
+
+    fn map(&mut self, share: usize) -> bool {
+        if self.mapped[share] != 0 {
+            return true;
+        }
+        if self.ask(MAP, share, [0; 3]).is_none() {
+            return false;
+        }
+        let view = self.look().peers[share];
+        if view.state == ShareState::Mapped {
+            self.mapped[share] = view.length.into();
+        }
+        let shown = self.mapped[share] != 0 && self.show(share);
+        if !shown {
+            self.let_go(share);
+        }
+        shown
+    }
+
+    fn let_go(&mut self, share: usize) {
+        // Refused if it has been revoked meanwhile.
+        let _ = self.ask(LET_GO, share, [0; 3]);
+        self.mapped[share] = 0;
+    }
+
+    fn place(&mut self, memory: Option<u64>, shares: Option<u64>) {
+        let window = self.memory.window();
+        let memory = memory.filter(|&at| in_pci_window(at, window.length()));
+        let shares = shares.filter(|&at| in_pci_window(at, self.shares.length()));
+        if memory != self.memory_at {
+            hide(window);
+            self.memory_at = memory.filter(|&at| map(self.vm, window, at));
+        }
+        if shares != self.shares_at {
+            hide(self.shares);
+            self.shares_at = shares;
+            for share in 0..SHARES {
+                if self.mapped[share] != 0 && !self.show(share) {
+                    self.let_go(share);
+                }
+            }
+        }
+    }
+
+    fn send(&mut self, message: &Message) -> Result<(), SendError> {
+        let attach = || Sender::attach(self.memory.words(), self.side);
+        let sender = match &mut self.sender {
+            Some(sender) => sender,
+            none => none.insert(attach().ok_or(SendError::Broken)?),
+        };
+        match sender.send(message) {
+            Ok(true) => {
+                // Nobody hears it if the peer has just ended; the message waits for its next life.
+                let _ = self.ring();
+                Ok(())
+            }
+            Ok(false) => Ok(()),
+            Err(error) => {
+                if error == SendError::Broken {
+                    self.sender = attach();
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn receive(&mut self) -> Result<Option<Message>, Broken> {
+        let attach = || Receiver::attach(self.memory.words(), self.side);
+        let receiver = match &mut self.receiver {
+            Some(receiver) => receiver,
+            none => none.insert(attach().ok_or(Broken)?),
+        };
+        match receiver.receive() {
+            Ok(Some((message, ring))) => {
+                if ring {
+                    // As above.
+                    let _ = self.ring();
+                }
+                Ok(Some(message))
+            }
+            Ok(None) => Ok(None),
+            Err(Broken) => {
+                self.receiver = attach();
+                Err(Broken)
+            }
+        }
+    }
+
+    fn reset(&mut self) {
+        for share in 0..SHARES {
+            self.revoke(share);
+            if self.mapped[share] != 0 {
+                self.let_go(share);
+            }
+        }
+        self.place(None, None);
+        self.sender = None;
+        self.receiver = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guest_memory_is_in_two_parts() {
+        const HOLE: u64 = layout::HOLE;
+        assert_eq!(offset(0x1000, 0x1000), Some(0x1000));
+        assert_eq!(offset(HOLE - 0x1000, 0x1000), Some(HOLE - 0x1000));
+        assert_eq!(offset(HOLE - 0x1000, 0x2000), None);
+        for device in [HOLE, layout::IO_APIC, FOUR_GIB - 0x1000] {
+            assert_eq!(offset(device, 0x1000), None);
+        }
+        assert_eq!(offset(FOUR_GIB + 0x3000, 0x1000), Some(HOLE + 0x3000));
+        assert_eq!(offset(u64::MAX, 0x1000), Some(u64::MAX - FOUR_GIB + HOLE));
+    }
+
+    #[test]
+    fn places_are_where_functions_are() {
+        let first = u64::from(layout::PCI_WINDOW);
+        let end = first + u64::from(layout::PCI_WINDOW_LENGTH);
+        assert!(in_pci_window(first, 0x1000) && in_pci_window(end - 0x1000, 0x1000));
+        assert!(!in_pci_window(end - 0x1000, 0x2000) && !in_pci_window(0, 0x1000));
+    }
+}

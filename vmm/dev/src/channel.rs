@@ -1,0 +1,337 @@
+//! End of a channel to another machine, as a PCI function.
+//!
+//! State: header and MSI-X vectors of the function, events not yet acknowledged, what the channel was like when the device
+//! looked last, arguments and results of the guest's commands. The channel's memory and the peer's shares are the
+//! outside's, which maps them; the device never looks at what is in them, nor does it keep track of shares itself.
+//! Features: doorbell, events of the peer and of shares, offering and mapping shares, windows that can be moved.
+//! Missing: 64-bit base addresses, interrupt pin.
+//! Documentation: `docs/spec/channel.md`.
+
+use proto::channel::register::*;
+use proto::channel::{PeerShare, SHARE_BYTES, SHARES, View};
+use vmm_bus::outside::ChannelInfo;
+use vmm_bus::{Access, Device, Env, WAKE_CHANGE, WAKE_INPUT};
+
+use crate::pc::msix::{self, Msix};
+use crate::pc::pci::{Bar, Function, Header, spec as pci};
+
+/// Identity and place of the capability.
+pub mod spec {
+    /// Device and vendor.
+    pub const ID: u32 = 0x0001_5052;
+    /// Class: memory, RAM.
+    pub const CLASS: u32 = 0x05_0000;
+    /// Revision of the interface.
+    pub const REVISION: u8 = 1;
+    /// In configuration space: MSI-X capability.
+    pub const MSIX_CAP: u16 = 0x40;
+    /// Vector: the peer rings.
+    pub const VECTOR_DOORBELL: u16 = 0;
+    /// Vector: an event.
+    pub const VECTOR_EVENT: u16 = 1;
+    /// Number of vectors.
+    pub const VECTORS: usize = 2;
+}
+use spec::*;
+
+/// Bytes of the window of the peer's shares.
+pub const SHARES_WINDOW: u32 = SHARES as u32 * SHARE_BYTES as u32;
+
+/// What the guest has written for a share of its own.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+struct Offer {
+    address: u64,
+    length: u32,
+    refused: bool,
+}
+
+/// An end of a channel. Registers take accesses of 4 bytes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Channel {
+    info: ChannelInfo,
+    header: Header,
+    msix: Msix,
+    events: u32,
+    /// `None`: the device has not looked yet.
+    view: Option<View>,
+    offers: [Offer; SHARES],
+    /// The last command for a share of the peer was refused.
+    refused: [bool; SHARES],
+    /// Where the outside has been told to put the memory and the shares.
+    placed: [Option<u64>; 2],
+}
+
+impl Channel {
+    /// The function after power-on: registers at `base`, the channel's memory at `memory`, the peer's shares at `shares`,
+    /// each a multiple of its length.
+    pub fn new(info: ChannelInfo, base: u32, memory: u32, shares: u32) -> Self {
+        let mut header = Header::new(ID, CLASS, base, WINDOW);
+        header.subsystem = ID;
+        header.revision = REVISION;
+        header.capabilities = MSIX_CAP as u8;
+        header.memory = [Bar::new(memory, info.size), Bar::new(shares, SHARES_WINDOW)];
+        Self {
+            info,
+            header,
+            msix: Msix::new(VECTORS),
+            events: 0,
+            view: None,
+            offers: [Offer::default(); SHARES],
+            refused: [false; SHARES],
+            placed: [None; 2],
+        }
+    }
+
+    fn interrupt(&mut self, vector: u16, env: &mut dyn Env) {
+        if self.header.master() {
+            self.msix.send(vector, env);
+        }
+    }
+
+    /// What the channel was like when the device looked last.
+    fn view(&mut self, env: &mut dyn Env) -> View {
+        match self.view {
+            Some(view) => view,
+            None => self.look(env),
+        }
+    }
+
+    fn look(&mut self, env: &mut dyn Env) -> View {
+        let view = env.channel().map(|channel| channel.look()).unwrap_or_default();
+        *self.view.insert(view)
+    }
+
+    /// The outside has changed.
+    fn change(&mut self, env: &mut dyn Env) {
+        let old = self.view.unwrap_or_default();
+        let new = self.look(env);
+        let peer = (old.peer_runs, old.starts) != (new.peer_runs, new.starts);
+        let shares = (old.own, old.peers) != (new.own, new.peers);
+        if peer || shares {
+            self.events |=
+                if peer { EVENT_PEER } else { 0 } | if shares { EVENT_SHARES } else { 0 };
+            self.interrupt(VECTOR_EVENT, env);
+        }
+    }
+
+    /// Tells the outside where memory and shares are now.
+    fn place(&mut self, env: &mut dyn Env) {
+        let at = |index| self.header.memory(index).map(|(base, _)| base.into());
+        let placed = [at(0), at(1)];
+        if placed != self.placed
+            && let Some(channel) = env.channel()
+        {
+            self.placed = placed;
+            channel.place(placed[0], placed[1]);
+        }
+    }
+
+    fn read_register(&mut self, offset: u64, env: &mut dyn Env) -> u32 {
+        let info = &self.info;
+        match offset {
+            MAGIC => MAGIC_VALUE,
+            VERSION => VERSION_VALUE,
+            SIDE => info.side.into(),
+            NUMBER => info.number.into(),
+            OWN_ID => info.own_id,
+            PEER_ID => info.peer_id,
+            SIZE => info.size,
+            FLAGS => info.doorbell.into(),
+            PEER => self.view(env).peer_runs.into(),
+            EVENTS => self.events,
+            OWN_NAME..PEER_NAME => word(&info.own_name, offset - OWN_NAME),
+            PEER_NAME..0x80 => word(&info.peer_name, offset - PEER_NAME),
+            _ => match share(offset) {
+                Some((Of::Own, share, register)) => self.read_own(share, register, env),
+                Some((Of::Peer, share, register)) => self.read_peers(share, register, env),
+                None => 0,
+            },
+        }
+    }
+
+    fn read_own(&mut self, share: usize, register: u64, env: &mut dyn Env) -> u32 {
+        let offer = self.offers[share];
+        match register {
+            SHARE_ADDRESS => offer.address as u32,
+            SHARE_ADDRESS_HIGH => (offer.address >> 32) as u32,
+            SHARE_LENGTH => offer.length,
+            SHARE_STATE => self.view(env).own[share] as u32,
+            SHARE_RESULT => offer.refused.into(),
+            _ => 0,
+        }
+    }
+
+    fn read_peers(&mut self, share: usize, register: u64, env: &mut dyn Env) -> u32 {
+        let PeerShare { state, writable, length } = self.view(env).peers[share];
+        match register {
+            SHARE_LENGTH => length,
+            SHARE_STATE => state as u32 | if writable { STATE_WRITABLE } else { 0 },
+            SHARE_RESULT => self.refused[share].into(),
+            _ => 0,
+        }
+    }
+
+    fn write_register(&mut self, offset: u64, value: u32, env: &mut dyn Env) {
+        match offset {
+            EVENTS => self.events &= !value,
+            DOORBELL => {
+                if let Some(channel) = env.channel() {
+                    // Whether anybody hears it is seen in `PEER`.
+                    let _ = channel.ring();
+                }
+            }
+            _ => match share(offset) {
+                Some((Of::Own, share, register)) => self.write_own(share, register, value, env),
+                Some((Of::Peer, share, SHARE_COMMAND)) => self.command_peers(share, value, env),
+                _ => env.missing("channel: write of an unknown register", offset),
+            },
+        }
+    }
+
+    fn write_own(&mut self, share: usize, register: u64, value: u32, env: &mut dyn Env) {
+        let offer = &mut self.offers[share];
+        match register {
+            SHARE_ADDRESS => offer.address = offer.address & !0xffff_ffff | u64::from(value),
+            SHARE_ADDRESS_HIGH => {
+                offer.address = offer.address & 0xffff_ffff | u64::from(value) << 32;
+            }
+            SHARE_LENGTH => offer.length = value,
+            SHARE_COMMAND => {
+                let Offer { address, length, .. } = *offer;
+                let Some(channel) = env.channel() else { return };
+                let done = match value {
+                    COMMAND_CLOSE => {
+                        channel.revoke(share);
+                        true
+                    }
+                    _ if value & !COMMAND_WRITE == COMMAND_OPEN => {
+                        channel.offer(share, address, length, value & COMMAND_WRITE != 0)
+                    }
+                    _ => false,
+                };
+                offer.refused = !done;
+                self.look(env);
+            }
+            _ => env.missing("channel: write of an unknown register", register),
+        }
+    }
+
+    fn command_peers(&mut self, share: usize, value: u32, env: &mut dyn Env) {
+        let Some(channel) = env.channel() else { return };
+        let done = match value {
+            COMMAND_CLOSE => {
+                channel.let_go(share);
+                true
+            }
+            COMMAND_OPEN => channel.map(share),
+            _ => false,
+        };
+        self.refused[share] = !done;
+        self.look(env);
+    }
+}
+
+/// Upper half of a share's address.
+const SHARE_ADDRESS_HIGH: u64 = SHARE_ADDRESS + 4;
+
+/// Whose a share is.
+enum Of {
+    Own,
+    Peer,
+}
+
+/// Whose share, which, and which register of it an offset means.
+fn share(offset: u64) -> Option<(Of, usize, u64)> {
+    const LENGTH: u64 = SHARES as u64 * SHARE_STEP;
+    let (of, offset) = match offset {
+        OWN_SHARES.. if offset < OWN_SHARES + LENGTH => (Of::Own, offset - OWN_SHARES),
+        PEER_SHARES.. if offset < PEER_SHARES + LENGTH => (Of::Peer, offset - PEER_SHARES),
+        _ => return None,
+    };
+    Some((of, (offset / SHARE_STEP) as usize, offset % SHARE_STEP))
+}
+
+/// Four bytes of a name.
+fn word(name: &[u8; NAME_LEN], offset: u64) -> u32 {
+    name.as_chunks::<4>().0.get(offset as usize / 4).map_or(0, |bytes| u32::from_le_bytes(*bytes))
+}
+
+impl Device for Channel {
+    fn read(&mut self, access: Access, env: &mut dyn Env) -> u64 {
+        match access.offset {
+            TABLE..PENDING => self.msix.read_table(Access::new(access.offset - TABLE, access.size)),
+            PENDING => self.msix.pending(),
+            offset if access.size == 4 && offset % 4 == 0 => self.read_register(offset, env).into(),
+            _ => 0,
+        }
+    }
+
+    fn write(&mut self, access: Access, value: u64, env: &mut dyn Env) {
+        match access.offset {
+            TABLE..PENDING => {
+                self.msix.write_table(Access::new(access.offset - TABLE, access.size), value, env);
+            }
+            offset if access.size == 4 && offset % 4 == 0 => {
+                self.write_register(offset, value as u32, env);
+            }
+            offset => env.missing("channel: access of another size than a register", offset),
+        }
+    }
+
+    fn wake(&mut self, timer: u8, env: &mut dyn Env) {
+        match timer {
+            WAKE_INPUT => self.interrupt(VECTOR_DOORBELL, env),
+            WAKE_CHANGE => self.change(env),
+            _ => {}
+        }
+    }
+
+    fn reset(&mut self, env: &mut dyn Env) {
+        if let Some(channel) = env.channel() {
+            channel.reset();
+        }
+        self.header.reset();
+        self.msix.reset();
+        self.events = 0;
+        self.view = None;
+        self.offers = [Offer::default(); SHARES];
+        self.refused = [false; SHARES];
+        self.placed = [None; 2];
+    }
+}
+
+impl Function for Channel {
+    fn config_read(&mut self, register: u16, _: &mut dyn Env) -> u32 {
+        const TABLE_AT: u16 = MSIX_CAP + 4;
+        const PENDING_AT: u16 = MSIX_CAP + 8;
+        match register {
+            ..pci::HEADER_END => self.header.read(register),
+            MSIX_CAP => u32::from(msix::spec::CAPABILITY) | self.msix.control(),
+            TABLE_AT => TABLE as u32,
+            PENDING_AT => PENDING as u32,
+            _ => 0,
+        }
+    }
+
+    fn config_write(&mut self, register: u16, value: u32, mask: u32, env: &mut dyn Env) {
+        match register {
+            ..pci::HEADER_END => {
+                self.header.write(register, value, mask);
+                self.place(env);
+            }
+            MSIX_CAP => {
+                let control = self.msix.control() & !mask | value & mask;
+                self.msix.set_control(control, env);
+            }
+            _ => {}
+        }
+    }
+
+    fn window(&self) -> Option<(u64, u64)> {
+        self.header.window()
+    }
+
+    fn is_memory(&self, address: u64) -> bool {
+        self.header.is_memory(address)
+    }
+}
