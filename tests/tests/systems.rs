@@ -236,6 +236,29 @@ fn guest_scenarios() -> Vec<Scenario> {
     scenarios
 }
 
+/// Adds a channel between two virtual machines.
+fn channel(one: &str, other: &str, more: &str) -> String {
+    format!(
+        "\n[[channel]]\nbetween = [\"{one}\", \"{other}\"]\nkind = \"shmem\"\nsize = \"64K\"\n{more}\n"
+    )
+}
+
+/// Channels between virtual machines.
+fn channel_scenarios() -> Vec<Scenario> {
+    let pair = || {
+        micro("first", "channel", "console = \"mux\"")
+            + &micro("second", "channel", "console = \"mux\"")
+            + &channel("first", "second", "")
+    };
+    let ended = |name: &str| format!("vm {name} ended: power-off code 0");
+    vec![Scenario {
+        cpus: &[1, 4],
+        texts: vec![ended("first"), ended("second")],
+        never: &["FAILED"],
+        ..base("channel", pair())
+    }]
+}
+
 /// Machines that cannot run the guest that is asked for.
 fn machine_scenarios() -> Vec<Scenario> {
     vec![
@@ -637,6 +660,7 @@ fn scenarios() -> Vec<Scenario> {
         server_scenarios(),
         check_scenarios(),
         guest_scenarios(),
+        channel_scenarios(),
         machine_scenarios(),
         linux_scenarios(),
         console_scenarios(),

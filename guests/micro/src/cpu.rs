@@ -129,6 +129,21 @@ pub unsafe fn write_msr(register: u32, value: u64) -> Result<(), u8> {
     attempt.finish()
 }
 
+/// `VMMCALL` with a number in `rax` and arguments; what is in `rax` and the further registers afterwards:
+/// `rcx`, `rdx`, `rsi`, `rdi`, `r8`. The hypervisor must be ours.
+pub fn hypercall_with(number: u64, rbx: u64, mut words: [u64; 5]) -> (u64, [u64; 5]) {
+    let result;
+    let [rcx, rdx, rsi, rdi, r8] = &mut words;
+    // SAFETY: the hypervisor changes these registers only. RBX is not an operand's.
+    unsafe {
+        asm!("xchg rbx, {rbx}", "vmmcall", "xchg rbx, {rbx}",
+            rbx = inout(reg) rbx => _, inout("rax") number => result, inout("rcx") *rcx,
+            inout("rdx") *rdx, inout("rsi") *rsi, inout("rdi") *rdi, inout("r8") *r8,
+            options(nostack));
+    }
+    (result, words)
+}
+
 /// `VMMCALL` with a number in `rax`; `Err` is the vector of the exception that this raised.
 pub fn hypercall(number: u64) -> Result<u64, u8> {
     let result;

@@ -19,6 +19,7 @@ mod start;
 
 pub mod apic;
 pub mod boot;
+pub mod channel;
 pub mod console;
 pub mod cpu;
 pub mod pci;
