@@ -20,6 +20,8 @@ pub enum Kind {
     Guest,
     /// A program that serves no other: a VMM or a task.
     Program,
+    /// A channel between virtual machines.
+    Channel,
     /// A server.
     Server,
     /// What `root` starts as.
@@ -95,8 +97,15 @@ impl Graph {
 
         let servers: Vec<usize> =
             plan.servers.iter().map(|server| graph.server(server, root)).collect();
-        for vm in &plan.vms {
-            graph.vm(vm, root, &servers);
+        let monitors: Vec<usize> = plan.vms.iter().map(|vm| graph.vm(vm, root, &servers)).collect();
+        for (number, channel) in plan.channels.iter().enumerate() {
+            let doorbell = if channel.doorbell { "with doorbells" } else { "without doorbells" };
+            let details = vec![format!("{}, {doorbell}", Size(channel.size.into()))];
+            let node = graph.node(Kind::Channel, &format!("channel:{number}"), "channel", details);
+            let ends = channel.between.iter().filter_map(|&vm| monitors.get(usize::from(vm)));
+            for &monitor in ends {
+                graph.edge(monitor, node, &["its memory,", "signals to the peer"]);
+            }
         }
         for task in &plan.tasks {
             let details = vec![format!("task, priority {}", task.priority)];
@@ -152,7 +161,8 @@ impl Graph {
         node
     }
 
-    fn vm(&mut self, vm: &Vm, root: usize, servers: &[usize]) {
+    /// Adds a virtual machine and its VMM; the latter's index.
+    fn vm(&mut self, vm: &Vm, root: usize, servers: &[usize]) -> usize {
         let first = self.nodes.len();
         let mut details = vec![vm.cpus_and_memory()];
         if vm.template {
@@ -194,6 +204,7 @@ impl Graph {
         if let Some(&server) = vm.console.and_then(|index| servers.get(usize::from(index))) {
             self.edge(monitor, server, CONSOLE_SESSION);
         }
+        monitor
     }
 
     /// Edges that the node with this index is the holder of.
@@ -282,6 +293,10 @@ mod tests {
             labels(&graph, "vmm:two", "server:blk0"),
             [format!("partition 2, 2 MiB from 1 MiB: {memory}")]
         );
+        for vmm in ["vmm:one", "vmm:two"] {
+            assert_eq!(labels(&graph, vmm, "channel:0"), ["its memory, signals to the peer"]);
+        }
+        assert_eq!(labels(&graph, "vmm:small", "channel:0"), Vec::<String>::new());
         assert_eq!(labels(&graph, "vmm:one", "vm:one"), ["virtual CPUs, all its memory"]);
         // Nobody else's.
         assert_eq!(labels(&graph, "vmm:one", "vm:two"), Vec::<String>::new());

@@ -3,12 +3,22 @@
 use super::{Edge, Graph, Kind, Node};
 use std::fmt::Write;
 
+const KINDS: [Kind; 7] = [
+    Kind::Guest,
+    Kind::Program,
+    Kind::Channel,
+    Kind::Server,
+    Kind::Root,
+    Kind::Kernel,
+    Kind::Device,
+];
+
 /// The graph as DOT. What is made after a template is dashed; grey edges are routine.
 pub fn render(graph: &Graph, name: &str) -> String {
     let mut text = format!("digraph {} {{\n", quoted(name));
     text += "  rankdir=TB; node [shape=box, style=\"rounded,filled\", fontname=\"sans-serif\"];\n";
     text += "  edge [fontname=\"sans-serif\", fontsize=10];\n";
-    for kind in [Kind::Guest, Kind::Program, Kind::Server, Kind::Root, Kind::Kernel, Kind::Device] {
+    for kind in KINDS {
         let nodes: Vec<&Node> = graph.nodes.iter().filter(|node| node.kind == kind).collect();
         for node in &nodes {
             let lines = std::iter::once(&node.title).chain(&node.details);
@@ -51,6 +61,7 @@ fn color(kind: Kind) -> &'static str {
     match kind {
         Kind::Guest => "#fdf3e1",
         Kind::Program | Kind::Root => "#dcebf7",
+        Kind::Channel => "#efe3f6",
         Kind::Server => "#e2f0d9",
         Kind::Kernel => "#8fbcdb",
         Kind::Device => "#e8e8e8",

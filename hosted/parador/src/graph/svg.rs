@@ -1,7 +1,8 @@
 //! The graph as a picture.
 //!
 //! The layers of a system are known, so the layout needs no search: every program is a column with its guest above, and
-//! what several programs hold capabilities to (servers, `root`) is a bar across all columns. A capability is a vertical
+//! what several programs hold capabilities to is a bar below: servers and `root` across all columns, a channel from the
+//! one end to the other. A capability is a vertical
 //! line from its holder down to a bar; it passes behind the bars that it has nothing to do with. In each column the lines
 //! that go deepest are leftmost, so what is written beside the end of a line has nothing in its way. Devices are
 //! to the right of their owners.
@@ -53,6 +54,12 @@ struct Bar<'a> {
     node: &'a Node,
     index: usize,
     top: i32,
+    left: i32,
+    right: i32,
+    /// Where its own line to `root` is.
+    slot: i32,
+    /// Where its text begins.
+    text: i32,
 }
 
 /// The graph as SVG.
@@ -61,9 +68,12 @@ pub fn render(graph: &Graph, name: &str) -> String {
         .nodes
         .iter()
         .enumerate()
-        .filter(|(_, node)| matches!(node.kind, Kind::Server | Kind::Root | Kind::Kernel))
+        .filter(|(_, node)| !matches!(node.kind, Kind::Guest | Kind::Program | Kind::Device))
         .collect();
     order.sort_by_key(|(_, node)| node.kind);
+    let channels = order.iter().filter(|(_, node)| node.kind == Kind::Channel).count();
+    // Lines from bars to bars are left of the text.
+    let gutter = SLOT * (order.len() - channels) as i32 + SLOT / 2;
     let depth = |index: usize| order.iter().position(|&(bar, _)| bar == index);
 
     // From left to right.
@@ -77,10 +87,10 @@ pub fn render(graph: &Graph, name: &str) -> String {
         }
     }
     let bar_text = |node: &Node| node.details.join(", ");
+    let text_width =
+        |node: &Node| width(&node.title, true) + SPACE + width(&bar_text(node), false) + SPACE;
     for (_, node) in &order {
-        // The lines of servers to root are left of the text.
-        let text = width(&node.title, true) + SPACE + width(&bar_text(node), false);
-        right = right.max(MARGIN + SLOT * order.len() as i32 + text + SPACE);
+        right = right.max(MARGIN + gutter + text_width(node));
     }
     let beyond = graph.edges.iter().filter(|edge| graph.nodes[edge.to].kind == Kind::Device);
     let devices = right + beyond.map(|edge| widest(&edge.label)).max().unwrap_or(0) + 2 * SPACE;
@@ -97,10 +107,21 @@ pub fn render(graph: &Graph, name: &str) -> String {
     let program_height = columns.iter().map(|column| height(column.program)).max().unwrap_or(0);
     let mut bottom = programs + program_height;
     let mut bars: Vec<Bar> = Vec::new();
-    for &(index, node) in &order {
+    for (place, &(index, node)) in order.iter().enumerate() {
         let ends = graph.edges.iter().filter(|edge| edge.to == index && !edge.routine);
         bottom += gap(ends.map(|edge| edge.label.len()).max().unwrap_or(0));
-        bars.push(Bar { node, index, top: bottom });
+        let top = bottom;
+        bars.push(if node.kind == Kind::Channel {
+            let slots = columns.iter().flat_map(|column| &column.slots);
+            let ends = slots.filter(|(_, edge)| edge.to == index).map(|(x, _)| *x);
+            let left = ends.clone().min().unwrap_or(MARGIN) - SLOT / 2;
+            let end = ends.max().unwrap_or(MARGIN) + SLOT / 2;
+            let right = end.max(left + SLOT + text_width(node));
+            Bar { node, index, top, left, right, slot: left, text: left + SLOT }
+        } else {
+            let slot = MARGIN + SLOT * (place - channels) as i32 + SLOT / 2;
+            Bar { node, index, top, left: MARGIN, right, slot, text: MARGIN + gutter }
+        });
         bottom += BAR;
     }
 
@@ -122,19 +143,17 @@ pub fn render(graph: &Graph, name: &str) -> String {
         picture.boxed(program, (*left, programs), (*width, program_height));
     }
     // All lines are behind all bars.
-    for (place, bar) in bars.iter().enumerate() {
-        let x = MARGIN + SLOT * (1 + place as i32);
+    for bar in &bars {
         for edge in graph.held_by(bar.index) {
             if let Some(end) = top_of(edge.to) {
-                picture.arrow_down(x - SLOT / 2, bar.top + BAR, end, edge);
+                picture.arrow_down(bar.slot, bar.top + BAR, end, edge);
             }
         }
     }
     for bar in &bars {
-        let text = MARGIN + SLOT * bars.len() as i32 + SLOT / 2;
-        picture.rectangle(bar.node, (MARGIN, bar.top), (right - MARGIN, BAR));
-        picture.label(text, bar.top + 25, &bar.node.title, "b");
-        let after = text + width(&bar.node.title, true) + SPACE;
+        picture.rectangle(bar.node, (bar.left, bar.top), (bar.right - bar.left, BAR));
+        picture.label(bar.text, bar.top + 25, &bar.node.title, "b");
+        let after = bar.text + width(&bar.node.title, true) + SPACE;
         picture.label(after, bar.top + 25, &bar_text(bar.node), "n");
         for edge in graph.held_by(bar.index) {
             let device = &graph.nodes[edge.to];
@@ -216,6 +235,7 @@ impl Picture {
         let kind = match node.kind {
             Kind::Guest => "guest",
             Kind::Program | Kind::Root => "program",
+            Kind::Channel => "channel",
             Kind::Server => "server",
             Kind::Kernel => "kernel",
             Kind::Device => "device",
@@ -309,7 +329,8 @@ impl Picture {
              text.b {{ font-weight: bold; font-size: 13px }}\n\
              text.e {{ font-size: 11px; fill: #444444 }}\n\
              rect {{ stroke: #333333; stroke-width: 1.2 }}\n\
-             .guest {{ fill: #fdf3e1 }} .program {{ fill: #dcebf7 }} .server {{ fill: #e2f0d9 }}\n\
+             .guest {{ fill: #fdf3e1 }} .program {{ fill: #dcebf7 }} .channel {{ fill: #efe3f6 }}\n\
+             .server {{ fill: #e2f0d9 }} \
              .kernel {{ fill: #8fbcdb }} .device {{ fill: #e8e8e8 }}\n\
              .template {{ stroke-dasharray: 5 3 }}\n\
              .line {{ stroke: #1b6ca8; stroke-width: 1.4 }} .line.head {{ fill: #1b6ca8 }}\n\
