@@ -4,8 +4,9 @@
 set -eu
 cd "$(dirname "$0")"
 
-# Emulated machine, boot image, guest kernel and root file system; a C compiler links host programs.
-packages="ca-certificates cpio gcc git grub-common grub-pc-bin kmod libc6-dev make mtools
+# Emulated machine, boot image, guest kernel and root file system; a C compiler links host programs and
+# builds the guests' driver for channels, with tools that need libelf1.
+packages="ca-certificates cpio gcc git grub-common grub-pc-bin kmod libc6-dev libelf1 make mtools
     qemu-system-x86 xorriso busybox-static"
 
 # A rustup toolchain with the bare-metal target serves as it is. Otherwise Debian's rustc for

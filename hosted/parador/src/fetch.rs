@@ -46,6 +46,7 @@ pub struct Fetched {
     pub folder: PathBuf,
     /// Package and version, for people.
     pub title: String,
+    package: Package,
 }
 
 impl Fetched {
@@ -59,6 +60,44 @@ impl Fetched {
         let modules = MODULES.iter().map(|name| self.folder.join(name));
         modules.filter(|path| path.is_file()).collect()
     }
+
+    /// Name and version of the package, fit for a file name.
+    pub fn version(&self) -> String {
+        self.package.file_name()
+    }
+}
+
+/// Folders below `usr/src` of unpacked packages.
+pub struct Headers {
+    /// Those of the kernel.
+    pub headers: String,
+    /// What they have in common with those of its other flavours, with the top Makefile.
+    pub common: String,
+}
+
+/// Unpacks what modules for a kernel are built against into the folder `to`.
+pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Headers, Failure> {
+    let Package { name, version } = &kernel.package;
+    let headers = name.replacen("linux-image-", "linux-headers-", 1);
+    let shown = apt_show(&headers)?;
+    let depends = shown.field("Depends").unwrap_or_default();
+    // `linux-headers-6.1.0-56-common (= 6.1.192-2), linux-kbuild-6.1 (>= 6.1.192-2), ...`
+    let find = |prefix: &str| {
+        let mut names = depends.split(',').filter_map(|depend| depend.split_whitespace().next());
+        names.find(|name| name.starts_with(prefix)).map(str::to_owned).ok_or_else(|| {
+            Failure::new(failure::UNAVAILABLE, format!("package {headers} needs no {prefix}"))
+        })
+    };
+    let (common, tools) = (find("linux-headers-")?, find("linux-kbuild-")?);
+    for name in [&headers, &common, &tools] {
+        let package = Package { name: name.clone(), version: version.clone() };
+        step.now(format!("fetching {name} {version}"));
+        let download = to.join("download").join(name);
+        let archive = download_package(&package, &download)?;
+        step.now(format!("unpacking {name} {version}"));
+        run("dpkg-deb", name, |command| command.arg("--extract").arg(archive).arg(to))?;
+    }
+    Ok(Headers { headers, common })
 }
 
 /// Debian's current cloud kernel.
@@ -102,7 +141,7 @@ pub fn busybox(
 }
 
 /// A version of a package.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 struct Package {
     name: String,
     version: String,
@@ -115,6 +154,28 @@ impl Package {
         let version = version.strip_suffix(')')?;
         Some(Self { name: name.trim().to_owned(), version: version.trim().to_owned() })
     }
+
+    fn file_name(&self) -> String {
+        let safe = |c: char| if c.is_ascii_alphanumeric() || "+-.~".contains(c) { c } else { '_' };
+        format!("{}_{}", self.name, self.version.chars().map(safe).collect::<String>())
+    }
+
+    fn title(&self) -> String {
+        format!("{} {}", self.name, self.version)
+    }
+}
+
+/// Downloads a package into a new folder; the place of its archive.
+fn download_package(package: &Package, folder: &Path) -> Result<PathBuf, Failure> {
+    fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, &error))?;
+    let (title, target) = (package.title(), format!("{}={}", package.name, package.version));
+    run("apt-get", &title, |command| command.args(["download", &target]).current_dir(folder))?;
+    let first = fs::read_dir(folder)
+        .and_then(|mut entries| entries.next().transpose())
+        .map_err(|error| Failure::file("read", folder, &error))?;
+    first.map(|entry| entry.path()).ok_or_else(|| {
+        Failure::new(failure::UNAVAILABLE, format!("apt-get left no file for {title}"))
+    })
 }
 
 /// Fetches a package. `pick` names the files to keep; `must` has to be among them.
@@ -126,15 +187,15 @@ fn fetch(
     pick: impl Fn(&Path) -> Option<&'static str>,
     must: &str,
 ) -> Result<Fetched, Failure> {
-    let Package { name, version } = package;
-    let safe_version: String = version
-        .chars()
-        .map(|c| if c.is_ascii_alphanumeric() || "+-.~".contains(c) { c } else { '_' })
-        .collect();
-    let folder = cache.join(format!("{name}_{safe_version}.{KEPT}"));
-    let title = format!("{name} {version}");
+    let folder = cache.join(format!("{}.{KEPT}", package.file_name()));
+    let title = package.title();
+    let fetched = |how: &str| Fetched {
+        folder: folder.clone(),
+        title: format!("{title}, {how}"),
+        package: package.clone(),
+    };
     if folder.join(must).is_file() {
-        return Ok(Fetched { folder, title: format!("{title}, kept from before") });
+        return Ok(fetched("kept from before"));
     }
 
     let create = |path: &Path| {
@@ -145,17 +206,7 @@ fn fetch(
         .map_err(|error| Failure::file("make a folder in", cache, &error))?;
     interruptible.remove_on_signal(work.path());
     step.now(format!("fetching {title}"));
-    let download = work.path().join("download");
-    create(&download)?;
-    let target = format!("{name}={version}");
-    run("apt-get", &title, |command| command.args(["download", &target]).current_dir(&download))?;
-    let archive = fs::read_dir(&download)
-        .and_then(|mut entries| entries.next().transpose())
-        .map_err(|error| Failure::file("read", &download, &error))?
-        .ok_or_else(|| {
-            Failure::new(failure::UNAVAILABLE, format!("apt-get left no file for {title}"))
-        })?
-        .path();
+    let archive = download_package(package, &work.path().join("download"))?;
 
     step.now(format!("unpacking {title}"));
     let kept = work.path().join("kept");
@@ -171,7 +222,7 @@ fn fetch(
         Err(error) => return Err(Failure::file("make", &folder, &error)),
         Ok(()) => {}
     }
-    Ok(Fetched { folder, title: format!("{title}, fetched") })
+    Ok(fetched("fetched"))
 }
 
 fn unpack(
@@ -280,5 +331,12 @@ mod tests {
         assert_eq!(Package::exact("linux-image-6 (= 6.1-2)"), Some(package));
         assert_eq!(Package::exact("linux-image-6 (>= 6.1-2)"), None);
         assert_eq!(Package::exact("linux-image-6"), None);
+    }
+
+    #[test]
+    fn names_of_files() {
+        let package = Package { name: "a".into(), version: "1:2.0+b~/..3".into() };
+        assert_eq!(package.file_name(), "a_1_2.0+b~_..3");
+        assert_eq!(package.title(), "a 1:2.0+b~/..3");
     }
 }

@@ -9,6 +9,7 @@ use crate::failure::{self, Failure};
 use crate::fetch::{self, Fetched};
 use crate::initramfs;
 use crate::interrupt::Interruptible;
+use crate::module;
 use crate::programs::{self, Programs};
 use crate::steps::Steps;
 use crate::supervise::{self, AtEnd};
@@ -145,13 +146,24 @@ fn boot_files(
     let needs_busybox = plan.vms.iter().any(|vm| {
         vm.initrd.as_ref().is_some_and(|initrd| *initrd.get_ref() == InitrdSource::Busybox)
     });
+    // A guest without channels does not load the driver, so all have the same RAM disk.
+    let driver = match &debian {
+        Some(kernel) if needs_busybox && !plan.channels.is_empty() => {
+            let cache = programs.cache_folder()?;
+            Some(steps.run("channel driver", |step| {
+                module::channels(kernel, &cache, step, interruptible)
+            })?)
+        }
+        _ => None,
+    };
     let ram_disk = staging.join("initramfs");
     if needs_busybox {
         let cache = programs.cache_folder()?;
         steps.run("RAM disk", |step| {
             let (busybox, title) = fetch::busybox(&cache, step, interruptible)?;
             // Modules fit the kernel that they come with; `/init` loads none if they do not.
-            let modules = debian.as_ref().map(Fetched::modules).unwrap_or_default();
+            let mut modules = debian.as_ref().map(Fetched::modules).unwrap_or_default();
+            modules.extend(driver);
             let archive = initramfs::busybox(&busybox, &modules)?;
             let length = Size(archive.len() as u64);
             fs::write(&ram_disk, archive)

@@ -73,6 +73,10 @@ case " $line" in
     echo
     echo "Linux $(uname -r), a guest of Parador. \`poweroff\` or the end of this shell switches it off."
     [ -z "$neighbour" ] || echo "Its address is $address; try \`ping -c 3 $neighbour\`, the neighbour on its switch."
+    for channel in /dev/parador-com*; do
+        [ ! -e "$channel" ] ||
+            echo "$channel is a channel to $(cat /sys/class/misc/${channel#/dev/}/peer); try \`echo hello >$channel; head -n 1 $channel\`."
+    done
     ;;
 esac
 

@@ -18,6 +18,7 @@ mod image;
 mod initramfs;
 mod interrupt;
 mod machine_exit;
+mod module;
 mod problem;
 mod programs;
 mod rootfs;

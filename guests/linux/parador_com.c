@@ -1,0 +1,612 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Driver for channels between virtual machines on Parador: /dev/parador-com*.
+ *
+ * The device is described in docs/spec/channel.md of Parador. This driver has messages, waiting, and the free area of
+ * the channel's memory. It does not have shares of a machine's own pages.
+ *
+ * The peer is not trusted. It can write everything in the shared memory at any time, so
+ * - indices of this side are kept in struct end and never read back, except when a ring is (re)started;
+ * - the peer's index is read once for each operation and checked, an entry is copied before it is looked at;
+ * - a ring with impossible indices or lengths gives EIO once and is started anew, as the specification says;
+ * - programs map the free area only, never the rings.
+ *
+ * Who is about to sleep sets the ring's word `want`, and only the interrupt clears it before it wakes everybody: so it
+ * does not matter how many wait, by which call. Barriers are those for other machines (virt_*): a kernel that runs on one
+ * CPU drops the others.
+ */
+#include <asm/cpufeature.h>
+#include <linux/fs.h>
+#include <linux/interrupt.h>
+#include <linux/io.h>
+#include <linux/kref.h>
+#include <linux/miscdevice.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/pci.h>
+#include <linux/poll.h>
+#include <linux/slab.h>
+#include <linux/spinlock.h>
+#include <linux/uaccess.h>
+#include <linux/wait.h>
+
+#include "parador_com.h"
+
+#define VENDOR 0x5052
+#define DEVICE 0x0001
+
+#define REGISTERS 0		/* BARs */
+#define MEMORY 2
+
+enum reg {
+	REG_MAGIC = 0x00,
+	REG_VERSION = 0x04,
+	REG_SIDE = 0x08,
+	REG_NUMBER = 0x0c,
+	REG_OWN_ID = 0x10,
+	REG_PEER_ID = 0x14,
+	REG_SIZE = 0x18,
+	REG_FLAGS = 0x1c,
+	REG_PEER = 0x20,
+	REG_EVENTS = 0x24,
+	REG_DOORBELL = 0x28,
+	REG_OWN_NAME = 0x40,
+	REG_PEER_NAME = 0x60,
+};
+
+#define MAGIC 0x4e414843
+#define VERSION 1
+#define FLAG_DOORBELL 1
+
+/* The channel's memory. */
+#define WORDS(ring) (0x100 * (ring))
+#define ENTRIES(ring) (0x1000 * (1 + (ring)))
+#define AREA 0x3000
+#define LENGTH 64		/* entries of a ring */
+
+/* Offsets of the words of a ring. */
+#define TAIL 0x00
+#define HEAD 0x40
+#define WANT_MESSAGES 0x80
+#define WANT_ROOM 0xc0
+
+#define HYPERCALL_DOORBELL 0x504152410001ULL
+
+/* One of the two ends of a ring. */
+struct end {
+	spinlock_t lock;	/* of index, and of the order of messages */
+	u32 index;		/* ours: tail of the sender, head of the receiver */
+	u32 *own;		/* where ours is published */
+	u32 *peers;
+	u32 *own_want;
+	u32 *peers_want;
+	struct parador_com_message *entries;
+	wait_queue_head_t waiting;
+};
+
+struct channel {
+	struct kref references;	/* the driver's, and one for each open file */
+	struct miscdevice misc;
+	char name[24];
+	u8 __iomem *registers;
+	u32 number;
+	u32 flags;
+	u64 area;		/* bytes */
+	phys_addr_t area_base;
+	bool gone;		/* the device was removed; guarded by the locks of both ends */
+	struct end send;
+	struct end receive;
+};
+
+/* ---- rings ------------------------------------------------------------------------------------------------ */
+
+static void ring_doorbell(struct channel *channel)
+{
+	u64 result = HYPERCALL_DOORBELL;
+
+	if (!(channel->flags & FLAG_DOORBELL))
+		return;
+	if (boot_cpu_has(X86_FEATURE_VMMCALL))
+		asm volatile("vmmcall" : "+a"(result) : "b"((u64)channel->number) : "memory");
+	/* 1: the peer does not run. Anything else: the hypercall is not there. */
+	if (result > 1)
+		writel(1, channel->registers + REG_DOORBELL);
+}
+
+/* Messages in the ring, as seen by one end; more than LENGTH: the peer breaks the protocol. */
+static u32 filled(struct end *end, bool sender)
+{
+	u32 peers = virt_load_acquire(end->peers);
+
+	return sender ? end->index - peers : peers - end->index;
+}
+
+/* Makes a ring empty, or takes it over as a former driver left it. With the end's lock, or before there are users. */
+static void start(struct end *end, bool sender)
+{
+	end->index = READ_ONCE(*end->own);
+	if (filled(end, sender) > LENGTH) {
+		end->index = READ_ONCE(*end->peers);
+		virt_store_release(end->own, end->index);
+	}
+}
+
+/* Puts a message into the ring: -EAGAIN if there is no room. */
+static int put(struct channel *channel, const struct parador_com_message *message)
+{
+	struct end *end = &channel->send;
+	int error = 0;
+	u32 count;
+
+	spin_lock(&end->lock);
+	count = channel->gone ? 0 : filled(end, true);
+	if (channel->gone) {
+		error = -ENODEV;
+	} else if (count > LENGTH) {
+		start(end, true);
+		error = -EIO;
+	} else if (count == LENGTH) {
+		error = -EAGAIN;
+	} else {
+		end->entries[end->index % LENGTH] = *message;
+		end->index++;
+		virt_store_release(end->own, end->index);
+		virt_mb();
+		if (READ_ONCE(*end->peers_want))
+			ring_doorbell(channel);
+	}
+	spin_unlock(&end->lock);
+	return error;
+}
+
+/* Takes a message out of the ring: -EAGAIN if there is none, -EMSGSIZE if it has more than room bytes. */
+static int take(struct channel *channel, struct parador_com_message *message, size_t room)
+{
+	struct end *end = &channel->receive;
+	int error = 0;
+	u32 count;
+
+	spin_lock(&end->lock);
+	count = channel->gone ? 0 : filled(end, false);
+	if (channel->gone) {
+		error = -ENODEV;
+		goto out;
+	}
+	if (count == 0) {
+		error = -EAGAIN;
+		goto out;
+	}
+	if (count <= LENGTH)
+		memcpy(message, &end->entries[end->index % LENGTH], sizeof(*message));
+	/* What was copied is looked at, not what is in the ring by now. */
+	barrier();
+	if (count > LENGTH || message->length > PARADOR_COM_PAYLOAD) {
+		/* Nothing in it can be trusted: it is made empty. */
+		end->index = READ_ONCE(*end->peers);
+		virt_store_release(end->own, end->index);
+		error = -EIO;
+		goto out;
+	}
+	if (message->length > room) {
+		error = -EMSGSIZE;
+		goto out;
+	}
+	end->index++;
+	virt_store_release(end->own, end->index);
+	virt_mb();
+	if (READ_ONCE(*end->peers_want))
+		ring_doorbell(channel);
+out:
+	spin_unlock(&end->lock);
+	return error;
+}
+
+/* Whether the next put or take would not give -EAGAIN. Asks for a doorbell first, so a change after it is not missed. */
+static bool ready(struct channel *channel, bool sender)
+{
+	struct end *end = sender ? &channel->send : &channel->receive;
+	bool result = true;
+
+	spin_lock(&end->lock);
+	if (!channel->gone) {
+		WRITE_ONCE(*end->own_want, 1);
+		virt_mb();
+		result = filled(end, sender) != (sender ? LENGTH : 0);
+	}
+	spin_unlock(&end->lock);
+	return result;
+}
+
+static bool peer_runs(struct channel *channel)
+{
+	bool result;
+
+	spin_lock(&channel->send.lock);
+	result = !channel->gone && readl(channel->registers + REG_PEER) == 1;
+	spin_unlock(&channel->send.lock);
+	return result;
+}
+
+/* Waits until an end is ready. Without a doorbell it looks every 10 ms. */
+static int wait_for(struct channel *channel, bool sender)
+{
+	struct end *end = sender ? &channel->send : &channel->receive;
+	long left;
+
+	if (channel->flags & FLAG_DOORBELL)
+		return wait_event_interruptible(end->waiting, ready(channel, sender) ||
+						(sender && !peer_runs(channel)));
+	left = wait_event_interruptible_timeout(end->waiting, ready(channel, sender),
+						msecs_to_jiffies(10));
+	return left < 0 ? left : 0;
+}
+
+static int send(struct file *file, const struct parador_com_message *message)
+{
+	struct channel *channel = file->private_data;
+
+	for (;;) {
+		int error = put(channel, message);
+
+		if (error != -EAGAIN)
+			return error;
+		/* A peer that does not run makes no room. */
+		if (!peer_runs(channel))
+			return -ENOSPC;
+		if (file->f_flags & O_NONBLOCK)
+			return -EAGAIN;
+		error = wait_for(channel, true);
+		if (error)
+			return error;
+	}
+}
+
+static int receive(struct file *file, struct parador_com_message *message, size_t room)
+{
+	struct channel *channel = file->private_data;
+
+	for (;;) {
+		int error = take(channel, message, room);
+
+		if (error != -EAGAIN || file->f_flags & O_NONBLOCK)
+			return error;
+		error = wait_for(channel, false);
+		if (error)
+			return error;
+	}
+}
+
+/* ---- files ------------------------------------------------------------------------------------------------ */
+
+static ssize_t com_write(struct file *file, const char __user *from, size_t length, loff_t *offset)
+{
+	struct parador_com_message message = { .length = length };
+	int error;
+
+	if (length > PARADOR_COM_PAYLOAD)
+		return -EMSGSIZE;
+	if (copy_from_user(message.payload, from, length))
+		return -EFAULT;
+	error = send(file, &message);
+	return error ? error : length;
+}
+
+static ssize_t com_read(struct file *file, char __user *to, size_t room, loff_t *offset)
+{
+	struct parador_com_message message;
+	int error = receive(file, &message, room);
+
+	if (error)
+		return error;
+	return copy_to_user(to, message.payload, message.length) ? -EFAULT : message.length;
+}
+
+static __poll_t com_poll(struct file *file, poll_table *table)
+{
+	struct channel *channel = file->private_data;
+	__poll_t events = 0;
+
+	/* First in the queue, then the look: see ready(). */
+	poll_wait(file, &channel->receive.waiting, table);
+	poll_wait(file, &channel->send.waiting, table);
+	if (READ_ONCE(channel->gone))
+		return EPOLLERR | EPOLLHUP;
+	if (ready(channel, false))
+		events |= EPOLLIN | EPOLLRDNORM;
+	if (ready(channel, true))
+		events |= EPOLLOUT | EPOLLWRNORM;
+	return events;
+}
+
+static int look(struct channel *channel, struct parador_com_info *info)
+{
+	int error = 0;
+
+	memset(info, 0, sizeof(*info));
+	spin_lock(&channel->send.lock);
+	if (channel->gone) {
+		error = -ENODEV;
+	} else {
+		u8 __iomem *registers = channel->registers;
+
+		info->own_id = readl(registers + REG_OWN_ID);
+		info->peer_id = readl(registers + REG_PEER_ID);
+		info->side = readl(registers + REG_SIDE);
+		info->peer_runs = readl(registers + REG_PEER) == 1;
+		info->has_doorbell = channel->flags & FLAG_DOORBELL;
+		info->area = channel->area;
+		__ioread32_copy(info->own_name, registers + REG_OWN_NAME, PARADOR_COM_NAME / 4);
+		__ioread32_copy(info->peer_name, registers + REG_PEER_NAME, PARADOR_COM_NAME / 4);
+	}
+	spin_unlock(&channel->send.lock);
+	return error;
+}
+
+static int tell(struct channel *channel, struct parador_com_info __user *to)
+{
+	struct parador_com_info info;
+	int error = look(channel, &info);
+
+	if (error)
+		return error;
+	return copy_to_user(to, &info, sizeof(info)) ? -EFAULT : 0;
+}
+
+/* /sys/class/misc/parador-com*'s attribute: the peer's name, for scripts. */
+static ssize_t peer_show(struct device *device, struct device_attribute *attribute, char *to)
+{
+	/* misc_register has put it there. */
+	struct miscdevice *misc = dev_get_drvdata(device);
+	struct parador_com_info info;
+	int error = look(container_of(misc, struct channel, misc), &info);
+
+	return error ? error : sysfs_emit(to, "%.*s\n", PARADOR_COM_NAME, info.peer_name);
+}
+static DEVICE_ATTR_RO(peer);
+
+static struct attribute *com_attrs[] = {
+	&dev_attr_peer.attr,
+	NULL
+};
+ATTRIBUTE_GROUPS(com);
+
+static long com_ioctl(struct file *file, unsigned int command, unsigned long argument)
+{
+	void __user *user = (void __user *)argument;
+	struct parador_com_message message;
+	int error;
+
+	switch (command) {
+	case PARADOR_COM_INFO:
+		return tell(file->private_data, user);
+	case PARADOR_COM_SEND:
+		if (copy_from_user(&message, user, sizeof(message)))
+			return -EFAULT;
+		if (message.length > PARADOR_COM_PAYLOAD)
+			return -EMSGSIZE;
+		return send(file, &message);
+	case PARADOR_COM_RECEIVE:
+		error = receive(file, &message, PARADOR_COM_PAYLOAD);
+		if (error)
+			return error;
+		return copy_to_user(user, &message, sizeof(message)) ? -EFAULT : 0;
+	default:
+		return -ENOTTY;
+	}
+}
+
+static int com_mmap(struct file *file, struct vm_area_struct *area)
+{
+	struct channel *channel = file->private_data;
+
+	/* A private copy would share nothing. */
+	if (!(area->vm_flags & VM_SHARED))
+		return -EINVAL;
+	if (READ_ONCE(channel->gone))
+		return -ENODEV;
+	/* RAM, so cached like other memory. Checks the bounds. */
+	return vm_iomap_memory(area, channel->area_base, channel->area);
+}
+
+static void channel_free(struct kref *references)
+{
+	kfree(container_of(references, struct channel, references));
+}
+
+static int com_open(struct inode *inode, struct file *file)
+{
+	/* misc_open has put the miscdevice here, and misc_deregister waits for it. */
+	struct channel *channel = container_of(file->private_data, struct channel, misc);
+
+	kref_get(&channel->references);
+	file->private_data = channel;
+	return stream_open(inode, file);
+}
+
+static int com_release(struct inode *inode, struct file *file)
+{
+	struct channel *channel = file->private_data;
+
+	kref_put(&channel->references, channel_free);
+	return 0;
+}
+
+static const struct file_operations com_operations = {
+	.owner = THIS_MODULE,
+	.open = com_open,
+	.release = com_release,
+	.read = com_read,
+	.write = com_write,
+	.poll = com_poll,
+	.unlocked_ioctl = com_ioctl,
+	.compat_ioctl = compat_ptr_ioctl,
+	.mmap = com_mmap,
+	.llseek = no_llseek,
+};
+
+/* ---- device ----------------------------------------------------------------------------------------------- */
+
+static void wake(struct end *end)
+{
+	/* Whoever sleeps again asks again. */
+	WRITE_ONCE(*end->own_want, 0);
+	wake_up_interruptible_all(&end->waiting);
+}
+
+static irqreturn_t rung(int irq, void *data)
+{
+	struct channel *channel = data;
+
+	wake(&channel->receive);
+	wake(&channel->send);
+	return IRQ_HANDLED;
+}
+
+/* The peer ended or was started, or a share changed: who waits looks again. */
+static irqreturn_t event(int irq, void *data)
+{
+	struct channel *channel = data;
+	u32 events = readl(channel->registers + REG_EVENTS);
+
+	writel(events, channel->registers + REG_EVENTS);
+	return rung(irq, data);
+}
+
+static void end_init(struct end *end, u8 *memory, u32 ring, bool sender)
+{
+	u8 *words = memory + WORDS(ring);
+
+	spin_lock_init(&end->lock);
+	init_waitqueue_head(&end->waiting);
+	end->own = (u32 *)(words + (sender ? TAIL : HEAD));
+	end->peers = (u32 *)(words + (sender ? HEAD : TAIL));
+	end->own_want = (u32 *)(words + (sender ? WANT_ROOM : WANT_MESSAGES));
+	end->peers_want = (u32 *)(words + (sender ? WANT_MESSAGES : WANT_ROOM));
+	end->entries = (struct parador_com_message *)(memory + ENTRIES(ring));
+	start(end, sender);
+}
+
+/* Vectors: the doorbell, and events. */
+static int request_interrupts(struct pci_dev *pci, struct channel *channel)
+{
+	static const irq_handler_t handlers[] = { rung, event };
+	int vector, error;
+
+	error = pci_alloc_irq_vectors(pci, ARRAY_SIZE(handlers), ARRAY_SIZE(handlers), PCI_IRQ_MSIX);
+	if (error < 0)
+		return error;
+	for (vector = 0; vector < ARRAY_SIZE(handlers); vector++) {
+		error = request_irq(pci_irq_vector(pci, vector), handlers[vector], 0, channel->name,
+				    channel);
+		if (error)
+			goto undo;
+	}
+	return 0;
+undo:
+	while (vector--)
+		free_irq(pci_irq_vector(pci, vector), channel);
+	pci_free_irq_vectors(pci);
+	return error;
+}
+
+static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
+{
+	struct device *device = &pci->dev;
+	struct channel *channel;
+	u8 __iomem *registers;
+	u8 *memory;
+	u32 size, side;
+	int error;
+
+	error = pcim_enable_device(pci);
+	if (error)
+		return error;
+	error = pcim_iomap_regions(pci, BIT(REGISTERS), KBUILD_MODNAME);
+	if (error)
+		return error;
+	registers = pcim_iomap_table(pci)[REGISTERS];
+	size = readl(registers + REG_SIZE);
+	side = readl(registers + REG_SIDE);
+	if (readl(registers + REG_MAGIC) != MAGIC || readl(registers + REG_VERSION) != VERSION ||
+	    side > 1 || size <= AREA || size > pci_resource_len(pci, MEMORY))
+		return dev_err_probe(device, -ENODEV, "not a channel of this version\n");
+	memory = devm_memremap(device, pci_resource_start(pci, MEMORY), size, MEMREMAP_WB);
+	if (IS_ERR(memory))
+		return PTR_ERR(memory);
+
+	/* Open files may outlive the device. */
+	channel = kzalloc(sizeof(*channel), GFP_KERNEL);
+	if (!channel)
+		return -ENOMEM;
+	kref_init(&channel->references);
+	channel->registers = registers;
+	channel->number = readl(registers + REG_NUMBER);
+	channel->flags = readl(registers + REG_FLAGS);
+	channel->area = size - AREA;
+	channel->area_base = pci_resource_start(pci, MEMORY) + AREA;
+	snprintf(channel->name, sizeof(channel->name), "parador-com%u", channel->number);
+	/* Ring 0 goes from side 0 to side 1. */
+	end_init(&channel->send, memory, side, true);
+	end_init(&channel->receive, memory, 1 - side, false);
+
+	pci_set_master(pci);
+	error = request_interrupts(pci, channel);
+	if (error)
+		goto free;
+	pci_set_drvdata(pci, channel);
+	channel->misc.minor = MISC_DYNAMIC_MINOR;
+	channel->misc.name = channel->name;
+	channel->misc.fops = &com_operations;
+	channel->misc.parent = device;
+	channel->misc.groups = com_groups;
+	error = misc_register(&channel->misc);
+	if (error)
+		goto free_interrupts;
+	/* Whoever slept in an earlier life of this machine is asked to look again. */
+	ring_doorbell(channel);
+	dev_info(device, "%s, side %u, %llu bytes to map\n", channel->name, side, channel->area);
+	return 0;
+
+free_interrupts:
+	free_irq(pci_irq_vector(pci, 0), channel);
+	free_irq(pci_irq_vector(pci, 1), channel);
+	pci_free_irq_vectors(pci);
+free:
+	kref_put(&channel->references, channel_free);
+	return error;
+}
+
+static void com_remove(struct pci_dev *pci)
+{
+	struct channel *channel = pci_get_drvdata(pci);
+
+	misc_deregister(&channel->misc);
+	free_irq(pci_irq_vector(pci, 0), channel);
+	free_irq(pci_irq_vector(pci, 1), channel);
+	pci_free_irq_vectors(pci);
+	spin_lock(&channel->send.lock);
+	spin_lock(&channel->receive.lock);
+	channel->gone = true;
+	spin_unlock(&channel->receive.lock);
+	spin_unlock(&channel->send.lock);
+	wake_up_interruptible_all(&channel->receive.waiting);
+	wake_up_interruptible_all(&channel->send.waiting);
+	kref_put(&channel->references, channel_free);
+}
+
+static const struct pci_device_id com_ids[] = {
+	{ PCI_DEVICE(VENDOR, DEVICE) },
+	{ }
+};
+MODULE_DEVICE_TABLE(pci, com_ids);
+
+static struct pci_driver com_driver = {
+	.name = KBUILD_MODNAME,
+	.id_table = com_ids,
+	.probe = com_probe,
+	.remove = com_remove,
+};
+module_pci_driver(com_driver);
+
+MODULE_DESCRIPTION("Channels between virtual machines on Parador");
+MODULE_LICENSE("GPL");

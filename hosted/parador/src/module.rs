@@ -1,0 +1,99 @@
+//! Makes the Linux module for channels (`guests/linux`) for the kernel that was fetched, against Debian's headers.
+//!
+//! Its sources are part of this program, so it can be made anywhere. Headers are unpacked for the time of
+//! the build only; the cache keeps the module, by the kernel's version and the text of the sources.
+
+use crate::failure::{self, Failure};
+use crate::fetch::{self, Fetched};
+use crate::interrupt::Interruptible;
+use crate::steps::Step;
+use crate::supervise::{self, AtEnd};
+use std::env;
+use std::ffi::OsStr;
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tempfile::TempDir;
+
+/// File name of the module.
+const MODULE: &str = "parador_com.ko";
+const SOURCES: [(&str, &str); 3] = [
+    ("Kbuild", include_str!("../../../guests/linux/Kbuild")),
+    ("parador_com.h", include_str!("../../../guests/linux/parador_com.h")),
+    ("parador_com.c", include_str!("../../../guests/linux/parador_com.c")),
+];
+const ADVICE: &str =
+    "the driver for channels is built with make, gcc and libelf1; install.sh installs them";
+
+/// The module for this kernel, and what was done, for people.
+pub fn channels(
+    kernel: &Fetched,
+    cache: &Path,
+    step: &Step,
+    interruptible: &Interruptible,
+) -> Result<(PathBuf, String), Failure> {
+    let mut hasher = DefaultHasher::new();
+    SOURCES.hash(&mut hasher);
+    let folder = cache.join(format!("parador_com_{}_{:016x}", kernel.version(), hasher.finish()));
+    let module = folder.join(MODULE);
+    if module.is_file() {
+        return Ok((module, "kept from before".to_owned()));
+    }
+    let work = TempDir::with_prefix_in(".module-", cache)
+        .map_err(|error| Failure::file("make a folder in", cache, &error))?;
+    interruptible.remove_on_signal(work.path());
+    let headers = work.path().join("headers");
+    let packages = fetch::kernel_headers(kernel, &headers, step)?;
+
+    let source = work.path().join("source");
+    fs::create_dir(&source).map_err(|error| Failure::file("make the folder", &source, &error))?;
+    for (name, text) in SOURCES {
+        let path = source.join(name);
+        fs::write(&path, text).map_err(|error| Failure::file("write", &path, &error))?;
+    }
+    step.now("compiling");
+    // What Debian's own Makefile there does, but that one has its place in the file system in it.
+    let sources = headers.join("usr/src");
+    let makefile = sources.join(&packages.common).join("Makefile");
+    let mut argument = OsStr::new("M=").to_owned();
+    argument.push(&source);
+    run("make", |make| {
+        make.arg("-C").arg(sources.join(&packages.headers));
+        make.arg("-f").arg(makefile).arg(argument).arg("modules")
+    })?;
+    let made = source.join(MODULE);
+    run("strip", |strip| strip.arg("--strip-debug").arg(&made))?;
+
+    let kept = work.path().join("kept");
+    fs::create_dir(&kept).map_err(|error| Failure::file("make the folder", &kept, &error))?;
+    let put = |from: &Path, to: &Path| {
+        fs::rename(from, to).map_err(|error| Failure::file("write", to, &error))
+    };
+    put(&made, &kept.join(MODULE))?;
+    match put(&kept, &folder) {
+        // Somebody else was faster.
+        Err(_) if module.is_file() => {}
+        result => result?,
+    }
+    Ok((module, "built".to_owned()))
+}
+
+/// Runs a program of the tool chain. The environment could change what is built, so it gets nearly none.
+fn run(name: &str, arguments: impl FnOnce(&mut Command) -> &mut Command) -> Result<(), Failure> {
+    let mut command = supervise::command(OsStr::new(name), AtEnd::Terminate)
+        .map_err(|failure| failure.help(ADVICE))?;
+    command.env_clear().env("LC_ALL", "C").stdin(Stdio::null());
+    if let Some(path) = env::var_os("PATH") {
+        command.env("PATH", path);
+    }
+    let output =
+        arguments(&mut command).output().map_err(|error| Failure::program(name, &error))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    let message =
+        format!("cannot build the driver for channels, {name} failed:\n{}", text.trim_end());
+    Err(Failure::new(failure::UNAVAILABLE, message).help(ADVICE))
+}
