@@ -366,7 +366,7 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Console("steward> "),
                 // What was written before a switch is shown; what is typed goes to the selected client.
                 Step::Type("\x1d4"),
-                Step::Console("hello from a micro-guest"),
+                Step::Console("each message of linux-1 gets an answer"),
                 Step::Type("\x1d2"),
                 Step::Console("linux-1 (2"),
                 Step::Console(" # "),
@@ -382,6 +382,13 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Console("linux-1 (2"),
                 Step::Type("ping -c 3 10.0.0.2\n"),
                 Step::Console("3 packets received"),
+                // Through the channel.
+                Step::Type(
+                    "echo good $((7 * 9)) >/dev/parador-com0; head -n 1 /dev/parador-com0\n",
+                ),
+                Step::Console("heard: good 63"),
+                Step::Type("\x1d4"),
+                Step::Console("linux-1: good 63"),
                 Step::Type("\x1d:st\r"),
                 Step::Console("steward (1"),
                 Step::Type("pause linux-1\r"),
@@ -420,7 +427,7 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Type("shutdown\r"),
                 Step::Console("the steward leaves"),
             ],
-            limit: 240,
+            limit: 300,
             // What `make run` starts.
             system: include_str!("../../examples/three-guests.toml").to_owned(),
             ..base("three-guests", String::new())

@@ -143,11 +143,21 @@ pub fn stop_timer() {
 
 /// Routes the timer chip to a vector (edge-triggered, to this processor), or nowhere.
 pub fn route_pit(vector: Option<u8>) {
-    let entry = io::REDIRECTION + 2 * PIT_GSI;
+    route(PIT_GSI, vector.map(u32::from));
+}
+
+/// Routes a global interrupt to a vector (level-triggered, active high, to this processor).
+pub fn route_level(interrupt: u32, vector: u8) {
+    route(interrupt, Some(io::LEVEL | u32::from(vector)));
+}
+
+/// Sets the redirection entry of a global interrupt, with this processor as its destination.
+fn route(interrupt: u32, low: Option<u32>) {
+    let entry = io::REDIRECTION + 2 * interrupt;
     write_io(entry, io::MASKED);
     write_io(entry + 1, id() << io::DESTINATION_SHIFT);
-    if let Some(vector) = vector {
-        write_io(entry, vector.into());
+    if let Some(low) = low {
+        write_io(entry, low);
     }
 }
 

@@ -75,6 +75,19 @@ pub fn soft_off() -> Result<Option<(u16, u16)>, AcpiError> {
         .map(|(port, sleep_type)| (port, u16::from(sleep_type) << SLP_TYP_SHIFT | SLP_EN)))
 }
 
+/// Of the PM1a event block: distance of the enable register from the status register in ports.
+pub const PM1_ENABLE: u16 = 2;
+/// Of both registers: the power button (ACPI 6.5, section 4.8.4.1).
+pub const POWER_BUTTON: u16 = 1 << 8;
+
+/// Where the power button shows: port of the PM1a status register, and the interrupt.
+pub fn power_button() -> Result<Option<(u16, u32)>, AcpiError> {
+    let tables = tables()?;
+    let fadt = Fadt::parse(tables.find(Fadt::SIGNATURE).ok_or(AcpiError::BadSignature)?)?;
+    let port = fadt.pm1a_event().and_then(|register| register.port());
+    Ok(port.map(|port| (port, fadt.sci_interrupt().into())))
+}
+
 /// First element of the package `_S5_`, found by its encoding (ACPI 6.5, section 20.2): name, package
 /// opcode, package length, number of elements, first element.
 fn sleep_type(aml: &[u8]) -> Option<u8> {

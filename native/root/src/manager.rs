@@ -375,8 +375,8 @@ impl<'a> Manager<'a> {
         let devices = match (vm.disks.len() + vm.nets.len() + channels) as u64 {
             0 => 0,
             // The VMM has room for these numbers, and an entropy source.
-            few @ 1..=2 => few + 4,
-            3..=4 => 8,
+            few @ 1..=2 => few + 6,
+            3..=4 => 10,
             _ => (MAX_VM_DISKS + MAX_VM_NETS + MAX_VM_CHANNELS) as u64 + 4,
         };
         let shape = Shape {
