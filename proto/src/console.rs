@@ -5,6 +5,11 @@
 //! client's notification when there is room again or input has come. A client that is told of input reads until it
 //! gets less than it wants: only input after that is told again.
 //!
+//! A call that fails means that the server has ended. The client then waits for the event of its session, which root
+//! signals when it has put the gate to another server in the place of the old one, or when none will come; and opens its
+//! session anew. A call that is refused means that there is another server already. What the old server had taken and not
+//! shown, or not yet given, is lost.
+//!
 //! | label | words | reply |
 //! |---|---|---|
 //! | [`OPEN`] | 0: events to signal; one item: the notification, right `SIGNAL` | – |

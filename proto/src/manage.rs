@@ -37,7 +37,7 @@ pub const KILL: u64 = 6;
 pub const PAUSE: u64 = 7;
 /// Lets a paused virtual machine go on.
 pub const RESUME: u64 = 8;
-/// Ends a virtual machine at once and starts it anew; or a server of a disk or network, whose clients go on.
+/// Ends a virtual machine or a server at once and starts it anew; a server's clients go on.
 pub const RESTART: u64 = 9;
 /// Ends a virtual machine at once, and forgets it.
 pub const DESTROY: u64 = 10;

@@ -459,7 +459,60 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Type("shutdown\r"),
             ],
             limit: 240,
-            ..base("pause-and-stop", steward + &linux("linux", "", &format!("{SHARED}\ncpus = 2")))
+            ..base(
+                "pause-and-stop",
+                steward.clone() + &linux("linux", "", &format!("{SHARED}\ncpus = 2")),
+            )
+        },
+        Scenario {
+            // The only client of the line, whose kernel writes while the server is killed again and again.
+            cpus: &[1, 4],
+            steps: vec![
+                Step::Log("restart 8 of console"),
+                Step::Type("\n"),
+                Step::Console(" # "),
+                Step::Type("echo sum $((6 * 7))\n"),
+                Step::Console("sum 42"),
+                Step::Type("poweroff\n"),
+            ],
+            texts: vec!["CHECK killer ok".into()],
+            never: &["FAIL", "does not come back"],
+            ..base(
+                "console-restarts",
+                task("killer", "check-killer", &["console", "8", "150"], "manage = true")
+                    + &linux("linux", "", "console = \"com1\""),
+            )
+        },
+        Scenario {
+            // The operator restarts the server of his own line.
+            cpus: &[1, 4],
+            steps: [
+                vec![
+                    Step::Console("steward> "),
+                    Step::Type("\x1d2"),
+                    Step::Console(" # "),
+                    Step::Type("\x1d1"),
+                    Step::Console("steward (1"),
+                ],
+                [
+                    Step::Type("restart console\r"),
+                    Step::Console("steward (1"),
+                    Step::Console("restart console: done"),
+                    Step::Console("steward> "),
+                    Step::Type("\x1d2"),
+                    Step::Console("linux (2"),
+                    Step::Type("echo still $((6 * 7))\n"),
+                    Step::Console("still 42"),
+                    Step::Type("\x1d:ste\r"),
+                    Step::Console("steward (1"),
+                ]
+                .repeat(3),
+                vec![Step::Type("shutdown\r"), Step::Console("the steward leaves")],
+            ]
+            .concat(),
+            never: &["does not come back"],
+            limit: 240,
+            ..base("multiplexer-restarts", steward + &linux("linux", "", SHARED))
         },
         Scenario {
             cpus: &[1, 4],

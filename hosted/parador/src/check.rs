@@ -359,16 +359,12 @@ impl Checker<'_> {
                     self.problems.push(Problem::new(written.span(), message).help(missing));
                 }
             }
-            let default = match server.kind {
-                ServerKind::Console => Restart::Never,
-                ServerKind::Block | ServerKind::Switch => Restart::OnCrash,
-            };
             servers.push(Server {
                 name: server.name.into_inner(),
                 kind: server.kind,
                 shared,
                 device,
-                restart: server.restart.unwrap_or(default),
+                restart: server.restart.unwrap_or(Restart::OnCrash),
                 priority: self.priority(server.priority, DEFAULT_SERVER_PRIORITY),
             });
         }
@@ -382,7 +378,7 @@ impl Checker<'_> {
                 kind: ServerKind::Console,
                 shared,
                 device: Some(Device::Com1),
-                restart: Restart::Never,
+                restart: Restart::OnCrash,
                 priority: DEFAULT_SERVER_PRIORITY,
             });
         }

@@ -88,6 +88,11 @@ impl<R: Registers> Server<R> {
                 self.mux.open(index, name.unwrap_or("?"));
                 done(0)
             }
+            // Who has not opened a session speaks to a server that was here before.
+            WRITE | READ if self.sessions[index].is_none() => {
+                self.forget(came);
+                refused()
+            }
             WRITE => {
                 self.forget(came);
                 self.write(index, message)

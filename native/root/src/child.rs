@@ -124,6 +124,8 @@ pub struct Child {
     report: Option<Window>,
     /// Guest memory, in its order.
     guest: Vec<Window, MAX_GUEST_PIECES>,
+    /// Root's slot of the gate to its console.
+    console: Option<Selector>,
     ranges: Vec<Range, MAX_RANGES>,
 }
 
@@ -199,6 +201,7 @@ impl Child {
             quota: shape.quota,
             report: None,
             guest: Vec::new(),
+            console: None,
             ranges: Vec::new(),
         })
     }
@@ -338,15 +341,23 @@ impl Child {
         self.add_range(kind, address, length)
     }
 
-    /// Makes a gate that this child serves, for another one.
+    /// Makes a gate that this child serves, for another one. It takes the place of the gate to a server before, if there
+    /// was one.
     pub fn session(
         &self,
         slots: &mut RootSlots,
         client: &mut Self,
         badge: u64,
     ) -> Result<(), StartError> {
-        let slot_of_client = take(slots, &mut client.slots)?;
-        let gate = client.factory.gate(slot_of_client, self.thread, badge)?;
+        let slot_of_gate = match client.console {
+            Some(slot) => {
+                // The client's capability goes with it.
+                drop_capability(slot)?;
+                slot
+            }
+            None => *client.console.insert(take(slots, &mut client.slots)?),
+        };
+        let gate = client.factory.gate(slot_of_gate, self.thread, badge)?;
         client.task.give(gate.selector(), slot::DEVICE, rights::CALL)?;
         Ok(())
     }

@@ -7,7 +7,7 @@ use proto::manage::{
     RESTART, RESUME, Refusal, START, STOP, State,
 };
 use proto::start::event;
-use proto::system::{MAX_NAME, MAX_VMS, ServerKind};
+use proto::system::{MAX_NAME, MAX_VMS};
 use proto::{DONE, REFUSED};
 use serde::Serialize;
 
@@ -47,7 +47,7 @@ impl Manager<'_> {
             return Ok(Message::new(DONE, [number as u64, 0, 0, 0]));
         }
         if label == RESTART
-            && let Some(number) = self.find_restartable_server(name)
+            && let Some(number) = self.find_server(name)
         {
             self.restart(number)?;
             return done;
@@ -95,11 +95,8 @@ impl Manager<'_> {
         found.ok_or(if exists { Refusal::NoVm } else { Refusal::Unknown })
     }
 
-    /// A server whose clients go on with the next one.
-    fn find_restartable_server(&self, name: &str) -> Option<usize> {
-        self.system.servers.iter().position(|server| {
-            server.name == name && matches!(server.kind, ServerKind::Block | ServerKind::Switch)
-        })
+    fn find_server(&self, name: &str) -> Option<usize> {
+        self.system.servers.iter().position(|server| server.name == name)
     }
 
     fn restart(&mut self, number: usize) -> Result<(), Refusal> {

@@ -242,12 +242,14 @@ impl<'a> Manager<'a> {
                 self.children[number] = Some(child);
                 self.channels.started(number, &self.children);
                 info!("{} {} started, {memory} KiB", Self::kind(number), self.name(number));
+                self.connect_clients(number);
             }
             Some(Err(error)) => {
                 let (kind, name) = (Self::kind(number), self.name(number));
                 error!("{kind} {name} cannot be started: {error:?}");
                 self.records[number].ended = Some(code::BAD_CONFIG);
                 self.resources.memory.give_all(number);
+                self.wake_clients(number);
             }
         }
     }
@@ -429,8 +431,49 @@ impl<'a> Manager<'a> {
         {
             directory.set(number, &name);
         }
-        let Some(Some(server)) = self.children.get(server) else { return Err(StartError::Server) };
-        server.session(&mut self.resources.slots, child, number as u64)
+        match self.children.get(server) {
+            Some(Some(server)) => server.session(&mut self.resources.slots, child, number as u64),
+            // It will connect its clients.
+            Some(None) if self.records[server].restart != FOREVER => Ok(()),
+            _ => Err(StartError::Server),
+        }
+    }
+
+    /// Whether a child's console is this server.
+    fn is_client(&self, number: usize, server: usize) -> bool {
+        let console = match number {
+            FIRST_VM.. => self.instances.get(number - FIRST_VM).and_then(|vm| vm.plan.console),
+            FIRST_TASK.. => {
+                self.system.tasks.get(number - FIRST_TASK).and_then(|task| task.console)
+            }
+            _ => None,
+        };
+        console.map(usize::from) == Some(server)
+    }
+
+    /// Gives the clients of a console server that was started again their sessions. Those of other servers keep theirs in
+    /// memory.
+    fn connect_clients(&mut self, server: usize) {
+        for number in FIRST_TASK..CHILDREN {
+            if !self.is_client(number, server) {
+                continue;
+            }
+            let Some(mut child) = self.children[number].take() else { continue };
+            if let Err(error) = self.connect_console(&mut child, Some(server as u8), number) {
+                error!("{} {} has no console: {error:?}", Self::kind(number), self.name(number));
+            }
+            self.children[number] = Some(child);
+        }
+        self.wake_clients(server);
+    }
+
+    /// Tells the clients of a console server that there is another one, or none will come.
+    fn wake_clients(&self, server: usize) {
+        for number in (FIRST_TASK..CHILDREN).filter(|&number| self.is_client(number, server)) {
+            if let Some(child) = &self.children[number] {
+                child.signal(event::CONSOLE);
+            }
+        }
     }
 
     fn add_file(&self, child: &mut Child, kind: RangeKind, name: &str) -> Result<(), StartError> {
@@ -549,6 +592,8 @@ impl<'a> Manager<'a> {
             record.all_restarts = record.all_restarts.saturating_add(1);
             record.restart = time::after(&self.clock, delay);
             info!("{kind} {name} starts again in {} ms", delay / 1_000_000);
+        } else if self.records[number].restart == FOREVER {
+            self.wake_clients(number);
         }
         self.advance();
     }

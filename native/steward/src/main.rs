@@ -71,12 +71,12 @@ impl Steward {
         self.editor.show(&mut self.screen);
         loop {
             let events = self.screen.wait(FOREVER);
+            if events & event::STOP != 0 {
+                return code::OK;
+            }
             if self.screen.is_gone() {
                 error!("the console is gone");
                 return code::INTERNAL;
-            }
-            if events & event::STOP != 0 {
-                return code::OK;
             }
             if events & event::CONSOLE != 0 && self.read() == Next::End {
                 self.screen.flush();

@@ -1,4 +1,6 @@
 //! The console session: text out, keys in.
+//!
+//! A server that does not answer has ended. Root signals [`event::CONSOLE`] when another one is there, or none will come.
 
 use core::fmt;
 
@@ -15,26 +17,39 @@ pub struct Screen {
     output: heapless::Vec<u8, MAX_BYTES>,
     /// Events that came while something else was waited for.
     events: u64,
-    /// The server does not answer any more.
+    /// There is no server, and none will come.
     gone: bool,
 }
 
 impl Screen {
     /// Opens the session.
     pub fn open() -> Result<Self, Status> {
-        let gate = Gate::at(slot::DEVICE);
-        Page::current().set_capability(0, slot::NOTIFICATION, rights::SIGNAL);
-        let answer = gate.call(Message::new(OPEN, [event::CONSOLE, 0, 0, 0]).with_items(1))?;
-        if answer.tag.label != DONE {
-            return Err(Status::BadArgument);
-        }
-        Ok(Self {
-            gate,
+        let screen = Self {
+            gate: Gate::at(slot::DEVICE),
             notification: Notification::at(slot::NOTIFICATION),
             output: heapless::Vec::new(),
             events: event::CONSOLE,
             gone: false,
-        })
+        };
+        screen.connect()?;
+        Ok(screen)
+    }
+
+    fn connect(&self) -> Result<(), Status> {
+        Page::current().set_capability(0, slot::NOTIFICATION, rights::SIGNAL);
+        let answer = self.gate.call(Message::new(OPEN, [event::CONSOLE, 0, 0, 0]).with_items(1))?;
+        if answer.tag.label == DONE { Ok(()) } else { Err(Status::BadArgument) }
+    }
+
+    /// Opens the session with another server. If the old one has just ended, waits for the next one, or the order to end.
+    fn reconnect(&mut self, ended: bool) {
+        const NEWS: u64 = event::CONSOLE | event::STOP;
+        let mut events = if ended { 0 } else { event::CONSOLE };
+        while events & NEWS == 0 {
+            events |= self.notification.wait(FOREVER).unwrap_or(event::STOP);
+        }
+        self.events |= events;
+        self.gone = events & event::STOP != 0 || self.connect().is_err();
     }
 
     /// Waits for events until `deadline`, a TSC value; 0 if none came.
@@ -47,7 +62,7 @@ impl Screen {
         self.notification.wait(deadline).unwrap_or(0)
     }
 
-    /// The server does not answer any more.
+    /// There is no server any more.
     pub fn is_gone(&self) -> bool {
         self.gone
     }
@@ -58,8 +73,8 @@ impl Screen {
             Ok(answer) if answer.tag.label == DONE => {
                 Page::current().bytes(answer.tag.words, answer.words[0], buffer)
             }
-            _ => {
-                self.gone = true;
+            answer => {
+                self.reconnect(answer.is_err());
                 &[]
             }
         }
@@ -80,7 +95,8 @@ impl Screen {
                         self.events |= self.notification.wait(FOREVER).unwrap_or(0);
                     }
                 }
-                _ => self.gone = true,
+                // What the last server took and had not shown is lost.
+                answer => self.reconnect(answer.is_err()),
             }
         }
         self.output.clear();

@@ -1,4 +1,7 @@
 //! The guest's serial line: a session of a console server, with buffers that save calls.
+//!
+//! A server that does not answer has ended. Output waits, as if the server had no room, until root signals
+//! [`event::CONSOLE`]: then either another server is there, or none will come and output is discarded from now on.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -65,7 +68,10 @@ pub struct Console {
 }
 
 struct Session {
+    /// `None`: there is no server, and none will come.
     gate: Option<Gate>,
+    /// The server has ended.
+    lost: bool,
     output: Buffer,
     input: Buffer,
     /// The server has no room: it will say when it has.
@@ -78,21 +84,14 @@ impl Console {
     /// Opens the session, if the VMM has been given one.
     pub fn open(present: bool, clock: &Clock) -> Self {
         let mut session = Session {
-            gate: None,
+            gate: present.then(|| Gate::at(slot::DEVICE)),
+            lost: false,
             output: Buffer::EMPTY,
             input: Buffer::EMPTY,
             blocked: false,
             may_read: true,
         };
-        if present {
-            let gate = Gate::at(slot::DEVICE);
-            Page::current().set_capability(0, slot::NOTIFICATION, rights::SIGNAL);
-            let open = Message::new(OPEN, [event::CONSOLE, 0, 0, 0]).with_items(1);
-            match gate.call(open) {
-                Ok(answer) if answer.tag.label == proto::DONE => session.gate = Some(gate),
-                answer => warn!("no console: {answer:?}"),
-            }
-        }
+        session.open();
         Self {
             flush_at: AtomicU64::new(FOREVER),
             ticks: time::ticks(clock.tsc_khz, PATIENCE),
@@ -136,9 +135,13 @@ impl Console {
         session.send();
     }
 
-    /// The server says that there is input or room.
+    /// The server says that there is input or room; or root, that there is another server or none.
     pub fn wake(&self) {
         let session = &mut *self.session.lock();
+        if session.lost && !session.open() {
+            warn!("the console does not come back");
+            (session.gate, session.lost) = (None, false);
+        }
         session.may_read = true;
         session.blocked = false;
         self.send(session);
@@ -153,19 +156,34 @@ impl Console {
     pub fn finish(&self, notification: Notification) {
         let deadline = time::tsc().saturating_add(self.last_ticks);
         self.flush();
-        while self.session.lock().has_output() && notification.wait(deadline).is_ok() {
-            self.flush();
+        while self.session.lock().has_output()
+            && let Ok(events) = notification.wait(deadline)
+        {
+            if events & event::CONSOLE != 0 {
+                self.wake();
+            }
         }
     }
 }
 
 impl Session {
+    /// Opens the session, if there is a gate; whether that was possible.
+    fn open(&mut self) -> bool {
+        let Some(gate) = self.gate else { return false };
+        Page::current().set_capability(0, slot::NOTIFICATION, rights::SIGNAL);
+        let answer = gate.call(Message::new(OPEN, [event::CONSOLE, 0, 0, 0]).with_items(1));
+        self.lost = !answer.is_ok_and(|answer| answer.tag.label == proto::DONE);
+        self.blocked = self.lost;
+        !self.lost
+    }
+
     fn has_output(&self) -> bool {
         self.gate.is_some() && !self.output.waiting().is_empty()
     }
 
     fn send(&mut self) {
         while let Some(gate) = self.gate
+            && !self.lost
             && self.has_output()
         {
             let length = self.output.waiting().len();
@@ -185,15 +203,17 @@ impl Session {
         }
     }
 
-    /// The server is gone: the guest goes on without it.
+    /// A call has failed. If it was refused, there is another server already, which does not know the session.
     fn lose(&mut self, answer: Result<Message, native_rt::Status>) {
-        self.gate = None;
-        warn!("the console is gone: {answer:?}");
+        if answer.is_err() || !self.open() {
+            (self.lost, self.blocked) = (true, true);
+        }
     }
 
     fn take(&mut self) -> Option<u8> {
         if self.input.waiting().is_empty()
             && self.may_read
+            && !self.lost
             && let Some(gate) = self.gate
         {
             match gate.call(Message::new(READ, [MAX_BYTES as u64, 0, 0, 0])) {
