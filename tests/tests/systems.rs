@@ -603,6 +603,8 @@ fn server_scenarios() -> Vec<Scenario> {
         let more = "manage = true\nessential = true";
         task(&format!("killer-{server}"), "check-killer", &[server, count, pause], more)
     };
+    let hostile = format!("{block}program = \"check-dma\"\n");
+    let witness = micro("witness", "stress", "console = \"com1\"");
     let pong = client("pong", "net", "pong", "net = [\"sw0\"]\nessential = false");
     // What is written comes back from the disk, not from memory, and the network's other end answers.
     let command = "parador.run=\\\"dd if=/dev/urandom of=/tmp/a bs=64k count=32 && \
@@ -672,6 +674,40 @@ fn server_scenarios() -> Vec<Scenario> {
                         "net = [\"sw0,group=3\"]\nessential = false",
                     ),
             )
+        },
+        Scenario {
+            // Servers of both kinds of disks, one of which is killed, behind an IOMMU.
+            cpus: &[1, 2],
+            texts: vec!["IOMMU at 0x".into(), "restart 5 of blk0".into()],
+            never: &["FAIL", "IOMMU: event"],
+            limit: 240,
+            ..base(
+                "disks-behind-iommu",
+                "iommu = true\ndisk = [\"first.img\", \"second.img,bus=ahci\"]\n".to_owned()
+                    + &block
+                    + &server("blk1", "block", "ahci")
+                    + &killer("blk0", "5", "200")
+                    + &client("one", "disk", "20000 1", one)
+                    + &client("three", "disk", "3000 3", three),
+            )
+        },
+        Scenario {
+            // A server whose device is told to access the kernel.
+            texts: vec![
+                "the disk cannot read and cannot write what is not its server's".into(),
+                "CHECK dma ok".into(),
+            ],
+            never: &["FAIL"],
+            ..base(
+                "hostile-device-behind-iommu",
+                format!("iommu = true\n{first}") + &hostile + &witness,
+            )
+        },
+        Scenario {
+            // Without an IOMMU it can: this is what the one before shows.
+            texts: vec!["the disk can read and can write what is not its server's".into()],
+            never: &["FAIL"],
+            ..base("hostile-device", first.to_owned() + &hostile + &witness)
         },
         Scenario {
             // A hostile driver in a guest, beside clients of the same servers that notice wrong data.

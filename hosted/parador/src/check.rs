@@ -85,6 +85,8 @@ pub struct Plan {
     /// Memory that was asked for, in bytes.
     memory: Option<(Size, Option<Range<usize>>)>,
     share_cpus: bool,
+    /// The emulated machine has an IOMMU.
+    pub iommu: bool,
     /// Servers, in the order of their indices.
     pub servers: Vec<Server>,
     /// Native programs.
@@ -117,6 +119,8 @@ pub struct Server {
     pub shared: bool,
     /// What it owns.
     pub device: Option<Device>,
+    /// Its program, if it is not the usual one.
+    program: Option<Spanned<String>>,
     /// Which ends start it again.
     pub restart: Restart,
     /// 0 to [`compiled::MAX_PRIORITY`].
@@ -124,7 +128,10 @@ pub struct Server {
 }
 
 impl Server {
-    fn binary(&self) -> &'static str {
+    fn binary(&self) -> &str {
+        if let Some(program) = &self.program {
+            return program.get_ref();
+        }
         match self.kind {
             ServerKind::Console => CONSOLE_BINARY,
             ServerKind::Block => DISK_BINARY,
@@ -306,6 +313,7 @@ impl Checker<'_> {
             cpus,
             memory: overrides.memory.map(|size| (size, None)).or(described),
             share_cpus: system.share_cpus,
+            iommu: system.iommu,
             servers,
             tasks,
             vms,
@@ -359,11 +367,15 @@ impl Checker<'_> {
                     self.problems.push(Problem::new(written.span(), message).help(missing));
                 }
             }
+            if let Some(program) = &server.program {
+                self.binary(program);
+            }
             servers.push(Server {
                 name: server.name.into_inner(),
                 kind: server.kind,
                 shared,
                 device,
+                program: server.program,
                 restart: server.restart.unwrap_or(Restart::OnCrash),
                 priority: self.priority(server.priority, DEFAULT_SERVER_PRIORITY),
             });
@@ -378,6 +390,7 @@ impl Checker<'_> {
                 kind: ServerKind::Console,
                 shared,
                 device: Some(Device::Com1),
+                program: None,
                 restart: Restart::OnCrash,
                 priority: DEFAULT_SERVER_PRIORITY,
             });
@@ -957,7 +970,10 @@ impl Plan {
     /// the description, if it is named there.
     pub fn binaries(&self) -> Vec<(&str, Option<Range<usize>>)> {
         let mut binaries: Vec<(&str, Option<Range<usize>>)> = Vec::new();
-        let servers = self.servers.iter().map(|server| (server.binary(), None));
+        let servers = self
+            .servers
+            .iter()
+            .map(|server| (server.binary(), server.program.as_ref().map(|program| program.span())));
         let vms = self.vms.iter().map(|vm| match &vm.vmm {
             Some(vmm) => (vmm.get_ref().as_str(), Some(vmm.span())),
             None => (VMM_BINARY, None),

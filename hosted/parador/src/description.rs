@@ -44,6 +44,9 @@ pub struct System {
     /// vCPUs may share CPUs by time slices.
     #[serde(default)]
     pub share_cpus: bool,
+    /// The emulated machine has an IOMMU, which keeps devices from what is not their server's.
+    #[serde(default)]
+    pub iommu: bool,
     /// Disks of the emulated machine: see `attach::MachineDisk`.
     #[serde(default)]
     pub disk: Vec<Spanned<String>>,
@@ -86,6 +89,8 @@ pub struct Server {
     pub kind: ServerKind,
     /// The device that it owns: see `attach::Device`. A switch needs none.
     pub device: Option<Spanned<String>>,
+    /// A native program of the build that takes the place of the usual one.
+    pub program: Option<Spanned<String>>,
     /// Virtual machines that a switch is for; if it is given, no others may be connected to it.
     #[serde(default)]
     pub ports: Option<Vec<Spanned<String>>>,

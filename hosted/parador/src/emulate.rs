@@ -200,6 +200,11 @@ fn arguments(plan: &Plan, image: &Image, options: &Options) -> Vec<OsString> {
     let log = option_path(&options.log);
     add(&["-chardev", &format!("file,id=log,path={log}"), "-serial", "chardev:log"]);
     add(&["-device", "isa-debug-exit,iobase=0xf4,iosize=4"]);
+    // Without these virtio devices pass the IOMMU by.
+    let translated = if plan.iommu { ",iommu_platform=on,disable-legacy=on" } else { "" };
+    if plan.iommu {
+        add(&["-device", "amd-iommu"]);
+    }
     for (number, disk) in plan.disks.iter().enumerate() {
         let on_off = |on| if on { "on" } else { "off" };
         let drive = format!(
@@ -211,7 +216,7 @@ fn arguments(plan: &Plan, image: &Image, options: &Options) -> Vec<OsString> {
         );
         let port = plan.disks[..number].iter().filter(|other| other.bus == disk.bus).count();
         let device = match disk.bus {
-            Bus::Virtio => format!("virtio-blk-pci,drive=disk{number}"),
+            Bus::Virtio => format!("virtio-blk-pci,drive=disk{number}{translated}"),
             Bus::Ahci => format!("ide-hd,drive=disk{number},bus=ide.{port}"),
         };
         add(&["-drive", &drive, "-device", &device]);
@@ -220,7 +225,7 @@ fn arguments(plan: &Plan, image: &Image, options: &Options) -> Vec<OsString> {
         let forwards: String =
             net.forwards.iter().map(|forward| format!(",hostfwd={forward}")).collect();
         add(&["-netdev", &format!("user,id=net{number}{forwards}")]);
-        add(&["-device", &format!("virtio-net-pci,netdev=net{number},romfile=")]);
+        add(&["-device", &format!("virtio-net-pci,netdev=net{number},romfile={translated}")]);
     }
     match &options.iso {
         // GRUB wants a display to write its menu to.

@@ -387,6 +387,54 @@ impl<'a> Mcfg<'a> {
     }
 }
 
+/// I/O Virtualization Reporting Structure (AMD I/O Virtualization Technology Specification, rev. 3, section 5.2).
+#[derive(Clone, Copy, Debug)]
+pub struct Ivrs<'a> {
+    bytes: &'a [u8],
+}
+
+/// An IOMMU, as its hardware definition block (IVHD) describes it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Ivhd {
+    /// PCI function that it is: bus, device (5 bits), function (3 bits).
+    pub device: u16,
+    /// Physical address of its registers.
+    pub base: u64,
+    /// PCI segment group of the functions behind it.
+    pub segment: u16,
+}
+
+impl<'a> Ivrs<'a> {
+    /// Signature.
+    pub const SIGNATURE: &'static [u8; 4] = b"IVRS";
+    const FIXED: usize = 48;
+    /// Kinds of IVHD. All begin alike, and firmware may describe an IOMMU by several.
+    const IVHD: [u8; 3] = [0x10, 0x11, 0x40];
+
+    /// Reads a table as IVRS.
+    pub fn parse(table: Table<'a>) -> Result<Self, AcpiError> {
+        table.expect(Self::SIGNATURE, Self::FIXED).map(|bytes| Self { bytes })
+    }
+
+    /// The IVHDs; the list ends at a block that makes no sense.
+    pub fn iommus(&self) -> impl Iterator<Item = Ivhd> + use<'a> {
+        let mut rest = self.bytes.get(Self::FIXED..).unwrap_or(&[]);
+        let blocks = core::iter::from_fn(move || {
+            let length = usize::from(bytes::u16(rest, 2)?);
+            let block = rest.get(..length).filter(|block| block.len() >= 4)?;
+            rest = &rest[length..];
+            Some(block)
+        });
+        blocks.filter(|block| Self::IVHD.contains(&block[0])).filter_map(|block| {
+            Some(Ivhd {
+                device: bytes::u16(block, 4)?,
+                base: bytes::u64(block, 8)?,
+                segment: bytes::u16(block, 16)?,
+            })
+        })
+    }
+}
+
 /// Address spaces of [`GenericAddress`] (table 5.1).
 pub mod space {
     /// Memory.
@@ -562,6 +610,27 @@ mod tests {
             ConfigurationRange { base: 0xb000_0000, segment: 0, first_bus: 0, last_bus: 255 };
         assert_eq!(mcfg.ranges().collect::<Vec<_>>(), [range]);
         assert!(Madt::parse(table).is_err());
+    }
+
+    #[test]
+    fn iommus() {
+        let mut body = vec![0; 12];
+        // An IVHD, a block of another kind, an IVHD of the same IOMMU, and one that is cut short.
+        for (kind, length) in [(0x10, 28), (0x20, 32), (0x11, 40), (0x10, 28)] {
+            let mut block = vec![kind, 0, length, 0, 0x02, 0, 0x40, 0];
+            block.extend(0xfd00_0000u64.to_le_bytes());
+            block.resize(length.into(), 0);
+            body.extend(block);
+        }
+        body.truncate(body.len() - 1);
+        let bytes = table(b"IVRS", &body).leak();
+        let ivrs = |bytes: &'static [u8]| {
+            Ivrs::parse(Table::read(0, |_, length| bytes.get(..length)).unwrap())
+        };
+        let iommu = Ivhd { device: 2, base: 0xfd00_0000, segment: 0 };
+        assert_eq!(ivrs(bytes).unwrap().iommus().collect::<Vec<_>>(), [iommu, iommu]);
+        let endless = table(b"IVRS", &[0; 40]).leak();
+        assert_eq!(ivrs(endless).unwrap().iommus().count(), 0);
     }
 
     /// 4 KiB of memory at address 0 with tables at 0x100 (root), 0x200 (MADT), 0x400 (FADT).

@@ -5,6 +5,7 @@
 
 pub mod apic;
 pub mod cpuid;
+pub mod iommu;
 pub mod msr;
 pub mod paging;
 pub mod vmcb;

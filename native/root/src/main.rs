@@ -19,6 +19,7 @@ mod directory;
 mod fault;
 mod frames;
 mod instances;
+mod iommu;
 mod lines;
 mod loader;
 mod manage;

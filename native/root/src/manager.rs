@@ -151,8 +151,10 @@ impl<'a> Manager<'a> {
             warn!("no alarm clock, so nothing is restarted: {status:?}");
         }
         let slots = Slots::new(FIRST_FREE);
+        let mut memory = Memory::new(boot);
+        let sessions = Sessions::new(system, boot, &mut memory);
         Self {
-            resources: Resources { boot, memory: Memory::new(boot), slots },
+            resources: Resources { boot, memory, slots },
             header,
             system,
             clock,
@@ -160,7 +162,7 @@ impl<'a> Manager<'a> {
             children: [const { None }; CHILDREN],
             records: [UNKNOWN; CHILDREN],
             directory: None,
-            sessions: Sessions::new(system),
+            sessions,
             channels: Channels::new(system),
             alarm: alarm.ok(),
             phase: Phase::Running,
@@ -530,6 +532,7 @@ impl<'a> Manager<'a> {
             self.leave();
         }
         if events & RINGS != 0 {
+            self.sessions.report();
             let now = time::tsc();
             for number in 0..CHILDREN {
                 if self.records[number].restart <= now {
@@ -564,7 +567,7 @@ impl<'a> Manager<'a> {
             self.directory = None;
         }
         if let Some(server) = self.system.servers.get(number) {
-            self.sessions.server_ended(self.resources.boot, server);
+            self.sessions.server_ended(self.resources.boot, number, server);
         }
         child.destroy(&mut self.resources);
         self.channels.ended(number, &self.children);

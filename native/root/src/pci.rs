@@ -8,7 +8,7 @@
 //! A function may access memory only from [`Function::enable`] to [`Function::disable`], while its server lives.
 
 use heapless::Vec;
-use hw_tables::acpi::{Mcfg, Rsdp, Tables, find_rsdp};
+use hw_tables::acpi::{Mcfg, Rsdp, Table, Tables, find_rsdp};
 use hw_tables::pci::{
     BARS, DEVICES, FUNCTIONS, MemoryBar, SPACE, capabilities, capability, command, msi, msi_x,
     register,
@@ -28,6 +28,19 @@ pub struct Address {
     bus: u8,
     device: u8,
     function: u8,
+}
+
+impl Address {
+    /// As one number: bus, device (5 bits), function (3 bits).
+    pub fn number(self) -> u16 {
+        u16::from(self.bus) << 8 | u16::from(self.device) << 3 | u16::from(self.function)
+    }
+
+    /// The place with this number.
+    pub fn from_number(number: u16) -> Self {
+        let (bus, rest) = ((number >> 8) as u8, number as u8);
+        Self { bus, device: rest >> 3, function: rest & 7 }
+    }
 }
 
 impl core::fmt::Display for Address {
@@ -67,29 +80,32 @@ pub struct Function<'a> {
     registers: Registers,
 }
 
+/// The table with a signature, if the firmware left one.
+pub fn table(boot: &Boot, signature: &[u8; 4]) -> Option<Table<'static>> {
+    let memory = |address, length| boot.firmware(address, length);
+    let tables = Tables::from_address(boot.info.rsdp, memory).ok().or_else(|| {
+        // The loader's copy of the pointer may be where root has no access.
+        let bytes = boot.firmware(BIOS.0, BIOS.1)?;
+        let rsdp = Rsdp::parse(bytes.get(find_rsdp(bytes)?..)?).ok()?;
+        Tables::new(rsdp, memory).ok()
+    })?;
+    tables.find(signature)
+}
+
 impl<'a> Pci<'a> {
     /// Finds the configuration space of segment 0; `None` if the firmware describes none.
     pub fn find(boot: &'a Boot) -> Option<Self> {
-        let memory = |address, length| boot.firmware(address, length);
-        let tables = Tables::from_address(boot.info.rsdp, memory).ok().or_else(|| {
-            // The loader's copy of the pointer may be where root has no access.
-            let bytes = boot.firmware(BIOS.0, BIOS.1)?;
-            let rsdp = Rsdp::parse(bytes.get(find_rsdp(bytes)?..)?).ok()?;
-            Tables::new(rsdp, memory).ok()
-        })?;
-        let range = Mcfg::parse(tables.find(Mcfg::SIGNATURE)?).ok()?;
+        let range = Mcfg::parse(table(boot, Mcfg::SIGNATURE)?).ok()?;
         let range = range.ranges().find(|range| range.segment == 0)?;
         let (first_bus, last_bus) = (range.first_bus, range.last_bus);
         Some(Self { boot, base: range.base, first_bus, last_bus })
     }
 
     fn function(self, address: Address) -> Option<Function<'a>> {
-        let Address { bus, device, function } = address;
-        if !(self.first_bus..=self.last_bus).contains(&bus) {
+        if !(self.first_bus..=self.last_bus).contains(&address.bus) {
             return None;
         }
-        let number = u64::from(bus) << 8 | u64::from(device) << 3 | u64::from(function);
-        let configuration = self.base.checked_add(number * SPACE)?;
+        let configuration = self.base.checked_add(u64::from(address.number()) * SPACE)?;
         let registers = self.boot.registers(configuration, SPACE)?;
         let function = Function { boot: self.boot, address, configuration, registers };
         (registers.read16(register::VENDOR.into()) != u16::MAX).then_some(function)

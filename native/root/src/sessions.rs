@@ -18,8 +18,10 @@ use proto::system::{Device, MAX_SERVERS, MAX_VMS, PciClass, Server, ServerKind, 
 use proto::{disk, net};
 
 use crate::child::{Child, Resources, StartError};
+use crate::iommu::{Iommu, NoRoom};
 use crate::manager::{CHILDREN, FIRST_VM};
-use crate::pci::{Bar, Function, Pci};
+use crate::memory::Memory;
+use crate::pci::{Address, Bar, Function, Pci};
 
 /// Most sessions in a system.
 const MAX_ALL: usize = 64;
@@ -51,6 +53,8 @@ struct Session {
 pub struct Sessions {
     sessions: Vec<Session, MAX_ALL>,
     dma: [Option<Window>; MAX_SERVERS],
+    /// What keeps devices from other memory, if the machine has it.
+    iommu: Option<Iommu>,
 }
 
 /// Physical address of memory in root's window.
@@ -60,7 +64,7 @@ fn physical(window: Window) -> u64 {
 
 impl Sessions {
     /// The sessions that the description asks for. What exceeds the limits is left out, which `parador system check` refuses.
-    pub fn new(system: &System) -> Self {
+    pub fn new(system: &System, boot: &Boot, memory: &mut Memory) -> Self {
         let mut sessions: Vec<Session, MAX_ALL> = Vec::new();
         // Templates have none, and virtual machines are numbered without them at first.
         let started = system.vms.iter().enumerate().filter(|(_, vm)| !vm.template);
@@ -88,7 +92,8 @@ impl Sessions {
                 }
             }
         }
-        Self { sessions, dma: [None; MAX_SERVERS] }
+        let iommu = Iommu::new(boot, memory, KEPT);
+        Self { sessions, dma: [None; MAX_SERVERS], iommu }
     }
 
     /// Gives a child its side of its sessions: memory, and each side's notification to the other one.
@@ -163,15 +168,21 @@ impl Sessions {
         resources: &mut Resources,
         children: &[Option<Child>],
     ) -> Result<Role<'static>, StartError> {
-        let class = match server.device {
+        let (class, function) = match server.device {
             Device::Pci(class, index) => {
-                self.add_function(number, child, resources, class, index)?;
-                Some(class)
+                let function = self.add_function(number, child, resources, class, index)?;
+                (Some(class), Some(function))
             }
-            Device::None => None,
+            Device::None => (None, None),
             Device::Serial(_) => return Err(StartError::Device),
         };
         self.connect(number, child, resources, children)?;
+        if let (Some(iommu), Some(function)) = (&mut self.iommu, function) {
+            let own = self.sessions.iter().filter(|session| session.server == number);
+            let windows = self.dma[number].into_iter().chain(own.filter_map(|own| own.memory));
+            let done = iommu.allow(&mut resources.memory, KEPT, number, function, windows);
+            done.map_err(|NoRoom| StartError::Memory)?;
+        }
         let own = self.sessions.iter().filter(|session| session.server == number);
         let plans = own.filter_map(|session| {
             let signal = event::session(session.of_client);
@@ -210,7 +221,7 @@ impl Sessions {
         resources: &mut Resources,
         class: PciClass,
         index: u8,
-    ) -> Result<(), StartError> {
+    ) -> Result<Address, StartError> {
         let boot = resources.boot;
         let function = find(boot, class, index).ok_or(StartError::Device)?;
         function.disable();
@@ -253,15 +264,26 @@ impl Sessions {
             return Err(StartError::Device);
         }
         native_rt::info!("server has PCI function {}", function.address);
-        Ok(())
+        Ok(function.address)
     }
 
     /// A server has ended: its device must not access memory any more.
-    pub fn server_ended(&self, boot: &Boot, server: &Server) {
+    pub fn server_ended(&mut self, boot: &Boot, number: usize, server: &Server) {
         if let Device::Pci(class, index) = server.device
             && let Some(function) = find(boot, class, index)
         {
             function.disable();
+            if let Some(iommu) = &mut self.iommu {
+                iommu.deny(number, function.address);
+            }
+        }
+        self.report();
+    }
+
+    /// Tells the log what devices were kept from.
+    pub fn report(&mut self) {
+        if let Some(iommu) = &mut self.iommu {
+            iommu.report();
         }
     }
 }

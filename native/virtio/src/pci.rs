@@ -7,6 +7,8 @@ use crate::queue::Queue;
 
 /// Feature bit: the device follows virtio 1.
 pub const VERSION_1: u64 = 1 << 32;
+/// Feature bit: the device reaches memory as the platform lets it, through an IOMMU if there is one.
+const ACCESS_PLATFORM: u64 = 1 << 33;
 
 /// Structures (section 4.1.4), by `cfg_type`.
 const COMMON: u8 = 1;
@@ -98,7 +100,7 @@ impl Transport {
         transport.reset()?;
         transport.add_status(status::ACKNOWLEDGE);
         transport.add_status(status::DRIVER);
-        let features = transport.offered() & (wanted | VERSION_1);
+        let features = transport.offered() & (wanted | VERSION_1 | ACCESS_PLATFORM);
         for (select, half) in [(0, features as u32), (1, (features >> 32) as u32)] {
             common.write32(common::DRIVER_FEATURE_SELECT, select);
             common.write32(common::DRIVER_FEATURE, half);

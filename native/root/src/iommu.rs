@@ -1,0 +1,291 @@
+//! AMD IOMMUs: what memory a device may access.
+//!
+//! Root has all memory anyway, so the driver of what protects it from devices is in root, and the kernel knows
+//! nothing of it. All IOMMUs of the machine use one device table. A function that no server drives may access
+//! nothing. That of a server may access the memory that the server has for it, and the sessions of its clients, at their
+//! physical addresses; interrupts pass. Page tables belong to a server's number and stay, as that memory does, so
+//! a server that is started again needs no new ones.
+//!
+//! Reference: [`hw_x86::iommu`].
+
+use abi::{PAGE_SIZE, boot};
+use heapless::Vec;
+use hw_tables::acpi::Ivrs;
+use hw_x86::iommu::{
+    BLOCKED, DEVICE_ENTRY, DEVICE_TABLE_LENGTH, ENTRY, LEVELS, REACH, RING_PAGE, command, control,
+    device_entry, event_device, index, leaf, next_table, register, status, table,
+};
+use native_rt::device::Registers;
+use native_rt::start::Boot;
+use native_rt::{Window, info, warn};
+use proto::system::MAX_SERVERS;
+
+use crate::memory::Memory;
+use crate::pci::{self, Address};
+
+/// Most IOMMUs that are driven.
+const MAX_UNITS: usize = 8;
+/// Pages of a server's page tables: for memory in about as many places.
+const TABLE_PAGES: u64 = 32;
+/// Looks at memory until a command must have been carried out.
+const PATIENCE: u32 = 10_000_000;
+/// Events that are told of at a time.
+const MAX_TOLD: u32 = 4;
+
+/// An IOMMU: its registers, and three pages for commands, events, and its answer.
+struct Unit {
+    registers: Registers,
+    pages: Window,
+    /// Offset after the last command, and number of the last answer.
+    tail: u64,
+    answer: u64,
+    /// Offset of the next event.
+    head: u64,
+}
+
+/// A server's page tables; the first page is the root.
+struct Domain {
+    pages: Window,
+    used: u64,
+}
+
+/// All IOMMUs.
+pub struct Iommu {
+    units: Vec<Unit, MAX_UNITS>,
+    devices: Window,
+    domains: [Option<Domain>; MAX_SERVERS],
+}
+
+/// There is no memory for tables, or memory that they do not reach.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NoRoom;
+
+fn physical(window: Window) -> u64 {
+    window.base() - boot::PHYSICAL_WINDOW
+}
+
+fn read(window: Window, offset: u64) -> u64 {
+    let mut bytes = [0; 8];
+    // All offsets here are inside.
+    let _ = window.read(offset, &mut bytes);
+    u64::from_le_bytes(bytes)
+}
+
+fn write(window: Window, offset: u64, words: &[u64]) {
+    for (at, word) in (offset..).step_by(8).zip(words) {
+        let _ = window.write(at, &word.to_le_bytes());
+    }
+}
+
+impl Iommu {
+    /// Takes all IOMMUs into use; no device may access memory from then on. `None`: there are none. Their memory belongs to
+    /// `owner`.
+    pub fn new(boot: &Boot, memory: &mut Memory, owner: usize) -> Option<Self> {
+        let ivrs = Ivrs::parse(pci::table(boot, Ivrs::SIGNATURE)?).ok()?;
+        let pages = DEVICE_TABLE_LENGTH / PAGE_SIZE;
+        let devices = memory.take_aligned(owner, pages, pages)?;
+        for entry in 0..DEVICE_TABLE_LENGTH / DEVICE_ENTRY {
+            write(devices, entry * DEVICE_ENTRY, &BLOCKED);
+        }
+        let mut units: Vec<Unit, MAX_UNITS> = Vec::new();
+        let mut bases: Vec<u64, MAX_UNITS> = Vec::new();
+        for iommu in ivrs.iommus().filter(|iommu| iommu.segment == 0) {
+            if bases.contains(&iommu.base) {
+                continue;
+            }
+            let unit = boot
+                .registers(iommu.base, register::LENGTH)
+                .zip(memory.take(owner, 3))
+                .map(|(registers, pages)| Unit { registers, pages, tail: 0, answer: 0, head: 0 });
+            let Some(unit) = unit.filter(|_| !units.is_full()) else {
+                warn!("an IOMMU at {:#x} stays off: its devices may access all memory", iommu.base);
+                continue;
+            };
+            unit.enable(devices);
+            info!("IOMMU at {:#x}: devices may access what their servers have", iommu.base);
+            // There is room for as many.
+            let _ = (bases.push(iommu.base), units.push(unit));
+        }
+        (!units.is_empty()).then_some(Self {
+            units,
+            devices,
+            domains: [const { None }; MAX_SERVERS],
+        })
+    }
+
+    /// Lets the function of a server access these windows, and nothing else.
+    pub fn allow(
+        &mut self,
+        memory: &mut Memory,
+        owner: usize,
+        server: usize,
+        function: Address,
+        windows: impl Iterator<Item = Window>,
+    ) -> Result<(), NoRoom> {
+        let domain = self.domains.get_mut(server).ok_or(NoRoom)?;
+        let domain = match domain {
+            Some(domain) => domain,
+            None => {
+                let pages = memory.take(owner, TABLE_PAGES).ok_or(NoRoom)?;
+                let mut new = Domain { pages, used: 0 };
+                new.add_table().ok_or(NoRoom)?;
+                domain.insert(new)
+            }
+        };
+        for window in windows {
+            for offset in (0..window.length()).step_by(PAGE_SIZE as usize) {
+                domain.map(physical(window) + offset).ok_or(NoRoom)?;
+            }
+        }
+        let entry = device_entry(physical(domain.pages), domain_number(server));
+        self.set(function, server, entry);
+        Ok(())
+    }
+
+    /// The function of a server may access nothing any more.
+    pub fn deny(&mut self, server: usize, function: Address) {
+        self.set(function, server, BLOCKED);
+    }
+
+    fn set(&mut self, function: Address, server: usize, entry: [u64; 4]) {
+        let device = function.number();
+        let at = u64::from(device) * DEVICE_ENTRY;
+        // The rights last when they are given, first when they are taken: either way the first word alone has none yet, or
+        // none any more.
+        if entry == BLOCKED {
+            write(self.devices, at, &entry);
+        } else {
+            write(self.devices, at + 8, &entry[1..]);
+            write(self.devices, at, &entry[..1]);
+        }
+        for unit in &mut self.units {
+            unit.forget(device, domain_number(server));
+        }
+    }
+
+    /// Tells the log what devices were kept from.
+    pub fn report(&mut self) {
+        let mut told = 0;
+        let mut more = 0;
+        for unit in &mut self.units {
+            while let Some(event) = unit.next_event() {
+                if told < MAX_TOLD {
+                    let [first, second] = event;
+                    let function = Address::from_number(event_device(first));
+                    warn!("IOMMU: event of PCI function {function}: {first:#018x} {second:#018x}");
+                    told += 1;
+                } else {
+                    more += 1;
+                }
+            }
+        }
+        if more != 0 {
+            warn!("IOMMU: {more} more events");
+        }
+    }
+}
+
+/// Domain 0 is nobody's.
+fn domain_number(server: usize) -> u16 {
+    server as u16 + 1
+}
+
+impl Domain {
+    /// Takes a page, which is zeros, into use as a table; its offset.
+    fn add_table(&mut self) -> Option<u64> {
+        let offset = self.used * PAGE_SIZE;
+        self.pages.part(offset, PAGE_SIZE)?;
+        self.used += 1;
+        Some(offset)
+    }
+
+    /// Maps a page to itself.
+    fn map(&mut self, address: u64) -> Option<()> {
+        if address >= REACH {
+            return None;
+        }
+        let base = physical(self.pages);
+        let mut offset = 0;
+        for level in (2..=LEVELS).rev() {
+            let at = offset + 8 * index(address, level);
+            offset = match next_table(read(self.pages, at)) {
+                Some(next) => next - base,
+                None => {
+                    let next = self.add_table()?;
+                    write(self.pages, at, &[table(base + next, level - 1)]);
+                    next
+                }
+            };
+        }
+        write(self.pages, offset + 8 * index(address, 1), &[leaf(address)]);
+        Some(())
+    }
+}
+
+impl Unit {
+    const EVENTS: u64 = PAGE_SIZE;
+    const ANSWER: u64 = 2 * PAGE_SIZE;
+
+    /// Lets the IOMMU work, from whatever state the firmware has left it in.
+    fn enable(&self, devices: Window) {
+        let registers = self.registers;
+        let base = physical(self.pages);
+        registers.write64(register::CONTROL, 0);
+        let pages = DEVICE_TABLE_LENGTH / PAGE_SIZE - 1;
+        registers.write64(register::DEVICE_TABLE, physical(devices) | pages);
+        registers.write64(register::COMMAND_BUFFER, base | RING_PAGE);
+        registers.write64(register::EVENT_LOG, (base + Self::EVENTS) | RING_PAGE);
+        let (commands, events) = (register::COMMAND_HEAD, register::EVENT_HEAD);
+        for offset in [commands, register::COMMAND_TAIL, events, register::EVENT_TAIL] {
+            registers.write64(offset, 0);
+        }
+        let all = control::ENABLE | control::EVENT_LOG | control::COHERENT | control::COMMANDS;
+        registers.write64(register::CONTROL, all);
+    }
+
+    fn put(&mut self, command: [u64; 2]) {
+        write(self.pages, self.tail, &command);
+        self.tail = (self.tail + ENTRY) % PAGE_SIZE;
+    }
+
+    /// Makes the IOMMU forget what it knows of a function and a domain, and waits until it has.
+    fn forget(&mut self, device: u16, domain: u16) {
+        self.answer += 1;
+        let place = physical(self.pages) + Self::ANSWER;
+        self.put(command::forget_device(device));
+        self.put(command::forget_domain(domain));
+        self.put(command::completion(place, self.answer));
+        self.registers.write64(register::COMMAND_TAIL, self.tail);
+        let done = (0..PATIENCE).any(|_| read(self.pages, Self::ANSWER) == self.answer);
+        if !done {
+            warn!("an IOMMU does not answer");
+        }
+    }
+
+    /// Takes the oldest event.
+    fn next_event(&mut self) -> Option<[u64; 2]> {
+        if self.registers.read64(register::EVENT_TAIL) % PAGE_SIZE == self.head {
+            if self.registers.read64(register::STATUS) & status::EVENT_OVERFLOW != 0 {
+                warn!("IOMMU: events were lost");
+                self.restart_log();
+            }
+            return None;
+        }
+        let at = Self::EVENTS + self.head;
+        let event = [read(self.pages, at), read(self.pages, at + 8)];
+        self.head = (self.head + ENTRY) % PAGE_SIZE;
+        self.registers.write64(register::EVENT_HEAD, self.head);
+        Some(event)
+    }
+
+    /// Begins anew with the log, which has been full (section 2.5.1).
+    fn restart_log(&mut self) {
+        let control = self.registers.read64(register::CONTROL);
+        self.registers.write64(register::CONTROL, control & !control::EVENT_LOG);
+        self.head = 0;
+        self.registers.write64(register::EVENT_HEAD, 0);
+        self.registers.write64(register::EVENT_TAIL, 0);
+        self.registers.write64(register::STATUS, status::EVENT_OVERFLOW);
+        self.registers.write64(register::CONTROL, control);
+    }
+}
