@@ -212,6 +212,8 @@ pub mod v_intr {
     pub const IGNORE_TPR: u64 = 1 << 20;
     /// V_INTR_MASKING: the guest's `RFLAGS.IF` masks virtual interrupts only.
     pub const INTR_MASKING: u64 = 1 << 24;
+    /// V_INTR_VECTOR, lowest bit.
+    pub const VECTOR_SHIFT: u32 = 32;
 }
 
 /// Format of `EVENTINJ` and `EXITINTINFO` (APM vol. 2, section 15.20).

@@ -7,7 +7,7 @@
 //!   leave the guest (`Arch::shootdown`), and everything about the vCPU is looked up again afterwards.
 //! * The VMM chooses guest state only: intercepts, maps, nested tables and ASIDs are the kernel's, so whatever it
 //!   writes harms its own guest at most (a state that the processor refuses is an exit).
-//! * An event is in exactly one place: the state page's `inject`, the VMCB's `EVENTINJ`, or delivered.
+//! * An event is in exactly one place: the state page's `inject`, the VMCB's `EVENTINJ`, its virtual interrupt, or delivered.
 //! * FPU, debug address registers and TSC_AUX stay those of the vCPU that ran last on the CPU, until another one
 //!   runs there; host programs use none of them.
 
@@ -179,6 +179,8 @@ pub struct VcpuFrames {
     tsc_aux: Cell<u64>,
     /// An interrupt window is asked for.
     window: Cell<bool>,
+    /// The interrupt that the VMCB has as a virtual one; 0: none.
+    offered: Cell<u64>,
     /// The processor's copy of the VMCB is out of date.
     unclean: Cell<bool>,
 }
@@ -212,6 +214,7 @@ impl VcpuFrames {
             debug: Cell::new([0; 4]),
             tsc_aux: Cell::new(0),
             window: Cell::new(false),
+            offered: Cell::new(0),
             unclean: Cell::new(true),
         };
         this.reset();
@@ -364,12 +367,40 @@ impl VcpuFrames {
         self.unclean.set(true);
         if wanted {
             control.intercept3 |= intercept3::VINTR;
-            control.v_intr =
-                v_intr::INTR_MASKING | v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIFT;
+            control.v_intr = PENDING;
         } else {
             control.intercept3 &= !intercept3::VINTR;
             control.v_intr = v_intr::INTR_MASKING;
         }
+    }
+
+    /// Gives the guest an event at the next entry. An interrupt is made pending where that is possible: QEMU may deliver one
+    /// from `EVENTINJ` twice, the second time whether the guest wants it or not, if the host needs the processor before
+    /// the guest's next exit. With the intercept of a window that is not possible.
+    #[cold]
+    fn inject(&self, event: u64) {
+        let control = &mut self.vmcb().control;
+        let is_interrupt =
+            event & (event::VALID | event::TYPE_MASK) == event::VALID | event::TYPE_INTR;
+        if is_interrupt && !self.window.get() {
+            let vector = event & event::VECTOR;
+            control.v_intr = PENDING | vector << v_intr::VECTOR_SHIFT;
+            self.offered.set(event);
+            self.unclean.set(true);
+        } else {
+            control.event_inj = event;
+        }
+    }
+
+    /// Takes the interrupt back that the guest has not taken, if any.
+    #[cold]
+    fn take_back(&self) -> u64 {
+        let control = &mut self.vmcb().control;
+        let offered = self.offered.take();
+        let taken = control.v_intr & v_intr::IRQ == 0;
+        control.v_intr = v_intr::INTR_MASKING;
+        self.unclean.set(true);
+        if taken { 0 } else { offered }
     }
 
     /// Takes over the groups that the VMM changed. `Err`: an XCR0 that the machine does not have.
@@ -614,7 +645,7 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
     unsafe {
         asm!("vmsave rax", in("rax") frames.vmcb_physical, options(nostack));
         asm!("vmload rax", in("rax") host_state, options(nostack));
-        if frames.window.get() {
+        if frames.window.get() || frames.offered.get() != 0 {
             // QEMU's VMRUN makes V_IRQ known without a lock, and may undo that an interrupt of the host became known at that
             // moment. It stays pending in the local APIC unnoticed until that looks again, as it does when its task
             // priority is written.
@@ -694,6 +725,9 @@ fn new_asid(local: &Local, frames: &VcpuFrames, vm: &Vm<X86>) {
 
 // ---- VcpuRun ---------------------------------------------------------------------------------------
 
+/// A virtual interrupt, whatever the guest's task priority.
+const PENDING: u64 =
+    v_intr::INTR_MASKING | v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIFT;
 /// Interrupt shadow in the VMCB (APM vol. 2 §15.21.5).
 const SHADOW: u64 = 1;
 /// Clean bits for a VMCB whose cached parts have not changed: all that are defined (APM vol. 2 §15.15.3).
@@ -743,6 +777,7 @@ pub fn run(
         return (kernel, None);
     };
     let frames = &vcpu.arch;
+    let untaken = if frames.offered.get() != 0 { frames.take_back() } else { 0 };
     let (state, control) = (frames.state(), &mut frames.vmcb().control);
     state.entries += 1;
     if settled != 0 {
@@ -753,7 +788,11 @@ pub fn run(
         add(&kernel.counters.settled, settled);
     }
     control.tlb_control = tlb_control::NOTHING;
-    state.inject = interrupted_event(control.exit_int_info);
+    state.inject = match interrupted_event(control.exit_int_info) {
+        0 => untaken,
+        // QEMU keeps one pending too whose delivery was cut short.
+        event => event,
+    };
     let back = match code {
         exit::VMMCALL if frames.rings() => {
             if let Some(vm) = kernel.memory.get(vm_name) {
@@ -844,9 +883,11 @@ fn prepare<'a>(
     if frames.window.get() != window {
         frames.set_window(window);
     }
+    frames.vmcb().control.event_inj = 0;
+    if state.inject != 0 {
+        frames.inject(core::mem::take(&mut state.inject));
+    }
     let control = &mut frames.vmcb().control;
-    control.event_inj = state.inject;
-    state.inject = 0;
     control.clean = CLEAN;
     if frames.unclean.get() {
         frames.unclean.set(false);
