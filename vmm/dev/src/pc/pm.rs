@@ -4,8 +4,9 @@
 //! Features: PM timer (32 bits, derived from time) with its overflow event, power button, soft-off (S5),
 //! 16 general-purpose events, SCI (line 0, level). The machine is always in ACPI mode: `SCI_EN` is
 //! set and there is no SMI command port (`SMI_CMD` is 0 in the FADT).
-//! The enable bit of the clock's event is stored, since kernels read it back; the event never comes.
-//! Missing (reported): sleep states other than S5, global lock, bus master and RTC events, sleep button.
+//! The enable bits of the clock's and the global lock's events are stored, since kernels read them back; the events never
+//! come: the clock wakes nobody, and there is no firmware that shares the lock.
+//! Missing (reported): sleep states other than S5, bus master and RTC events, sleep button.
 //! Documentation: ACPI 6.5, sections 4.8.2, 4.8.3 and 4.8.4.
 
 use crate::ticks::Ticks;
@@ -34,12 +35,14 @@ pub mod spec {
 
     /// Event: the highest bit of the timer has changed.
     pub const TMR: u16 = 1 << 0;
+    /// Event: the firmware has released the global lock, which it never holds.
+    pub const GBL: u16 = 1 << 5;
     /// Event: the power button was pressed.
     pub const PWRBTN: u16 = 1 << 8;
     /// Event: the clock's alarm, which can be enabled but never comes.
     pub const RTC: u16 = 1 << 10;
     /// The events that can be enabled.
-    pub const EVENTS: u16 = TMR | PWRBTN | RTC;
+    pub const EVENTS: u16 = TMR | GBL | PWRBTN | RTC;
 
     /// Control: the machine is in ACPI mode.
     pub const SCI_EN: u16 = 1 << 0;
