@@ -4,10 +4,10 @@
 set -eu
 cd "$(dirname "$0")"
 
-# Emulated machine, boot image, guest kernel and root file system; a C compiler links host programs and
-# builds the guests' driver for channels, with tools that need libelf1.
-packages="ca-certificates cpio gcc git grub-common grub-pc-bin kmod libc6-dev libelf1 make mtools
-    qemu-system-x86 xorriso busybox-static"
+# Emulated machine, boot image, guest kernels, root file systems and a way into them; a C compiler links host
+# programs and builds the guests' driver for channels, with tools that need libelf1.
+packages="busybox-static ca-certificates cpio debootstrap e2fsprogs gcc git grub-common grub-pc-bin kmod libc6-dev
+    libelf1 make mtools openssh-client qemu-system-x86 xorriso"
 
 # A rustup toolchain with the bare-metal target serves as it is. Otherwise Debian's rustc for
 # browsers is the newest that Debian 12 has, and builds the bare-metal `core` from its sources.

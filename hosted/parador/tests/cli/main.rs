@@ -5,4 +5,5 @@ mod build;
 mod check;
 mod emulate;
 mod graph;
+mod rootfs;
 mod support;
