@@ -251,12 +251,29 @@ fn channel_scenarios() -> Vec<Scenario> {
             + &channel("first", "second", "")
     };
     let ended = |name: &str| format!("vm {name} ended: power-off code 0");
-    vec![Scenario {
-        cpus: &[1, 4],
-        texts: vec![ended("first"), ended("second")],
-        never: &["FAILED"],
-        ..base("channel", pair())
-    }]
+    // It comes back as long as the others are there, and whatever it had shared went with its last life.
+    let hostile = "console = \"mux\"\nessential = false\nrestart = \"always\"";
+    vec![
+        Scenario {
+            cpus: &[1, 4],
+            texts: vec![ended("first"), ended("second")],
+            never: &["FAILED"],
+            ..base("channel", pair())
+        },
+        Scenario {
+            cpus: &[1, 4],
+            texts: vec![ended("first"), ended("second"), "vm hostile starts again".into()],
+            never: &["FAILED", "vm hostile ended: fault", "vm first ended: fault"],
+            limit: 240,
+            ..base(
+                "channel-hostile",
+                pair()
+                    + &micro("hostile", "channel-hostile", hostile)
+                    + &channel("hostile", "first", "")
+                    + &channel("second", "hostile", "doorbell = false"),
+            )
+        },
+    ]
 }
 
 /// Machines that cannot run the guest that is asked for.

@@ -65,8 +65,9 @@ const CHANNEL_OWN_QUOTA: u64 = 8;
 const SMALL_STACK: u64 = 48 << 10;
 /// The whole machine of a VMM is on its stack.
 const VMM_STACK: u64 = 32 << 10;
-/// So are its devices with their sessions: for each, and some more while one is made.
-const DEVICE_STACK: u64 = 8 << 10;
+/// So are its devices with their sessions: for each, and while they are made.
+const DEVICE_STACK: u64 = 14 << 10;
+const MAKING_STACK: u64 = 8 << 10;
 const TASK_STACK: u64 = 64 << 10;
 /// Private memory of a native program.
 const TASK_MEMORY: u64 = 256 << 10;
@@ -376,19 +377,20 @@ impl<'a> Manager<'a> {
             return Err(StartError::Cpu(cpu));
         }
         let channels = self.channels.count(self.system, vm);
-        let devices = match (vm.disks.len() + vm.nets.len() + channels) as u64 {
+        let devices = match vm.disks.len() + vm.nets.len() + channels {
             0 => 0,
             // The VMM has room for these numbers, and an entropy source.
-            few @ 1..=2 => few + 6,
-            3..=4 => 10,
-            _ => (MAX_VM_DISKS + MAX_VM_NETS + MAX_VM_CHANNELS) as u64 + 4,
-        };
+            few @ 1..=2 => few + 1,
+            3..=4 => 5,
+            _ => MAX_VM_DISKS + MAX_VM_NETS + MAX_VM_CHANNELS + 1,
+        } as u64;
+        let making = if devices == 0 { 0 } else { MAKING_STACK };
         let shape = Shape {
             number,
             cpu: cpus.first().copied().unwrap_or(0),
             priority: vm.priority,
             quota: self.vmm_quota(vm),
-            stack: VMM_STACK + DEVICE_STACK * devices,
+            stack: (VMM_STACK + DEVICE_STACK * devices + making).next_multiple_of(abi::PAGE_SIZE),
             may_build: cpus.len() > 1,
         };
         self.build(&shape, vm.binary, |root, child| {

@@ -153,6 +153,21 @@ pub fn open<const N: usize>(
         devices.add(device, link).map_err(|_| Problem::TooMany)?;
     }
     devices.add(Model::Entropy, Link::Entropy).map_err(|_| Problem::TooMany)?;
+    if events != 0 {
+        // It fails only without the right, and then nobody else waits for anything.
+        let _ = own.signal(events);
+    }
+    Ok(())
+}
+
+/// Fills further slots with the ends of channels. Their peers need not be there.
+// Not inlined, for the same reason.
+#[inline(never)]
+pub fn open_channels<const N: usize>(
+    devices: &mut Slots<Link, N>,
+    start: &Start,
+    plan: &Vmm,
+) -> Result<(), Problem> {
     let mut memory = channels(start);
     for (number, end) in plan.channels.iter().enumerate() {
         let memory = memory.next().ok_or(Problem::NoChannel(number))?;
@@ -160,10 +175,6 @@ pub fn open<const N: usize>(
         let (info, peer) = made.ok_or(Problem::NoChannel(number))?;
         let added = devices.add(Model::Channel(info), Link::Channel(peer));
         added.map_err(|_| Problem::TooMany)?;
-    }
-    if events != 0 {
-        // It fails only without the right, and then nobody else waits for anything.
-        let _ = own.signal(events);
     }
     Ok(())
 }

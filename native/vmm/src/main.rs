@@ -88,7 +88,8 @@ fn main(start: &Start<'static>) -> u64 {
 #[inline(never)]
 fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
     let mut devices = Slots::<_, N>::new();
-    match devices::open(&mut devices, start, plan) {
+    let opened = devices::open(&mut devices, start, plan);
+    match opened.and_then(|()| devices::open_channels(&mut devices, start, plan)) {
         Ok(()) => serve(start, plan, Some(&mut devices)),
         Err(problem) => {
             error!("the devices cannot be connected: {problem}");
