@@ -39,6 +39,36 @@ const EXITS: &[(&str, &str, &str, f64, f64)] = &[
 
 const EXITS_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[vm]]\nname = \"exits\"\n\
     memory = \"16M\"\nkernel = \"{artifacts}/guest-exits\"\nconsole = \"com1\"\n";
+/// Costs of channels, measured by guests of their own, with the same parts; the peer's figures are from another machine.
+const CHANNELS: &[(&str, &str, &str, f64, f64)] = &[
+    (
+        "message_noswitch",
+        "message to another guest, which does not run yet",
+        "message_noswitch",
+        300.0,
+        peers::VARANASI_MESSAGE,
+    ),
+    (
+        "message_switch",
+        "message to another guest's handler, by way of HLT",
+        "message_switch",
+        2_000.0,
+        peers::VARANASI_MESSAGE_SWITCH,
+    ),
+    (
+        "world_switch",
+        "from one guest's HLT to the next instruction of another",
+        "world_switch",
+        1_500.0,
+        peers::VARANASI_WORLD_SWITCH,
+    ),
+];
+
+const CHANNEL_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\ncpus = 1\nshare_cpus = true\n\n\
+    [[vm]]\nname = \"first\"\nmemory = \"16M\"\nkernel = \"{artifacts}/guest-channel-cost\"\n\
+    console = \"com1\"\n\n[[vm]]\nname = \"second\"\nmemory = \"16M\"\n\
+    kernel = \"{artifacts}/guest-channel-cost\"\n\n[[channel]]\nbetween = [\"first\", \"second\"]\n\
+    kind = \"shmem\"\nsize = \"64K\"\n";
 const GATE_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[task]]\n\
     name = \"gatebench\"\nbinary = \"check-gatebench\"\nessential = true\n";
 
@@ -63,6 +93,7 @@ fn measure() -> Result<()> {
     let kernel = runs::guest_kernel(&description)?;
 
     let exits = repeat("micro-guest", || runs::system(EXITS_SYSTEM))?;
+    let channel = repeat("two guests with a channel", || runs::system(CHANNEL_SYSTEM))?;
     let gate = repeat("gate call", || runs::system(GATE_SYSTEM))?;
     let bare = repeat("Linux on the bare machine", || runs::bare(&kernel, &ram_disk))?;
     let guest = repeat("Linux in a virtual machine", || runs::system(&description))?;
@@ -71,7 +102,9 @@ fn measure() -> Result<()> {
     let boot_statistics = Statistics::read(&boot.log)?;
     let statistics = Statistics::read(&first(&guest)?.log)?.since(&boot_statistics);
 
-    let mut figures = exit_figures(&exits)?;
+    // One exit and one entry again for each operation.
+    let mut figures = exit_figures(EXITS, Some(1.0), &exits)?;
+    figures.extend(exit_figures(CHANNELS, None, &channel)?);
     figures.push(Figure {
         key: "gate_call_reply",
         title: "gate call + reply, two tasks, one CPU",
@@ -156,17 +189,20 @@ fn spread(outputs: &[Output], name: &str) -> Result<f64> {
     Ok(largest)
 }
 
-fn exit_figures(exits: &[Output]) -> Result<Vec<Figure>> {
-    EXITS
-        .iter()
+/// Figures that a guest has printed: key, title, name in its output, limit, peer.
+fn exit_figures(
+    rows: &[(&'static str, &'static str, &str, f64, f64)],
+    world_switches: Option<f64>,
+    exits: &[Output],
+) -> Result<Vec<Figure>> {
+    rows.iter()
         .map(|&(key, title, name, limit, peer)| {
             Ok(Figure {
                 key,
                 title,
                 value: first(exits)?.value(name)?,
                 unit: "instructions",
-                // One exit and one entry again for each operation.
-                world_switches: Some(1.0),
+                world_switches,
                 peer: Some(peer),
                 limit,
                 spread: spread(exits, name)?,

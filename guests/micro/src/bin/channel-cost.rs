@@ -1,0 +1,187 @@
+//! What a message to another machine costs, and a switch between two machines: side 0 prints `VB name value ns`, in ticks
+//! of the time-stamp counter. On the measuring machine a tick is a nanosecond and an instruction. Both machines share one
+//! CPU and have the same priority.
+//!
+//! - `message_noswitch`: from before a message is written to after the doorbell, which wakes the peer.
+//! - `message_switch`: from before a message is written, by way of `HLT`, to the beginning of the peer's handler. The
+//!   machines' counters differ; what they differ by cancels out between there and back.
+//! - `world_switch`: from before a `HLT` to the next instruction of the other machine, which was ready.
+#![no_std]
+#![no_main]
+
+use core::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use guests_micro::channel::{self, Channel};
+use guests_micro::trap::Frame;
+use guests_micro::{apic, check, cpu, guest, println};
+use hw_x86::apic::local::TIMER_ONE_SHOT;
+use hw_x86::cpuid::{features_c, leaf};
+use proto::channel::register::SIDE;
+use proto::channel::{Message, Receiver, Sender};
+
+guest!(main, trap);
+
+const DOORBELL: u8 = 0x40;
+const EVENT: u8 = 0x41;
+const TIMER: u8 = 0x48;
+/// Messages each way before measuring, so that every table is warm, and with them.
+const WARM: u64 = 200;
+const ALL: u64 = 5_200;
+/// Switches that are measured.
+const SWITCHES: u64 = 50;
+/// A longer time between two looks at the counter is a switch, or an interrupt of the host's.
+const GAP: u64 = 400;
+/// Ticks of the local timer after which the halting machine goes on.
+const PAUSE: u32 = 1_000_000;
+
+/// When the last doorbell's handler began.
+static RUNG: AtomicU64 = AtomicU64::new(0);
+
+/// Words of the free area.
+const OFFSET: usize = 0;
+const OFFSET_KNOWN: usize = 1;
+const STAMP: usize = 8;
+const SWITCH_TICKS: usize = 16;
+const SWITCHED: usize = 17;
+
+fn trap(frame: &mut Frame) {
+    match frame.vector() {
+        DOORBELL => RUNG.store(cpu::tsc(), SeqCst),
+        // The peer has ended, which comes last.
+        TIMER | EVENT => {}
+        _ => guests_micro::trap::unexpected(frame),
+    }
+    apic::end_of_interrupt();
+}
+
+/// The rings, and what the messages cost.
+struct Pair {
+    channel: Channel,
+    sender: Sender<'static>,
+    receiver: Receiver<'static>,
+    /// Ticks of sending.
+    sending: u64,
+}
+
+impl Pair {
+    /// Sends two words; gives when that began.
+    fn send(&mut self, words: [u64; 2]) -> u64 {
+        let [first, second] = words;
+        let begin = cpu::tsc();
+        let payload = [begin, first, second, 0, 0, 0, 0];
+        match self.sender.send(&Message { tag: 0, length: 32, payload }) {
+            Ok(true) => _ = self.channel.ring(),
+            Ok(false) => {}
+            Err(error) => check!(false, "sending: {error:?}"),
+        }
+        self.sending += cpu::tsc() - begin;
+        begin
+    }
+
+    /// Sleeps until there is a message: its words.
+    fn receive(&mut self) -> [u64; 3] {
+        loop {
+            cpu::disable_interrupts();
+            match self.receiver.receive() {
+                Ok(Some((message, _))) => {
+                    let [a, b, c, ..] = message.payload;
+                    return [a, b, c];
+                }
+                Ok(None) => cpu::enable_and_halt(),
+                Err(_) => check!(false, "the ring is broken"),
+            }
+        }
+    }
+}
+
+fn main() {
+    if cpu::cpuid(leaf::FEATURES, 0).ecx & features_c::X2APIC == 0 {
+        println!("channel-cost: this processor has no x2APIC");
+        return;
+    }
+    apic::enable();
+    check!(apic::enter_x2apic().is_ok(), "the processor cannot enter x2APIC mode");
+    let found = channel::all().next().and_then(|mut channel| {
+        channel.enable(DOORBELL);
+        let (sender, receiver) = channel.rings()?;
+        Some(Pair { channel, sender, receiver, sending: 0 })
+    });
+    let Some(mut pair) = found else {
+        check!(false, "there is no channel");
+        return;
+    };
+    // The peer always rings: both always sleep.
+    pair.receiver.want_messages(true);
+    if pair.channel.read(SIDE) == 0 {
+        lead(&mut pair);
+    } else {
+        follow(&mut pair);
+    }
+}
+
+fn lead(pair: &mut Pair) {
+    let area = pair.channel.free_area();
+    let (mut there_and_back, mut difference) = (0, 0u64);
+    for round in 0..ALL {
+        if round == WARM {
+            (there_and_back, difference, pair.sending) = (0, 0, 0);
+        }
+        let sent = pair.send([0; 2]);
+        // When its handler began, and when it sent this: by the peer's counter.
+        let [answered, handled, _] = pair.receive();
+        let back = RUNG.load(SeqCst);
+        there_and_back += (back - sent) - (answered - handled);
+        // Twice what the peer's counter is ahead, if both ways take as long.
+        difference = difference
+            .wrapping_add(handled.wrapping_sub(sent))
+            .wrapping_add(answered.wrapping_sub(back));
+    }
+    let count = ALL - WARM;
+    print("message_noswitch", pair.sending, count);
+    print("message_switch", there_and_back, 2 * count);
+    let ahead = (difference as i64 / (2 * count) as i64) as u64;
+    area[OFFSET].store(ahead, SeqCst);
+    area[OFFSET_KNOWN].store(1, SeqCst);
+    while area[SWITCHED].load(SeqCst) < SWITCHES {
+        apic::start_timer(TIMER_ONE_SHOT, TIMER, PAUSE);
+        area[STAMP].store(cpu::tsc(), SeqCst);
+        cpu::enable_and_halt();
+        cpu::disable_interrupts();
+    }
+    print("world_switch", area[SWITCH_TICKS].load(SeqCst), SWITCHES);
+}
+
+fn follow(pair: &mut Pair) {
+    let area = pair.channel.free_area();
+    for _ in 0..ALL {
+        pair.receive();
+        pair.send([RUNG.load(SeqCst), 0]);
+    }
+    while area[OFFSET_KNOWN].load(SeqCst) == 0 {
+        core::hint::spin_loop();
+    }
+    let ahead = area[OFFSET].load(SeqCst);
+    let (mut sum, mut count, mut seen) = (0, 0, area[STAMP].load(SeqCst));
+    let mut last = cpu::tsc();
+    while count < SWITCHES {
+        let now = cpu::tsc();
+        let gap = now - last;
+        last = now;
+        if gap < GAP {
+            continue;
+        }
+        let stamp = area[STAMP].load(SeqCst);
+        if stamp != seen {
+            seen = stamp;
+            sum += now.wrapping_sub(stamp.wrapping_add(ahead));
+            count += 1;
+        }
+        last = cpu::tsc();
+    }
+    area[SWITCH_TICKS].store(sum, SeqCst);
+    area[SWITCHED].store(count, SeqCst);
+}
+
+fn print(name: &str, ticks: u64, count: u64) {
+    let tenths = ticks * 10 / count;
+    println!("VB {name} {}.{} ns", tenths / 10, tenths % 10);
+}
