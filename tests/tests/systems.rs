@@ -253,7 +253,24 @@ fn channel_scenarios() -> Vec<Scenario> {
     let ended = |name: &str| format!("vm {name} ended: power-off code 0");
     // It comes back as long as the others are there, and whatever it had shared went with its last life.
     let hostile = "console = \"mux\"\nessential = false\nrestart = \"always\"";
+    // In Linux, with a peer that answers and one that keeps no rule: errors are told, and nothing else happens.
+    let command = "parador.run=\\\"ask() { echo $1 >/dev/parador-com0; head -n 1 /dev/parador-com0 | grep -x \
+                   'heard: '$1; }; ask one && for i in $(seq 40); do timeout 2 head -c 99 /dev/parador-com1; \
+                   timeout 2 sh -c 'echo x >/dev/parador-com1'; done >/dev/null 2>/tmp/errors; \
+                   grep -c Input/output.error /tmp/errors && ask two\\\"";
+    let linux = linux("linux", command, "console = \"com1\"")
+        + &micro("good", "answer", "essential = false")
+        + &micro("bad", "channel-hostile", "essential = false\nrestart = \"always\"")
+        + &channel("linux", "good", "")
+        + &channel("linux", "bad", "");
     vec![
+        Scenario {
+            cpus: &[1, 2],
+            texts: vec!["heard: one".into(), "heard: two".into()],
+            never: &["Oops", "BUG: ", "general protection", "cannot be started"],
+            limit: 240,
+            ..base("linux-channels", linux)
+        },
         Scenario {
             cpus: &[1, 4],
             texts: vec![ended("first"), ended("second")],
