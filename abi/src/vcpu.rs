@@ -21,7 +21,7 @@ pub mod group {
     pub const TSC: u64 = 1 << 5;
     /// `xcr0`.
     pub const XCR0: u64 = 1 << 6;
-    /// `inject`, `window`. On exit always valid.
+    /// `inject`, `window`. On exit always valid, on entry always taken.
     pub const INJECT: u64 = 1 << 7;
     /// `cs`.
     pub const CODE: u64 = 1 << 8;
@@ -52,6 +52,14 @@ pub mod exit {
     pub const DEADLINE: u64 = 0x1_0000_0001;
     /// The requested interrupt window is open.
     pub const WINDOW: u64 = 0x1_0000_0002;
+}
+
+/// Values of [`VcpuState::window`].
+pub mod window {
+    /// The guest is left, with [`super::exit::WINDOW`].
+    pub const EXIT: u64 = 1 << 8;
+    /// The guest takes an interrupt without an exit. Bits 7:0: its vector.
+    pub const TAKE: u64 = 1 << 9;
 }
 
 /// `rax` of a `VMMCALL` that the kernel itself answers: returns [`crate::ABI_VERSION`] in `rax`.
@@ -117,8 +125,8 @@ pub struct VcpuState {
     /// Event to inject at the next entry, in the format of `EVENTINJ`. On exit: the event whose
     /// delivery the exit cut short (`EXITINTINFO`), to be injected again, or 0. It must not be lost.
     pub inject: u64,
-    /// Not 0: leave the guest with [`exit::WINDOW`] as soon as it can take an interrupt.
-    /// Cleared by the kernel when the window has been reported.
+    /// What is to be done as soon as the guest can take an interrupt, one of [`window`]; 0: nothing. Cleared by the
+    /// kernel when it has been done.
     pub window: u64,
 
     /// Instruction pointer.

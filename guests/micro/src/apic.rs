@@ -1,10 +1,11 @@
 //! Interrupt controllers: local APIC in both modes, I/O APIC, and the timer chip that feeds it.
 
-use crate::cpu;
 use crate::port;
-use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use crate::{cpu, smp};
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use hw_x86::apic::{io, local};
-use hw_x86::msr::{self, apic_base};
+use hw_x86::cpuid::kvm_a;
+use hw_x86::msr::{self, apic_base, kvm};
 
 const LOCAL: u64 = 0xfee0_0000;
 const IO: u64 = 0xfec0_0000;
@@ -92,9 +93,32 @@ pub fn leave_x2apic() -> Result<(), u8> {
     Ok(())
 }
 
+/// For each processor, the word whose bit 0 says that an interrupt may be ended by clearing it.
+static EOI_WORDS: [AtomicU32; smp::MOST] = [const { AtomicU32::new(0) }; smp::MOST];
+/// Interrupts that were ended in memory.
+static QUIET_ENDS: AtomicU32 = AtomicU32::new(0);
+
+/// From now on, [`end_of_interrupt`] on this processor uses the paravirtual way if it can. Gives whether there is one.
+pub fn use_paravirtual_eoi() -> bool {
+    const ENABLE: u64 = 1;
+    let word = EOI_WORDS[smp::index()].as_ptr().addr() as u64;
+    // SAFETY: the word is the hypervisor's from now on, and atomic.
+    cpu::kvm_features() & kvm_a::PV_EOI != 0
+        && unsafe { cpu::write_msr(kvm::EOI, word | ENABLE) }.is_ok()
+}
+
+/// Interrupts that were ended in the paravirtual way so far.
+pub fn quiet_ends() -> u32 {
+    QUIET_ENDS.load(Relaxed)
+}
+
 /// Ends the interrupt in service.
 pub fn end_of_interrupt() {
-    write(local::EOI, 0);
+    if EOI_WORDS[smp::index()].fetch_and(!1, Relaxed) & 1 != 0 {
+        QUIET_ENDS.fetch_add(1, Relaxed);
+    } else {
+        write(local::EOI, 0);
+    }
 }
 
 /// Sends an interrupt to this processor.

@@ -3,6 +3,7 @@
 use crate::trap::recover;
 use core::arch::asm;
 use core::arch::x86_64::{__cpuid_count, _rdtsc, CpuidResult};
+use hw_x86::cpuid::leaf;
 
 /// `RFLAGS.IF`.
 pub const INTERRUPT_FLAG: u64 = 1 << 9;
@@ -16,6 +17,12 @@ pub fn tsc() -> u64 {
 /// `CPUID`.
 pub fn cpuid(leaf: u32, subleaf: u32) -> CpuidResult {
     __cpuid_count(leaf, subleaf)
+}
+
+/// Features of the KVM paravirtual interface (`hw_x86::cpuid::kvm_a`); 0 without one.
+pub fn kvm_features() -> u32 {
+    let is_there = cpuid(leaf::HYPERVISOR, 0).ebx.to_le_bytes() == *b"KVMK";
+    if is_there { cpuid(leaf::HYPERVISOR_FEATURES, 0).eax } else { 0 }
 }
 
 /// Turns interrupts off.

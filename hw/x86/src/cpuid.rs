@@ -252,6 +252,8 @@ pub mod kvm_a {
     pub const NOP_IO_DELAY: u32 = 1 << 1;
     /// Paravirtual clock, MSRs `0x4b56_4d00` and `0x4b56_4d01`.
     pub const CLOCKSOURCE2: u32 = 1 << 3;
+    /// End of interrupt in memory, MSR `0x4b56_4d04`.
+    pub const PV_EOI: u32 = 1 << 6;
     /// The paravirtual clock's stable flag can be trusted.
     pub const CLOCKSOURCE_STABLE: u32 = 1 << 24;
 }

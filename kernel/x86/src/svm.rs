@@ -16,7 +16,7 @@ use core::cell::{Cell, UnsafeCell};
 use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use abi::vcpu::{Segment, VcpuState, exit as kernel_exit, gpr, group};
+use abi::vcpu::{Segment, VcpuState, exit as kernel_exit, gpr, group, window};
 use abi::{ABI_VERSION, Status};
 use hw_x86::msr;
 use hw_x86::paging::{cr0, xcr0};
@@ -177,9 +177,9 @@ pub struct VcpuFrames {
     xcr0: Cell<u64>,
     debug: Cell<[u64; 4]>,
     tsc_aux: Cell<u64>,
-    /// An interrupt window is asked for.
-    window: Cell<bool>,
-    /// The interrupt that the VMCB has as a virtual one; 0: none.
+    /// The `window` of the state page that the VMCB has.
+    window: Cell<u64>,
+    /// The interrupt that the VMCB has as a virtual one instead of injecting it; 0: none.
     offered: Cell<u64>,
     /// The processor's copy of the VMCB is out of date.
     unclean: Cell<bool>,
@@ -213,7 +213,7 @@ impl VcpuFrames {
             xcr0: Cell::new(xcr0::X87),
             debug: Cell::new([0; 4]),
             tsc_aux: Cell::new(0),
-            window: Cell::new(false),
+            window: Cell::new(0),
             offered: Cell::new(0),
             unclean: Cell::new(true),
         };
@@ -359,18 +359,22 @@ impl VcpuFrames {
         }
     }
 
-    /// Asks for an exit as soon as the guest can take an interrupt, or withdraws that.
+    /// Says what happens as soon as the guest can take an interrupt: that is when the processor delivers a virtual one
+    /// (APM vol. 2 §15.21.4).
     #[cold]
-    fn set_window(&self, wanted: bool) {
+    fn set_window(&self, wanted: u64) {
         let control = &mut self.vmcb().control;
         self.window.set(wanted);
         self.unclean.set(true);
-        if wanted {
+        control.v_intr = match wanted {
+            0 => v_intr::INTR_MASKING,
+            // Priorities are the VMM's: it has compared with the task priority.
+            _ => PENDING | (wanted & event::VECTOR) << v_intr::VECTOR_SHIFT,
+        };
+        if wanted & window::TAKE == 0 && wanted != 0 {
             control.intercept3 |= intercept3::VINTR;
-            control.v_intr = PENDING;
         } else {
             control.intercept3 &= !intercept3::VINTR;
-            control.v_intr = v_intr::INTR_MASKING;
         }
     }
 
@@ -382,7 +386,7 @@ impl VcpuFrames {
         let control = &mut self.vmcb().control;
         let is_interrupt =
             event & (event::VALID | event::TYPE_MASK) == event::VALID | event::TYPE_INTR;
-        if is_interrupt && !self.window.get() {
+        if is_interrupt && self.window.get() == 0 {
             let vector = event & event::VECTOR;
             control.v_intr = PENDING | vector << v_intr::VECTOR_SHIFT;
             self.offered.set(event);
@@ -645,7 +649,7 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
     unsafe {
         asm!("vmsave rax", in("rax") frames.vmcb_physical, options(nostack));
         asm!("vmload rax", in("rax") host_state, options(nostack));
-        if frames.window.get() || frames.offered.get() != 0 {
+        if frames.window.get() != 0 || frames.offered.get() != 0 {
             // QEMU's VMRUN makes V_IRQ known without a lock, and may undo that an interrupt of the host became known at that
             // moment. It stays pending in the local APIC unnoticed until that looks again, as it does when its task
             // priority is written.
@@ -793,6 +797,16 @@ pub fn run(
         // QEMU keeps one pending too whose delivery was cut short.
         event => event,
     };
+    if frames.window.get() & window::TAKE != 0 {
+        if control.v_intr & v_intr::IRQ == 0 {
+            // The guest has taken it.
+            frames.window.set(0);
+            state.window = 0;
+        } else if (state.inject ^ frames.window.get()) & event::VECTOR == 0 {
+            // QEMU again: it is pending still, and comes that way.
+            state.inject = 0;
+        }
+    }
     let back = match code {
         exit::VMMCALL if frames.rings() => {
             if let Some(vm) = kernel.memory.get(vm_name) {
@@ -879,7 +893,7 @@ fn prepare<'a>(
             frames.vmcb().control.iopm_base_pa = kernel.memory.physical(map);
         }
     }
-    let window = state.window != 0;
+    let window = state.window;
     if frames.window.get() != window {
         frames.set_window(window);
     }

@@ -3,10 +3,10 @@
 //! State groups that an exit did not deliver are fetched on first use. A setter changes a group only after
 //! it is valid, because the kernel takes back whole groups.
 
-use abi::vcpu::{Segment as StateSegment, VcpuState, exit, group};
+use abi::vcpu::{Segment as StateSegment, VcpuState, exit, group, window};
 use native_rt::{Vcpu, time};
 use vmm_cpu::exit::Exit;
-use vmm_cpu::{Backend, Event, Gpr, Reg, Seg, Segment, svm};
+use vmm_cpu::{Backend, Event, Gpr, Reg, Seg, Segment, Window, svm};
 
 use crate::console::Console;
 
@@ -208,12 +208,21 @@ impl Backend for NativeVcpu<'_> {
 
     #[inline(always)]
     fn set_event(&mut self, event: Event) {
-        self.change(group::INJECT).inject = event.0;
+        self.vcpu.state().inject = event.0;
     }
 
     #[inline(always)]
-    fn set_window(&mut self, wanted: bool) {
-        self.change(group::INJECT).window = wanted.into();
+    fn set_window(&mut self, wanted: Window) {
+        self.vcpu.state().window = match wanted {
+            Window::Nothing => 0,
+            Window::Exit => window::EXIT,
+            Window::Take(vector) => window::TAKE | u64::from(vector),
+        };
+    }
+
+    #[inline(always)]
+    fn has_window(&mut self) -> bool {
+        self.vcpu.state().window != 0
     }
 
     #[inline(always)]

@@ -1,7 +1,7 @@
 //! Puts a virtual CPU into the state that a boot protocol asks for.
 
 use vmm_boot::InitialState;
-use vmm_cpu::{Backend, Event, Gpr, Reg, Seg};
+use vmm_cpu::{Backend, Event, Gpr, Reg, Seg, Window};
 
 /// `PAT` after reset (AMD APM vol. 2, section 7.8).
 const PAT: u64 = 0x0007_0406_0007_0406;
@@ -51,6 +51,6 @@ pub fn set(vcpu: &mut impl Backend, state: &InitialState) {
     vcpu.set_segment(Seg::Idtr, state.idtr);
     vcpu.set_segment(Seg::Ldtr, state.ldtr);
     vcpu.set_event(Event::NONE);
-    vcpu.set_window(false);
+    vcpu.set_window(Window::Nothing);
     vcpu.set_deadline(u64::MAX);
 }

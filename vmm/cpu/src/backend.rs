@@ -172,6 +172,18 @@ impl Event {
     }
 }
 
+/// What is done once, as soon as the guest can take an interrupt.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Window {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// The guest exits, with [`Exit::Window`].
+    Exit,
+    /// The guest takes the interrupt with this vector, without an exit.
+    Take(u8),
+}
+
 /// One virtual CPU of a host.
 ///
 /// Setters take effect at the next [`Backend::run`]. A back end whose state lives in a shared page
@@ -200,8 +212,10 @@ pub trait Backend {
     fn event(&mut self) -> Event;
     /// Puts an event into the slot, or empties it; it is delivered at the next entry.
     fn set_event(&mut self, event: Event);
-    /// Asks for [`Exit::Window`] as soon as the guest can take an interrupt, or withdraws that.
-    fn set_window(&mut self, wanted: bool);
+    /// Says what is to be done as soon as the guest can take an interrupt.
+    fn set_window(&mut self, wanted: Window);
+    /// Whether that has yet to be done.
+    fn has_window(&mut self) -> bool;
     /// The host's time-stamp counter value at which to leave the guest with [`Exit::Deadline`];
     /// `u64::MAX` for none. Stays set until changed.
     fn set_deadline(&mut self, tsc: u64);

@@ -25,6 +25,34 @@ pub enum Outcome {
     HostError(u64),
 }
 
+/// A maskable interrupt that would be taken if the CPU accepts one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Waiting {
+    /// None.
+    Nothing,
+    /// The local APIC's. It may be left to the guest ([`crate::Window::Take`]), if it is accepted when it has been taken
+    /// ([`Board::accept`]).
+    Vector {
+        /// Its vector.
+        vector: u8,
+        /// Nothing but it is requested or in service, and its end has no effect but itself.
+        quiet: bool,
+    },
+    /// The 8259's, which says the vector when the CPU takes it.
+    Asks,
+}
+
+/// An interrupt that the CPU takes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Acknowledged {
+    /// Its vector.
+    pub vector: u8,
+    /// Its end has no effect but itself, and nothing else is requested.
+    pub quiet: bool,
+    /// Another one waits for the CPU to accept it.
+    pub more: bool,
+}
+
 /// What waits for a virtual CPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Signals {
@@ -32,8 +60,8 @@ pub struct Signals {
     pub end: Option<Outcome>,
     /// A non-maskable interrupt. Reported once: the CPU keeps it.
     pub nmi: bool,
-    /// A maskable interrupt that would be taken if the CPU accepts one.
-    pub interrupt: bool,
+    /// A maskable interrupt.
+    pub interrupt: Waiting,
     /// INIT: back to the state after reset, waiting for a start-up message. Reported once.
     pub init: bool,
     /// Start-up at page `n` for a CPU that waits for it. Reported once.
@@ -119,10 +147,12 @@ pub trait Board {
     fn attention(&self, cpu: usize) -> bool;
     /// Lets everything that is due happen, and says what waits for the CPU.
     fn settle(&mut self, cpu: usize) -> Signals;
-    /// Whether a maskable interrupt waits for the CPU.
-    fn interrupt_pending(&mut self, cpu: usize) -> bool;
-    /// The CPU takes the interrupt that waits: gives its vector.
-    fn acknowledge(&mut self, cpu: usize) -> Option<u8>;
+    /// The CPU takes the interrupt that waits.
+    fn acknowledge(&mut self, cpu: usize) -> Option<Acknowledged>;
+    /// The CPU has taken an interrupt of its local APIC by itself.
+    fn accept(&mut self, cpu: usize, vector: u8);
+    /// The CPU has ended the interrupt in service, without a write to its local APIC.
+    fn end_of_interrupt(&mut self, cpu: usize);
     /// Counts and (once) logs.
     fn unknown(&mut self, what: Unknown);
 }

@@ -16,6 +16,7 @@ pub mod cpuid;
 pub mod exit;
 pub mod length;
 pub mod msr;
+pub mod pv;
 pub mod run;
 pub mod svm;
 pub mod walk;
@@ -23,8 +24,8 @@ pub mod walk;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
-pub use backend::{Backend, Event, Gpr, Reg, Seg, Segment};
-pub use board::{Board, Outcome, Signals, Unknown};
+pub use backend::{Backend, Event, Gpr, Reg, Seg, Segment, Window};
+pub use board::{Acknowledged, Board, Outcome, Signals, Unknown, Waiting};
 pub use clock::TscClock;
 pub use exit::{Exit, IoExit, MemoryFault};
 pub use run::{Cpu, Pause};

@@ -233,6 +233,7 @@ impl Cpu {
             TSC => return Some(board.host_tsc().wrapping_add(vcpu.get(Reg::TscOffset))),
             FS_BASE => return Some(vcpu.segment(Seg::Fs).base),
             GS_BASE => return Some(vcpu.segment(Seg::Gs).base),
+            kvm::EOI => return Some(self.eoi.get()),
             _ => {}
         }
         let value = self.msrs.read(msr);
@@ -280,6 +281,7 @@ impl Cpu {
                 self.update_clock(vcpu, board);
                 Some(())
             }
+            kvm::EOI => self.eoi.set(board.memory(), value),
             kvm::WALL_CLOCK => {
                 self.msrs.wall_clock = value;
                 write_wall_clock(board, value)

@@ -2,19 +2,21 @@
 //!
 //! Delivery of events. One event fits the slot. Order: what an exit cut short, an exception that emulation
 //! raised, a non-maskable interrupt, a maskable interrupt (only if `RFLAGS.IF`, no shadow, slot free). What
-//! does not fit stays where it waits (local APIC, 8259, [`Cpu`]) and an interrupt window is asked for; so
-//! nothing is dropped and nothing is delivered twice.
+//! does not fit stays where it waits (local APIC, 8259, [`Cpu`]) and a [`Window`] is asked for: the guest takes an
+//! interrupt of the local APIC by itself, which is accepted after the exit at which it is found to be taken; for the
+//! others it exits. So nothing is dropped and nothing is delivered twice.
 
 use hw_x86::cpuid::leaf;
 use hw_x86::paging::{cr0, xcr0};
 
 use crate::MAX_VCPUS;
-use crate::backend::{Backend, Event, Gpr, Reg, Seg, Segment};
-use crate::board::{Board, Emulated, Outcome, Unknown};
+use crate::backend::{Backend, Event, Gpr, Reg, Seg, Segment, Window};
+use crate::board::{Board, Emulated, Outcome, Unknown, Waiting};
 use crate::cpuid::{CpuView, Patch, Values};
 use crate::exit::{EXIT_NAMES, Exit, IoExit, MemoryFault};
 use crate::length::{FetchCache, Pattern, prefixes};
 use crate::msr::Msrs;
+use crate::pv::EoiWord;
 use crate::walk::{CodeSize, CodeView};
 
 /// `RFLAGS.IF`.
@@ -66,7 +68,10 @@ pub struct Cpu {
     started: bool,
     nmi: bool,
     /// The window that the back end was asked for.
-    window: bool,
+    window: Window,
+    pub(crate) eoi: EoiWord,
+    /// The guest may have taken the interrupt, or ended one, without an exit.
+    left: bool,
     /// The deadline that the back end was told, in machine time.
     deadline: u64,
     /// Something may have to be delivered before the next entry.
@@ -88,7 +93,9 @@ impl Cpu {
             activity: if index == 0 { Activity::Running } else { Activity::Parked },
             started: false,
             nmi: false,
-            window: false,
+            window: Window::Nothing,
+            eoi: EoiWord::OFF,
+            left: false,
             deadline: 0,
             attention: true,
             fetch: FetchCache::new(),
@@ -127,6 +134,9 @@ impl Cpu {
         }
         let exit = vcpu.run();
         self.exits[exit.index()] += 1;
+        if self.left {
+            self.collect(vcpu, board);
+        }
         match exit {
             Exit::Cpuid => {
                 self.cpuid(vcpu, board);
@@ -144,15 +154,38 @@ impl Cpu {
         }
     }
 
+    /// Finds out what the guest has done with what was left to it. Until then the local APIC is behind.
+    #[inline(never)]
+    fn collect<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+        self.left = false;
+        if let Window::Take(vector) = self.window {
+            if vcpu.has_window() {
+                // The exit may change whether it is to come at all.
+                self.attention = true;
+            } else {
+                self.window = Window::Nothing;
+                board.accept(self.index, vector);
+            }
+        }
+        // The interrupt whose end was offered is in service now, if it is ended.
+        if self.eoi.is_ended(board.memory()) {
+            board.end_of_interrupt(self.index);
+        }
+    }
+
     /// Everything that has to be right before the guest is entered.
     #[inline(never)]
     fn prepare<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) -> Flow {
+        if self.left {
+            // It was not entered after the last time.
+            self.collect(vcpu, board);
+        }
         self.attention = false;
         if !self.started {
             self.started = true;
             // The back end may have run another machine before.
             vcpu.set_event(Event::NONE);
-            vcpu.set_window(false);
+            vcpu.set_window(Window::Nothing);
             vcpu.set(Reg::TscOffset, board.clock().base().wrapping_neg());
             vcpu.set(Reg::Xcr0, xcr0::X87);
         }
@@ -164,6 +197,7 @@ impl Cpu {
         if signals.init {
             self.nmi = false;
             self.activity = Activity::Parked;
+            self.eoi = EoiWord::OFF;
             vcpu.set_event(Event::NONE);
             start_up(vcpu, 0, signature(board));
         }
@@ -175,11 +209,7 @@ impl Cpu {
             self.halt_in_shadow(vcpu, board);
         }
         self.nmi |= signals.nmi;
-        let waiting = self.deliver(vcpu, board, signals.interrupt);
-        if waiting != self.window {
-            self.window = waiting;
-            vcpu.set_window(waiting);
-        }
+        self.deliver(vcpu, board, signals.interrupt);
         if self.activity != Activity::Running {
             return Err(Pause::Idle { deadline_tsc: board.clock().tsc(signals.deadline) });
         }
@@ -190,32 +220,41 @@ impl Cpu {
         Ok(())
     }
 
-    /// Fills the slot with what comes first; whether something that a window would let through still waits.
-    fn deliver<B: Backend, M: Board>(
-        &mut self,
-        vcpu: &mut B,
-        board: &mut M,
-        mut interrupt: bool,
-    ) -> bool {
-        if self.activity == Activity::Parked || !(self.nmi || interrupt) {
-            return false;
-        }
-        if !vcpu.event().is_some() {
-            if self.nmi {
+    /// Fills the slot with what comes first, and opens a window for what still waits.
+    fn deliver<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, interrupt: Waiting) {
+        let mut window = Window::Nothing;
+        let exit_if = |more| if more { Window::Exit } else { Window::Nothing };
+        let anything = self.nmi || interrupt != Waiting::Nothing;
+        if anything && self.activity != Activity::Parked {
+            let is_free = !vcpu.event().is_some();
+            if is_free && self.nmi {
                 self.nmi = false;
                 self.activity = Activity::Running;
                 vcpu.set_event(Event::NMI);
-            } else if accepts_interrupt(vcpu)
-                && let Some(vector) = board.acknowledge(self.index)
-            {
-                self.activity = Activity::Running;
-                vcpu.set_event(Event::interrupt(vector));
-                interrupt = board.interrupt_pending(self.index);
+                window = exit_if(interrupt != Waiting::Nothing);
+            } else if is_free && accepts_interrupt(vcpu) {
+                if let Some(taken) = board.acknowledge(self.index) {
+                    self.activity = Activity::Running;
+                    vcpu.set_event(Event::interrupt(taken.vector));
+                    window = exit_if(taken.more);
+                    self.left = taken.quiet && self.eoi.offer(board.memory());
+                }
+            } else if let (Waiting::Vector { vector, quiet }, false) = (interrupt, self.nmi) {
+                window = Window::Take(vector);
+                self.left = true;
+                if quiet {
+                    self.eoi.offer(board.memory());
+                }
+            } else {
+                // An NMI needs no window, only a free slot: it is tried again at the next exit.
+                window = Window::Exit;
+                self.attention |= self.nmi;
             }
         }
-        // An NMI needs no window, only a free slot: it is tried again at the next exit.
-        self.attention |= self.nmi;
-        self.nmi || interrupt
+        if window != self.window {
+            self.window = window;
+            vcpu.set_window(window);
+        }
     }
 
     /// Carries out the `HLT` of `STI; HLT` if the host interrupted the guest between the two. Not every processor
@@ -327,7 +366,7 @@ impl Cpu {
             }
             Exit::Hypercall => self.hypercall(vcpu, board),
             Exit::Window => {
-                self.window = false;
+                self.window = Window::Nothing;
                 self.attention = true;
             }
             Exit::Deadline => {
@@ -574,18 +613,24 @@ fn start_up(vcpu: &mut impl Backend, page: u8, signature: u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::board::Signals;
+    use crate::board::{Acknowledged, Signals};
     use crate::clock::TscClock;
     use crate::cpuid::{CpuidConfig, CpuidTable};
     use crate::testing::ScriptedVcpu;
     use crate::walk::{Intent, Paging};
+    use hw_x86::msr::kvm;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
     use std::vec::Vec;
     use vmm_mem::{GuestMemory, testing};
 
-    /// A board with an interrupt controller that delivers the highest of the requested vectors.
+    /// A board with an interrupt controller that delivers the highest of the requested vectors, whatever is in service.
     struct TestBoard {
+        /// It tells the vector only to who takes it.
+        asks: bool,
+        in_service: Vec<u8>,
+        /// Interrupts that the guest has taken without an exit.
+        taken: Vec<u8>,
         memory: GuestMemory,
         cpuid: CpuidTable,
         clock: TscClock,
@@ -622,6 +667,9 @@ mod tests {
                 _ => [0; 4],
             });
             Self {
+                asks: true,
+                in_service: Vec::new(),
+                taken: Vec::new(),
                 memory: testing::memory(&[(0, 0x10_000)]),
                 cpuid,
                 clock: TscClock::new(1_000_000, 1000),
@@ -644,6 +692,17 @@ mod tests {
         fn request(&mut self, vector: u8) {
             self.requested.insert(vector);
             self.attention = true;
+        }
+
+        fn waiting(&self) -> Waiting {
+            match self.requested.last() {
+                None => Waiting::Nothing,
+                Some(_) if self.asks => Waiting::Asks,
+                Some(&vector) => {
+                    let quiet = self.requested.len() == 1 && self.in_service.is_empty();
+                    Waiting::Vector { vector, quiet }
+                }
+            }
         }
     }
 
@@ -705,17 +764,26 @@ mod tests {
             Signals {
                 end: self.end,
                 nmi: core::mem::take(&mut self.nmi),
-                interrupt: !self.requested.is_empty(),
+                interrupt: self.waiting(),
                 init: core::mem::take(&mut self.init),
                 startup: self.startup.take(),
                 deadline: self.deadline,
             }
         }
-        fn interrupt_pending(&mut self, _: usize) -> bool {
-            !self.requested.is_empty()
+        fn acknowledge(&mut self, _: usize) -> Option<Acknowledged> {
+            let vector = self.requested.pop_last()?;
+            self.in_service.push(vector);
+            let more = !self.requested.is_empty();
+            Some(Acknowledged { vector, quiet: !more, more })
         }
-        fn acknowledge(&mut self, _: usize) -> Option<u8> {
-            self.requested.pop_last()
+        fn accept(&mut self, _: usize, vector: u8) {
+            assert!(self.requested.remove(&vector));
+            self.in_service.push(vector);
+            self.taken.push(vector);
+            self.attention |= !self.requested.is_empty();
+        }
+        fn end_of_interrupt(&mut self, _: usize) {
+            self.in_service.pop();
         }
         fn unknown(&mut self, what: Unknown) {
             self.unknown.push(what);
@@ -735,7 +803,7 @@ mod tests {
     /// Runs until the script is played; gives the entries.
     fn play(cpu: &mut Cpu, vcpu: &mut ScriptedVcpu, board: &mut TestBoard) -> Vec<(Event, bool)> {
         assert_eq!(cpu.run(vcpu, board), Pause::End(Outcome::HostError(0)));
-        vcpu.entries.drain(..).map(|entry| (entry.event, entry.window)).collect()
+        vcpu.entries.drain(..).map(|entry| (entry.event, entry.window == Window::Exit)).collect()
     }
 
     fn interrupts(vcpu: &mut ScriptedVcpu, on: bool) {
@@ -783,6 +851,85 @@ mod tests {
         let entries = play(&mut cpu, &mut vcpu, &mut board);
         let expected = [(Event::NONE, true), (Event::NONE, true), (Event::interrupt(0x31), false)];
         assert_eq!(entries, expected);
+    }
+
+    #[test]
+    fn the_guest_takes_by_itself_what_waits() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        board.asks = false;
+        interrupts(&mut vcpu, false);
+        vcpu.then(|_| Exit::Recall { events: 1 });
+        vcpu.then(|_| Exit::Recall { events: 1 });
+        vcpu.then(|vcpu| {
+            vcpu.window = Window::Nothing;
+            Exit::Spurious
+        });
+        board.request(0x31);
+        let recall = Pause::Recall(1);
+        assert_eq!((cpu.run(&mut vcpu, &mut board), vcpu.window), (recall, Window::Take(0x31)));
+        // Something that goes before it, and something that it waits for.
+        board.request(0x40);
+        assert_eq!((cpu.run(&mut vcpu, &mut board), vcpu.window), (recall, Window::Take(0x40)));
+        assert_eq!(board.taken, []);
+        play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!((&board.taken[..], vcpu.window), (&[0x40][..], Window::Take(0x31)));
+        // It may not come after all.
+        board.requested.clear();
+        play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!((&board.taken[..], vcpu.window), (&[0x40][..], Window::Nothing));
+    }
+
+    #[test]
+    fn the_guest_ends_interrupts_by_itself() {
+        const WORD: u64 = 0x2000;
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        board.asks = false;
+        for bad in [WORD | 3, 0x1_0001, 1 << 40 | 1] {
+            assert_eq!(cpu.write_msr(&mut vcpu, &mut board, kvm::EOI, bad), None);
+        }
+        assert!(cpu.write_msr(&mut vcpu, &mut board, kvm::EOI, WORD | 1).is_some());
+        assert_eq!(cpu.read_msr(&mut vcpu, &mut board, kvm::EOI), Some(WORD | 1));
+        let memory = board.memory;
+        let word = move || memory.read::<u32>(WORD).unwrap();
+        let end = move || memory.write(WORD, 0_u32).unwrap();
+        // One that is injected, one that the guest takes: it ends both in memory, or does not (yet).
+        for (open, ends) in [(true, true), (true, false), (false, true), (false, false)] {
+            interrupts(&mut vcpu, open);
+            board.request(0x31);
+            vcpu.then(move |vcpu| {
+                assert_eq!(word(), 1);
+                vcpu.window = Window::Nothing;
+                if ends {
+                    end();
+                }
+                Exit::Spurious
+            });
+            play(&mut cpu, &mut vcpu, &mut board);
+            assert_eq!((board.in_service.is_empty(), word()), (ends, 0));
+            board.in_service.clear();
+        }
+        // What the guest does to the word before it takes the interrupt ends nothing.
+        interrupts(&mut vcpu, false);
+        board.request(0x31);
+        vcpu.then(move |_| {
+            end();
+            Exit::Spurious
+        });
+        vcpu.then(move |vcpu| {
+            vcpu.window = Window::Nothing;
+            Exit::Spurious
+        });
+        play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!((&board.in_service[..], word()), (&[0x31][..], 0));
+        // Something else waits: the end must be seen.
+        interrupts(&mut vcpu, true);
+        board.request(0x32);
+        board.request(0x33);
+        vcpu.then(move |_| {
+            assert_eq!(word(), 0);
+            Exit::Spurious
+        });
+        play(&mut cpu, &mut vcpu, &mut board);
     }
 
     #[test]
@@ -1177,8 +1324,9 @@ mod tests {
         /// random: what is requested arrives exactly once, maskable interrupts only when they may, and
         /// at the end nothing waits.
         #[test]
-        fn nothing_is_lost_or_doubled(moves in moves()) {
+        fn nothing_is_lost_or_doubled(moves in moves(), asks: bool) {
             let (mut cpu, mut vcpu, mut board) = guest(&[]);
+            board.asks = asks;
             let mut accepted = Vec::new();
             let mut requested = Vec::new();
             let mut nmis = 0;
@@ -1223,7 +1371,15 @@ mod tests {
                         interrupts(vcpu, !open);
                     }
                     let open = vcpu.get(Reg::Rflags) & RFLAGS_IF != 0;
-                    if vcpu.window && open { Exit::Window } else { Exit::Recall { events: 0 } }
+                    match vcpu.window {
+                        Window::Exit if open => return Exit::Window,
+                        Window::Take(_) if open => {
+                            vcpu.window = Window::Nothing;
+                            interrupts(vcpu, false);
+                        }
+                        _ => {}
+                    }
+                    Exit::Recall { events: 0 }
                 });
                 let pause = cpu.run(&mut vcpu, &mut board);
                 // After a window exit the next entry finds an empty script.
@@ -1244,11 +1400,12 @@ mod tests {
                     interrupts(&mut vcpu, false);
                 }
             }
+            accepted.append(&mut board.taken);
             requested.sort_unstable();
             accepted.sort_unstable();
             prop_assert_eq!(accepted, requested);
             prop_assert_eq!(nmis, 0);
-            prop_assert!(board.requested.is_empty() && !vcpu.window);
+            prop_assert!(board.requested.is_empty() && vcpu.window == Window::Nothing);
         }
     }
 }

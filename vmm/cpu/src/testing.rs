@@ -8,7 +8,7 @@ use std::vec::Vec;
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4};
 
-use crate::backend::{Backend, Event, Gpr, Reg, Seg, Segment};
+use crate::backend::{Backend, Event, Gpr, Reg, Seg, Segment, Window};
 use crate::exit::Exit;
 
 /// What the back end saw at one entry.
@@ -16,8 +16,8 @@ use crate::exit::Exit;
 pub struct Entry {
     /// The event in the slot, which the entry delivers.
     pub event: Event,
-    /// Whether a window was asked for.
-    pub window: bool,
+    /// The window.
+    pub window: Window,
     /// Whether the guest could take a maskable interrupt.
     pub open: bool,
     /// The instruction pointer.
@@ -40,8 +40,8 @@ pub struct ScriptedVcpu {
     pub next_rip: u64,
     /// The slot.
     pub slot: Event,
-    /// Whether a window is asked for.
-    pub window: bool,
+    /// The window. A step that takes the interrupt in it closes it.
+    pub window: Window,
     /// The deadline.
     pub deadline: u64,
     /// What the guest does.
@@ -126,8 +126,12 @@ impl Backend for ScriptedVcpu {
         self.slot = event;
     }
 
-    fn set_window(&mut self, wanted: bool) {
+    fn set_window(&mut self, wanted: Window) {
         self.window = wanted;
+    }
+
+    fn has_window(&mut self) -> bool {
+        self.window != Window::Nothing
     }
 
     fn set_deadline(&mut self, tsc: u64) {
@@ -151,7 +155,7 @@ impl Backend for ScriptedVcpu {
             Some(mut step) => {
                 let exit = step(self);
                 if exit == Exit::Window {
-                    self.window = false;
+                    self.window = Window::Nothing;
                 }
                 exit
             }

@@ -62,6 +62,7 @@ fn priorities_and_nesting() {
     }
     assert!(!apic.deliver(&message(0, FIXED, 0x31)), "requested already");
     assert_eq!(apic.pending(), Some(0x52));
+    assert!(!apic.eoi_will_be_quiet(0x52), "others wait");
     apic.accept(0x52);
     assert!(!apic.eoi_is_quiet(), "others wait");
     assert_eq!(env.inl(&mut apic, PPR.into()), 0x50);
@@ -169,11 +170,40 @@ fn x2apic_registers_check_their_values() {
     assert_eq!(apic.tpr(), 0x30);
     assert_eq!(apic.write_msr(msr(SELF_IPI), 0x45, &mut env), Ok(()));
     assert_eq!(apic.pending(), Some(0x45));
+    assert!(apic.eoi_will_be_quiet(0x45) && !apic.eoi_will_be_quiet(0x46));
     apic.accept(0x45);
-    assert!(apic.eoi_is_quiet());
+    assert!(apic.eoi_is_quiet() && !apic.eoi_will_be_quiet(0x45));
     assert_eq!(apic.write_msr(MSR_EOI, 0, &mut env), Ok(()));
     assert_eq!(apic.ppr(), 0x30);
     assert_eq!(apic.write_msr(0x10, 0, &mut env), Err(Fault));
+}
+
+#[test]
+fn a_request_that_the_processor_takes_by_itself() {
+    let (_, mut apic) = xapic(0);
+    let again = message(0, FIXED, 0x31);
+    assert!(apic.deliver(&again));
+    apic.leave(Some(0x31));
+    // It may have been taken before this one came: the processor has to be asked.
+    assert!(apic.deliver(&again));
+    apic.accept_left(0x31);
+    assert_eq!(apic.eoi(), None);
+    assert_eq!(apic.pending(), Some(0x31));
+    // It has not been taken: both are one.
+    apic.leave(Some(0x31));
+    assert!(apic.deliver(&again));
+    apic.leave(Some(0x31));
+    apic.accept_left(0x31);
+    assert_eq!((apic.eoi(), apic.pending()), (None, None));
+    // The processor takes it now, or another one.
+    assert!(apic.deliver(&again) && apic.deliver(&message(0, FIXED, 0x32)));
+    apic.leave(Some(0x32));
+    assert!(!apic.deliver(&again), "it waits still");
+    assert!(apic.deliver(&message(0, FIXED, 0x32)));
+    apic.leave(None);
+    apic.accept(0x32);
+    assert!(!apic.deliver(&again));
+    assert_eq!((apic.eoi(), apic.pending()), (None, Some(0x31)));
 }
 
 #[test]

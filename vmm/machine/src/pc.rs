@@ -14,7 +14,8 @@ use vmm_cpu::cpuid::{CpuidConfig, CpuidTable, Values};
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
 use vmm_cpu::{
-    Backend, Board, Cpu, IoExit, MAX_VCPUS, MemoryFault, Outcome, Pause, Signals, TscClock, Unknown,
+    Acknowledged, Backend, Board, Cpu, IoExit, MAX_VCPUS, MemoryFault, Outcome, Pause, Signals,
+    TscClock, Unknown, Waiting,
 };
 use vmm_dev::pc::debugexit::DebugExit;
 use vmm_dev::pc::ioapic::{self, IoApic};
@@ -659,6 +660,16 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         self.machine.apics[cpu].pending().is_some() || self.pic_waits(cpu)
     }
 
+    /// The interrupt that waits for this CPU.
+    fn waiting(&self, cpu: usize) -> Waiting {
+        let apic = &self.machine.apics[cpu];
+        match apic.pending() {
+            _ if self.pic_waits(cpu) => Waiting::Asks,
+            Some(vector) => Waiting::Vector { vector, quiet: apic.eoi_will_be_quiet(vector) },
+            None => Waiting::Nothing,
+        }
+    }
+
     fn read_piece(&mut self, piece: Piece) -> u64 {
         match piece.device.and_then(|device| CHIPS.get(usize::from(device))) {
             Some(&chip) => self
@@ -854,8 +865,10 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         if init {
             self.with_apic(cpu, |apic, env| apic.init(env));
         }
-        let interrupt = self.interrupt_waits(cpu);
+        let interrupt = self.waiting(cpu);
         let machine = &mut *self.machine;
+        let left = if let Waiting::Vector { vector, .. } = interrupt { Some(vector) } else { None };
+        machine.apics[cpu].leave(left);
         let signals = Signals {
             end: machine.wires.end,
             nmi: machine.nmi & bit != 0,
@@ -870,16 +883,19 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         signals
     }
 
-    fn acknowledge(&mut self, cpu: usize) -> Option<u8> {
+    fn acknowledge(&mut self, cpu: usize) -> Option<Acknowledged> {
         if self.pic_waits(cpu) {
             self.machine.ext_int &= !(1 << cpu);
             let vector = self.machine.chips.pic.acknowledge();
             self.update_intr();
-            return Some(vector);
+            return Some(Acknowledged { vector, quiet: false, more: self.interrupt_waits(cpu) });
         }
-        let vector = self.machine.apics[cpu].pending()?;
-        self.machine.apics[cpu].accept(vector);
-        Some(vector)
+        let apic = &mut self.machine.apics[cpu];
+        let vector = apic.pending()?;
+        apic.leave(None);
+        apic.accept(vector);
+        // Nothing else that is requested has a higher priority.
+        Some(Acknowledged { vector, quiet: apic.eoi_is_quiet(), more: false })
     }
 
     #[cold]
@@ -1039,12 +1055,21 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
         self.locked(|board| board.settle(cpu))
     }
 
-    fn interrupt_pending(&mut self, cpu: usize) -> bool {
-        self.locked(|board| board.interrupt_waits(cpu))
+    fn acknowledge(&mut self, cpu: usize) -> Option<Acknowledged> {
+        self.locked(|board| board.acknowledge(cpu))
     }
 
-    fn acknowledge(&mut self, cpu: usize) -> Option<u8> {
-        self.locked(|board| board.acknowledge(cpu))
+    fn accept(&mut self, cpu: usize, vector: u8) {
+        self.locked(|board| {
+            board.with_apic(cpu, |apic, _| apic.accept_left(vector));
+        });
+    }
+
+    fn end_of_interrupt(&mut self, cpu: usize) {
+        // One whose end concerns nobody else.
+        self.locked(|board| {
+            board.with_apic(cpu, |apic, _| apic.eoi());
+        });
     }
 
     #[cold]

@@ -53,11 +53,19 @@ fn main() {
     apic::enable();
     let mut random = Random(1);
     let mut total = 0;
-    for round in 0..ROUNDS {
-        total += all_at_once(&mut random, round);
+    for paravirtual in [false, true] {
+        if paravirtual && !apic::use_paravirtual_eoi() {
+            println!("interrupts: no paravirtual end of interrupt");
+            break;
+        }
+        for round in 0..ROUNDS {
+            total += all_at_once(&mut random, round);
+        }
+        nesting();
+        priorities();
+        let ends = apic::quiet_ends();
+        check!(paravirtual == (ends > 0), "{ends} interrupts were ended in memory");
     }
-    nesting();
-    priorities();
     println!("interrupts: {total} of {total} in {ROUNDS} rounds arrived in order");
 }
 

@@ -271,10 +271,7 @@ static CLOCKS: [ClockPage; MOST] = [const { ClockPage([const { AtomicU64::new(0)
 /// Nanoseconds by the paravirtual clock of processor `index`, 0 if there is none.
 fn read_clock(index: usize) -> u64 {
     const ENABLE: u64 = 1;
-    let name = cpu::cpuid(leaf::HYPERVISOR, 0);
-    let features = cpu::cpuid(leaf::HYPERVISOR_FEATURES, 0).eax;
-    let ours = name.ebx.to_le_bytes() == *b"KVMK";
-    if !ours || features & kvm_a::CLOCKSOURCE2 == 0 {
+    if cpu::kvm_features() & kvm_a::CLOCKSOURCE2 == 0 {
         return 0;
     }
     let page = &CLOCKS[index].0;

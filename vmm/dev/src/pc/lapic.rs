@@ -158,6 +158,13 @@ impl Vectors {
         self.words[usize::from(vector >> 5)] & 1 << (vector & 31) != 0
     }
 
+    /// Whether `vector` and nothing else is in the set.
+    #[inline]
+    fn is_only(&self, vector: u8) -> bool {
+        let word = vector >> 5;
+        self.filled == 1 << word && self.words[usize::from(word)] == 1 << (vector & 31)
+    }
+
     #[inline]
     fn highest(&self) -> Option<u8> {
         let word = self.filled.checked_ilog2()?;
@@ -229,6 +236,10 @@ pub struct LocalApic {
     isr: Vectors,
     tmr: Vectors,
     irr: Vectors,
+    /// The request that the processor takes by itself; it may have done so.
+    left: Option<u8>,
+    /// `left` has been requested again.
+    again: bool,
     esr: u32,
     /// Errors since the guest last latched them.
     errors: u32,
@@ -264,6 +275,8 @@ impl LocalApic {
             isr: Vectors { words: [0; 8], filled: 0 },
             tmr: Vectors { words: [0; 8], filled: 0 },
             irr: Vectors { words: [0; 8], filled: 0 },
+            left: None,
+            again: false,
             esr: 0,
             errors: 0,
             icr_low: 0,
@@ -358,6 +371,21 @@ impl LocalApic {
         }
     }
 
+    /// From now on the processor takes a request by itself, at any time, or no longer does. It has taken none so far.
+    #[inline]
+    pub fn leave(&mut self, vector: Option<u8>) {
+        self.left = vector;
+        self.again = false;
+    }
+
+    /// The processor has taken the request that was left to it. One that came meanwhile may have come afterwards.
+    pub fn accept_left(&mut self, vector: u8) {
+        self.accept(vector);
+        if self.left.take() == Some(vector) && core::mem::take(&mut self.again) {
+            self.irr.set(vector);
+        }
+    }
+
     /// End of interrupt. Gives the vector that the I/O APIC must be told.
     #[inline]
     pub fn eoi(&mut self) -> Option<u8> {
@@ -371,6 +399,13 @@ impl LocalApic {
     #[inline]
     pub fn eoi_is_quiet(&self) -> bool {
         self.irr.filled == 0 && self.isr.highest().is_some_and(|vector| !self.tmr.has(vector))
+    }
+
+    /// Whether the same will hold for `vector`, if the processor takes it next: nothing else is requested or in
+    /// service, so whatever is ended from now on is `vector`.
+    #[inline]
+    pub fn eoi_will_be_quiet(&self, vector: u8) -> bool {
+        self.isr.filled == 0 && self.irr.is_only(vector) && !self.tmr.has(vector)
     }
 
     /// Whether [`LocalApic::take_events`] has anything.
@@ -682,7 +717,7 @@ impl LocalApic {
         }
     }
 
-    /// Requests `vector`. `true`: it was not requested before.
+    /// Requests `vector`. `true`: it was not requested before, or the processor may have taken that request.
     #[inline]
     fn request(&mut self, vector: u8, level: bool) -> bool {
         if vector < FIRST_VECTOR {
@@ -694,9 +729,12 @@ impl LocalApic {
         } else {
             self.tmr.clear(vector);
         }
-        let new = !self.irr.has(vector);
+        if self.irr.has(vector) {
+            self.again |= self.left == Some(vector);
+            return self.again;
+        }
         self.irr.set(vector);
-        new
+        true
     }
 
     /// An interrupt without a vector.
