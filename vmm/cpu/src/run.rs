@@ -232,18 +232,23 @@ impl Cpu {
                 self.activity = Activity::Running;
                 vcpu.set_event(Event::NMI);
                 window = exit_if(interrupt != Waiting::Nothing);
+            } else if let (Waiting::Vector { vector, quiet }, false) = (interrupt, self.nmi) {
+                // Also when it could be put into the slot: QEMU now and then delivers an interrupt twice that is injected, but
+                // not one that the guest takes.
+                if self.activity == Activity::Halted && accepts_interrupt(vcpu) {
+                    self.activity = Activity::Running;
+                }
+                window = Window::Take(vector);
+                self.left = true;
+                if quiet {
+                    self.eoi.offer(board.memory());
+                }
             } else if is_free && accepts_interrupt(vcpu) {
                 if let Some(taken) = board.acknowledge(self.index) {
                     self.activity = Activity::Running;
                     vcpu.set_event(Event::interrupt(taken.vector));
                     window = exit_if(taken.more);
                     self.left = taken.quiet && self.eoi.offer(board.memory());
-                }
-            } else if let (Waiting::Vector { vector, quiet }, false) = (interrupt, self.nmi) {
-                window = Window::Take(vector);
-                self.left = true;
-                if quiet {
-                    self.eoi.offer(board.memory());
                 }
             } else {
                 // An NMI needs no window, only a free slot: it is tried again at the next exit.
