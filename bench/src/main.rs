@@ -39,7 +39,7 @@ const EXITS: &[(&str, &str, &str, f64, f64)] = &[
 
 const EXITS_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[vm]]\nname = \"exits\"\n\
     memory = \"16M\"\nkernel = \"{artifacts}/guest-exits\"\nconsole = \"com1\"\n";
-/// Costs of channels, measured by guests of their own, with the same parts; the peer's figures are from another machine.
+/// Costs of channels, measured by guests of their own, with the same parts; the peer's figures are from another architecture.
 const CHANNELS: &[(&str, &str, &str, f64, f64)] = &[
     (
         "message_noswitch",

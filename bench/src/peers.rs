@@ -65,7 +65,7 @@ pub const KVM_CPUID: f64 = 2_864.0;
 /// Port I/O, answered by KVM's user-level monitor.
 pub const KVM_PORT: f64 = 5_843.0;
 /// Message between machines without a switch, with one, and a switch: Varanasi, "Implementing Hardware-supported
-/// Virtualization in OKL4 on ARM", 2010; there in processor cycles.
+/// Virtualization in OKL4 on ARM", 2010; there in instructions of an ARM processor.
 pub const VARANASI_MESSAGE: f64 = 570.0;
 /// See [`VARANASI_MESSAGE`].
 pub const VARANASI_MESSAGE_SWITCH: f64 = 8_340.0;
