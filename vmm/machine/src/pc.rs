@@ -1109,7 +1109,7 @@ mod tests {
     use std::string::{String, ToString};
     use std::vec::Vec;
     use vmm_cpu::testing::ScriptedVcpu;
-    use vmm_cpu::{Event, Exit, Gpr, Outcome, Reg};
+    use vmm_cpu::{Event, Exit, Gpr, Outcome, Reg, Window};
     use vmm_mem::testing;
 
     use crate::{Level, Model, Outside, Slots};
@@ -1176,11 +1176,28 @@ mod tests {
             Self { cpu: pc.cpu(0), pc, vcpu, host: TestHost::default() }
         }
 
+        /// The guest takes the interrupt that is left to it, as a processor does, if it can: as an event of the entry.
+        fn take(vcpu: &mut ScriptedVcpu) {
+            let Some(entry) = vcpu.entries.last_mut() else { return };
+            if let (Window::Take(vector), Event::NONE, true) =
+                (entry.window, entry.event, entry.open)
+            {
+                entry.event = Event::interrupt(vector);
+                vcpu.window = Window::Nothing;
+            }
+        }
+
         /// One exit, then back to the host.
         #[track_caller]
         fn exit(&mut self, exit: Exit) {
-            self.vcpu.then(move |_| exit);
-            self.vcpu.then(|_| Exit::Recall { events: 7 });
+            self.vcpu.then(move |vcpu| {
+                Self::take(vcpu);
+                exit
+            });
+            self.vcpu.then(|vcpu| {
+                Self::take(vcpu);
+                Exit::Recall { events: 7 }
+            });
             let pause = self.pc.run(&mut self.cpu, &mut self.vcpu, &mut self.host);
             assert_eq!(pause, Pause::Recall(7));
         }

@@ -50,7 +50,17 @@ fn the_examples_are_good() {
         if path.extension().is_some_and(|extension| extension == "toml") {
             let output =
                 folder.parador(&["system", "check", path.to_str().unwrap()]).output().unwrap();
-            assert_eq!(code(&output), 0, "{}: {}", path.display(), errors(&output));
+            let errors = errors(&output);
+            // A kernel and a RAM disk that a command makes need not be there; the message names the command.
+            let unmade = errors.matches("` makes it\n").count();
+            let wrong = errors.matches(": error: ").count() - unmade;
+            assert_eq!(wrong, 0, "{}: {errors}", path.display());
+            assert_eq!(
+                code(&output),
+                if unmade == 0 { 0 } else { 66 },
+                "{}: {errors}",
+                path.display()
+            );
         }
     }
 }
