@@ -160,6 +160,7 @@ fn guest_scenarios() -> Vec<Scenario> {
             cpus: &[1, 4],
             texts: vec!["smp: 4 processors work together".into()],
             never: &["FAILED"],
+            limit: 240,
             ..base("smp", micro("guest", "smp", "cpus = 4\nconsole = \"com1\""))
         },
         Scenario {
