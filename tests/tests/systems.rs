@@ -381,6 +381,9 @@ fn linux_scenarios() -> Vec<Scenario> {
     ]
 }
 
+/// Empty lines for a shell.
+const NEW_LINES: &str = "\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n";
+
 /// Several clients of one line, and an operator.
 fn console_scenarios() -> Vec<Scenario> {
     const SHARED: &str = "console = \"mux\"\nessential = false";
@@ -504,7 +507,7 @@ fn console_scenarios() -> Vec<Scenario> {
             cpus: &[1, 4],
             steps: vec![
                 Step::Log("restart 8 of console"),
-                Step::Type("\n"),
+                Step::Type(NEW_LINES),
                 Step::Console(" # "),
                 Step::Type("echo sum $((6 * 7))\n"),
                 Step::Console("sum 42"),
@@ -534,8 +537,13 @@ fn console_scenarios() -> Vec<Scenario> {
                     Step::Console("steward (1"),
                     Step::Console("restart console: done"),
                     Step::Console("steward> "),
+                    Step::Type("list\r"),
+                    Step::Console("linux"),
+                    Step::Console("steward> "),
                     Step::Type("\x1d2"),
                     Step::Console("linux (2"),
+                    // Keys are lost until the guest's VMM has found the new server: first some that nobody misses.
+                    Step::Type(NEW_LINES),
                     Step::Type("echo still $((6 * 7))\n"),
                     Step::Console("still 42"),
                     Step::Type("\x1d:ste\r"),
