@@ -240,6 +240,11 @@ impl<A: Arch> Kernel<A> {
     /// Makes a CPU choose anew.
     pub fn request_schedule(&self, cpu: usize) {
         self.cpus[cpu].resched.set(true);
+        self.interrupt_if_other(cpu);
+    }
+
+    /// Makes another CPU look at what has been changed of it: its choice, its timer.
+    fn interrupt_if_other(&self, cpu: usize) {
         if cpu != A::this_cpu() {
             A::kick(cpu);
         }
@@ -312,10 +317,19 @@ impl<A: Arch> Kernel<A> {
         }
         self.push(handle, false);
         let cpu = &self.cpus[sched.cpu.get()];
-        let running = cpu.sched.get().and_then(|running| self.memory.get(running));
-        // An equal needs a new choice too: the running context's slice must end some time.
-        if running.is_none_or(|running| running.priority.get() <= sched.priority.get()) {
-            self.request_schedule(sched.cpu.get());
+        match cpu.sched.get().and_then(|running| self.memory.get(running)) {
+            Some(running) if running.priority.get() > sched.priority.get() => {}
+            // An equal goes on with its slice; only, the slice must end some time.
+            Some(running) if running.priority.get() == sched.priority.get() => {
+                let end = cpu.charged.get().saturating_add(running.left.get());
+                if end <= now {
+                    self.request_schedule(sched.cpu.get());
+                } else if end < cpu.slice_end.get() {
+                    cpu.slice_end.set(end);
+                    self.interrupt_if_other(sched.cpu.get());
+                }
+            }
+            _ => self.request_schedule(sched.cpu.get()),
         }
     }
 

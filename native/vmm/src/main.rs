@@ -18,7 +18,7 @@ mod registers;
 
 use core::arch::x86_64::__cpuid_count;
 
-use abi::rights;
+use abi::{FOREVER, rights};
 use heapless::Vec;
 use native_rt::start::{exit, file, guest_memory, windows};
 use native_rt::thread::{Hand, Making, together};
@@ -299,7 +299,9 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
             }
             Pause::Recall(events) => events,
             Pause::Idle { deadline_tsc } => {
-                host.console.flush();
+                if host.console.flush_at() != FOREVER {
+                    host.console.flush();
+                }
                 let deadline = deadline_tsc.saturating_add(host.behind);
                 match CONTROL.idle(index, notification, deadline) {
                     Ok(events) => events,

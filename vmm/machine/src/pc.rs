@@ -333,13 +333,22 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS, P>) -> T,
     ) -> T {
         let mut machine = self.machine.lock();
-        let mut board = PcBoard { fixed: &self.fixed, machine: &mut machine, host };
+        let mut board = PcBoard { fixed: &self.fixed, machine: &mut machine, host: &mut *host };
         let result = act(&mut board);
         let others = board.machine.wires.take_kicks() & !(1 << running);
+        // Who is kicked may run before this thread goes on, and wants the lock.
+        drop(machine);
         if others != 0 {
-            board.kick(others);
+            self.kick(others, host);
         }
         result
+    }
+
+    #[cold]
+    fn kick<H: Host>(&self, others: u32, host: &mut H) {
+        for cpu in (0..self.fixed.vcpus).filter(|cpu| others & 1 << cpu != 0) {
+            host.kick(cpu);
+        }
     }
 }
 
@@ -595,13 +604,6 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     /// The CPU has to look at what waits for it.
     fn alert(&mut self, cpu: usize) {
         self.machine.wires.attention |= 1 << cpu;
-    }
-
-    #[cold]
-    fn kick(&mut self, others: u32) {
-        for cpu in (0..self.fixed.vcpus).filter(|cpu| others & 1 << cpu != 0) {
-            self.host.kick(cpu);
-        }
     }
 
     /// Takes what local APICs have for the board; whether there was anything.
