@@ -174,6 +174,11 @@ impl Running {
         }
     }
 
+    /// Whether it has ended by itself.
+    pub fn has_ended(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait().context("cannot ask for parador")?.is_some())
+    }
+
     /// The ends of everything that it wrote, to explain a failure.
     pub fn transcripts(&self) -> String {
         [&self.console, &self.log, &self.messages].map(|transcript| transcript.tail()).concat()

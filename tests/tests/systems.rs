@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 use libtest_mimic::{Arguments, Failed, Trial};
+use parador_tests::debian;
 use parador_tests::scenario::{Backend, Scenario, Step};
 use parador_tests::system::{Machine, parador};
 use std::process::ExitCode;
@@ -11,6 +12,9 @@ use std::time::Instant;
 const EVERY_BACKEND: &[Backend] = &[Backend::NativeX86Npt];
 /// Systems in QEMU at the same time: each keeps a CPU of the host busy.
 const PARALLEL: usize = 2;
+
+/// Numbers of host CPUs with which a whole Debian must work.
+const DEBIAN_CPUS: [u32; 1] = [2];
 
 /// The head of a description. Virtual machines share CPUs where there is only one.
 const HEAD: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\nshare_cpus = true\n";
@@ -833,6 +837,13 @@ fn main() -> ExitCode {
             result.map_err(|error| Failed::from(format!("{error:#}")))
         }));
     };
+    // The longest comes first, beside the others.
+    for cpus in DEBIAN_CPUS {
+        add(
+            format!("{}/debian/{cpus}-cpu", Backend::NativeX86Npt),
+            Box::new(move || debian::run(cpus)),
+        );
+    }
     for &(name, description, code, message) in REFUSALS {
         add(format!("refuses/{name}"), Box::new(move || refusal(description, code, message)));
     }

@@ -1,0 +1,192 @@
+//! A whole Debian in a guest, used from outside: `examples/debian.toml` on a disk of `parador rootfs debian`.
+
+use crate::system::{Machine, Running, parador, target, workspace};
+use anyhow::{Context, Result, bail, ensure};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Time that the guest may take on a busy machine; a minute or two on an idle one.
+const LIMIT: Duration = Duration::from_secs(1500);
+/// Time beyond it for building the image and for ending.
+const SLACK: Duration = Duration::from_secs(60);
+/// Time between attempts to reach the guest.
+const PAUSE: Duration = Duration::from_secs(2);
+/// Where the disk's one partition begins.
+const PARTITION: u32 = 1 << 20;
+
+/// Exit codes of `parador`: the disk that is there is another one; only root can make one.
+const USAGE: i32 = 64;
+const PERMISSION: i32 = 77;
+
+/// A package that only the test has, and what its program prints.
+const CONTROL: &str = "Package: parador-guest\nVersion: 1.0\nArchitecture: all\n\
+                       Maintainer: Nobody <nobody@example.org>\nDescription: says where it is\n";
+const PROGRAM: &str = "#!/bin/sh\necho \"installed on $(nproc) processors\"\n";
+
+/// What is done in the guest. Every command has to succeed. What has not started in time on a slow host is
+/// started again, and what such a host makes a kernel complain about does not count.
+const SCRIPT: &str = "\
+set -eux
+systemctl start serial-getty@ttyS0 postgresql@15-main
+apt-get -q -y install /root/parador-guest.deb
+parador-guest
+until pg_isready -q; do sleep 1; done
+cd /tmp
+runuser -u postgres -- createdb bench
+runuser -u postgres -- pgbench -q -i -s 1 bench
+runuser -u postgres -- pgbench -c 2 -j 2 -t 50 bench
+ping -c 1 10.0.2.2
+! dmesg | grep -E 'BUG:|Oops|XSAVE consistency|I/O error|EXT4-fs error|ACPI Error'
+";
+/// What must be in its output.
+const ANSWERS: [&str; 3] = [
+    "installed on 2 processors",
+    "number of transactions actually processed: 100/100",
+    "1 packets transmitted, 1 received",
+];
+
+/// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks its disk.
+pub fn run(cpus: u32) -> Result<()> {
+    let made = make_disk()?;
+    let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+    let disk = folder.path().join("disk.img");
+    succeed(Command::new("cp").arg("--sparse=always").arg(made.join("disk.img")).arg(&disk))?;
+    let package = package(folder.path())?;
+    let port = free_port()?;
+    let ssh = Ssh { key: made.join("ssh-key"), port };
+
+    let machine = Machine { cpus, ..Machine::default() };
+    let mut running = Running::start(&description(&made, &disk, port)?, &machine, LIMIT)?;
+    let outcome = use_it(&mut running, &ssh, &package);
+    outcome.with_context(|| format!("\n{}", running.transcripts()))?;
+    drop(running);
+    let device = format!("{}?offset={PARTITION}", disk.display());
+    succeed(Command::new("/sbin/e2fsck").args(["-f", "-n"]).arg(device)).map(drop)
+}
+
+fn use_it(running: &mut Running, ssh: &Ssh, package: &Path) -> Result<()> {
+    let deadline = Instant::now() + LIMIT + SLACK;
+    while let Err(error) = ssh.run("cat >parador-guest.deb", File::open(package)?.into()) {
+        ensure!(Instant::now() < deadline, "the guest cannot be reached: {error:#}");
+        if running.has_ended()? {
+            bail!("the guest has ended: {error:#}");
+        }
+        sleep(PAUSE);
+    }
+    let text = ssh.run(SCRIPT, Stdio::null())?;
+    if let Some(missing) = ANSWERS.iter().find(|answer| !text.contains(**answer)) {
+        bail!("`{missing}` is not in what the guest says:\n{text}");
+    }
+    running.console.expect("debian login:", deadline)?;
+    // The connection may end before the command does.
+    let _ = ssh.run("poweroff", Stdio::null());
+    let code = running.wait(deadline)?;
+    ensure!(code == 0, "ended with code {code}");
+    Ok(())
+}
+
+/// The example, with this disk and port.
+fn description(made: &Path, disk: &Path, port: u16) -> Result<String> {
+    let mut text = fs::read_to_string(workspace().join("examples/debian.toml"))?;
+    let changes = [
+        ("../target/debian/disk.img", disk.display().to_string()),
+        ("../target/debian", made.display().to_string()),
+        ("tcp:2222:", format!("tcp:{port}:")),
+    ];
+    for (from, to) in changes {
+        ensure!(text.contains(from), "the example has no `{from}`");
+        text = text.replace(from, &to);
+    }
+    Ok(text)
+}
+
+/// The folder with the disk, which is made once and kept until disks are made otherwise.
+fn make_disk() -> Result<PathBuf> {
+    let cache = target().join("cache");
+    fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
+    let folder = cache.join("debian");
+    let make = |as_root: bool, more: &[&str]| {
+        let mut command = parador(&cache);
+        command.args(["rootfs", "debian", "--include", "postgresql"]);
+        command.args(more).arg("--output").arg(&folder);
+        if as_root {
+            let mut root = Command::new("sudo");
+            root.arg("-n").arg(command.get_program()).args(command.get_args()).current_dir(&cache);
+            command = root;
+        }
+        command.output().context("cannot start parador")
+    };
+    let is_root = succeed(Command::new("id").arg("-u"))?.trim() == "0";
+    let mut output = make(false, &[])?;
+    if output.status.code() == Some(USAGE) {
+        output = make(!is_root, &["--force"])?;
+    } else if output.status.code() == Some(PERMISSION) {
+        output = make(!is_root, &[])?;
+    }
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "cannot make a disk with Debian:\n{errors}");
+    Ok(folder)
+}
+
+/// Makes the package.
+fn package(folder: &Path) -> Result<PathBuf> {
+    let tree = folder.join("package");
+    let program = tree.join("usr/bin/parador-guest");
+    fs::create_dir_all(tree.join("DEBIAN"))?;
+    fs::create_dir_all(tree.join("usr/bin"))?;
+    fs::write(tree.join("DEBIAN/control"), CONTROL)?;
+    fs::write(&program, PROGRAM)?;
+    succeed(Command::new("chmod").arg("755").arg(&program))?;
+    let package = folder.join("parador-guest.deb");
+    let build = ["--root-owner-group", "--build"].map(OsStr::new);
+    succeed(Command::new("dpkg-deb").args(build).args([&tree, &package]))?;
+    Ok(package)
+}
+
+/// A port that nobody listened to just now.
+fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
+}
+
+/// How to log in.
+struct Ssh {
+    key: PathBuf,
+    port: u16,
+}
+
+impl Ssh {
+    /// Runs a command in the guest and returns what it wrote.
+    fn run(&self, command: &str, input: Stdio) -> Result<String> {
+        let mut ssh = Command::new("ssh");
+        for option in [
+            "BatchMode=yes",
+            "ConnectTimeout=120",
+            "IdentitiesOnly=yes",
+            "LogLevel=ERROR",
+            "ServerAliveInterval=60",
+            "ServerAliveCountMax=5",
+            "StrictHostKeyChecking=no",
+            "UserKnownHostsFile=/dev/null",
+        ] {
+            ssh.args(["-o", option]);
+        }
+        ssh.arg("-i").arg(&self.key).arg("-p").arg(self.port.to_string());
+        succeed(ssh.arg("root@127.0.0.1").arg(command).stdin(input))
+    }
+}
+
+/// Runs a command to its end; returns what it wrote. An error unless it succeeds.
+fn succeed(command: &mut Command) -> Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().with_context(|| format!("cannot start {name}"))?;
+    let text =
+        [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes)).concat();
+    ensure!(output.status.success(), "{name} ended with {}:\n{text}", output.status);
+    Ok(text)
+}
