@@ -293,12 +293,12 @@ impl<'m> Rig<'m> {
                     peer.view = View::unpack([length as u64 * 0x0101_0101; 4]);
                 }
             });
-            self.pc.function_input(CHANNEL, &mut self.world);
-            return self.pc.function_change(CHANNEL, &mut self.world);
+            self.pc.function_input(CHANNEL, None, &mut self.world);
+            return self.pc.function_change(CHANNEL, None, &mut self.world);
         }
         if slot >= 4 {
             self.world.input.extend(std::iter::repeat_n(b'x', length % 64));
-            self.pc.input(&mut self.world);
+            self.pc.input(None, &mut self.world);
             return;
         }
         self.pc.functions(|slots| {
@@ -313,7 +313,7 @@ impl<'m> Rig<'m> {
             }
             outside.bytes += length % 64;
         });
-        self.pc.function_input(slot, &mut self.world);
+        self.pc.function_input(slot, None, &mut self.world);
     }
 }
 

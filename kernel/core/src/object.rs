@@ -271,6 +271,8 @@ pub struct Thread<A: Arch> {
     pub bound: Link<Notification<A>>,
     /// In `VcpuRun` on this vCPU.
     pub vcpu: Link<Vcpu<A>>,
+    /// What its last `VcpuRun` found.
+    pub ran: Cell<Option<Ran<A>>>,
     /// Sleeping: until when.
     pub deadline: Cell<u64>,
     /// Links in the CPU's tree of timeouts.
@@ -280,6 +282,25 @@ pub struct Thread<A: Arch> {
     /// Previous thread of the task.
     pub task_prev: Link<Thread<A>>,
 }
+
+/// What a `VcpuRun` found by its selector. A capability that ends takes an object with it, its mapping: as long as none has
+/// ended, the capability is there.
+pub struct Ran<A: Arch> {
+    /// The selector.
+    pub selector: u64,
+    /// What it led to, with the right to run it.
+    pub vcpu: Handle<Vcpu<A>>,
+    /// [`crate::pool::Memory::ended`] at that time.
+    pub ended: u64,
+}
+
+impl<A: Arch> Clone for Ran<A> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<A: Arch> Copy for Ran<A> {}
 
 impl<A: Arch> Keyed for Thread<A> {
     type Key = (u64, u64);

@@ -174,6 +174,7 @@ pub struct Memory {
     generation: Cell<u64>,
     retired: Cell<u32>,
     retired_raw: Cell<u32>,
+    ended: Cell<u64>,
     root: Factory,
 }
 
@@ -189,6 +190,7 @@ impl Memory {
             generation: Cell::new(1),
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
+            ended: Cell::new(0),
             root: Factory::new(0, u64::MAX, None),
         }
     }
@@ -230,6 +232,7 @@ impl Memory {
             generation: Cell::new(1),
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
+            ended: Cell::new(0),
             root: Factory::new(free, u64::MAX, None),
         })
     }
@@ -485,6 +488,13 @@ impl Memory {
         let slot = self.slot::<T>(index);
         slot.name.set(0);
         slot.link.set(self.retired.replace(index));
+        self.ended.set(self.ended.get() + 1);
+    }
+
+    /// How many objects have ended. While it stays the same, what was found by a handle is still there.
+    #[inline(always)]
+    pub fn ended(&self) -> u64 {
+        self.ended.get()
     }
 
     /// Makes a factory with `quota` frames taken from `parent`, and a highest priority of at most that of the parent

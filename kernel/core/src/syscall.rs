@@ -97,8 +97,20 @@ impl<A: Arch> Kernel<A> {
 
     #[inline(always)]
     fn run_by_name(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) -> Result<(), Status> {
-        let vcpu = self.vcpu_cap(self.task_of(thread)?, thread.context.argument(0), rights::RUN)?;
+        let selector = thread.context.argument(0);
+        let vcpu = match thread.ran.get() {
+            Some(ran) if ran.selector == selector && ran.ended == self.memory.ended() => ran.vcpu,
+            _ => self.find_vcpu(thread, selector)?,
+        };
         self.vcpu_run(handle, thread, vcpu)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn find_vcpu(&self, thread: &Thread<A>, selector: u64) -> Result<Handle<Vcpu<A>>, Status> {
+        let vcpu = self.vcpu_cap(self.task_of(thread)?, selector, rights::RUN)?;
+        thread.ran.set(Some(Ran { selector, vcpu, ended: self.memory.ended() }));
+        Ok(vcpu)
     }
 
     #[inline(always)]

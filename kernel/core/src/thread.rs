@@ -76,6 +76,7 @@ impl<A: Arch> Kernel<A> {
                     fault_gate: Cell::new(None),
                     bound: Cell::new(None),
                     vcpu: Cell::new(None),
+                    ran: Cell::new(None),
                     deadline: Cell::new(u64::MAX),
                     timeout: Links::new(),
                     task_next: Cell::new(owner.threads.get()),

@@ -23,7 +23,7 @@ use hw_x86::paging::{cr0, xcr0};
 use hw_x86::vmcb::{
     ControlArea, Vmcb, VmcbSegment, event, exit, intercept3, intercept4, npf, tlb_control, v_intr,
 };
-use kernel_core::object::{Task, Thread, Vcpu, Vm};
+use kernel_core::object::{Notification, Task, Thread, Vcpu, Vm};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
 
@@ -171,6 +171,8 @@ pub struct VcpuFrames {
     vmcb_physical: u64,
     state: *mut VcpuState,
     fpu: *mut u8,
+    /// What belongs to the vCPU, as it was last looked up.
+    links: Cell<Option<Links>>,
     asid_epoch: Cell<u64>,
     vm_generation: Cell<u64>,
     port_generation: Cell<u64>,
@@ -207,6 +209,7 @@ impl VcpuFrames {
             vmcb_physical: memory.physical(vmcb_frame),
             state: memory.address(state).cast(),
             fpu: memory.address(fpu_frame),
+            links: Cell::new(None),
             asid_epoch: Cell::new(0),
             vm_generation: Cell::new(0),
             port_generation: Cell::new(0),
@@ -745,8 +748,86 @@ enum Stop {
     Failed(Status),
 }
 
+/// Objects that belong to a vCPU, found once for many entries. Objects do not move, and these are there as long as
+/// `Memory::ended` is what it was.
+#[derive(Clone, Copy)]
+struct Links {
+    vm: *const Vm<X86>,
+    notification: *const Notification<X86>,
+    ended: u64,
+}
+
+/// Who takes part in an entry.
+#[derive(Clone, Copy)]
+struct Seat<'a> {
+    thread: &'a Thread<X86>,
+    vcpu: &'a Vcpu<X86>,
+    vm: &'a Vm<X86>,
+    notification: &'a Notification<X86>,
+}
+
+impl<'a> Seat<'a> {
+    /// `None`: not all are there any more.
+    #[inline(always)]
+    fn new(
+        kernel: &'a Kernel<X86>,
+        thread: &'a Thread<X86>,
+        name: Handle<Vcpu<X86>>,
+    ) -> Option<Self> {
+        let vcpu = kernel.memory.get(name)?;
+        let links = match vcpu.arch.links.get() {
+            Some(links) if links.ended == kernel.memory.ended() => links,
+            _ => find_links(&kernel.memory, vcpu)?,
+        };
+        // SAFETY: none has ended since these were found.
+        let (vm, notification) = unsafe { (&*links.vm, &*links.notification) };
+        Some(Self { thread, vcpu, vm, notification })
+    }
+
+    /// The same after the lock was given back.
+    #[inline(always)]
+    fn again(
+        kernel: &'a Kernel<X86>,
+        Kept { thread, vcpu, links }: Kept,
+        thread_name: Handle<Thread<X86>>,
+        name: Handle<Vcpu<X86>>,
+    ) -> Option<Self> {
+        if links.ended != kernel.memory.ended() {
+            return Self::new(kernel, kernel.memory.get(thread_name)?, name);
+        }
+        // SAFETY: none has ended since they were references.
+        let (thread, vcpu, vm, notification) =
+            unsafe { (&*thread, &*vcpu, &*links.vm, &*links.notification) };
+        Some(Self { thread, vcpu, vm, notification })
+    }
+
+    /// What [`Seat::again`] needs.
+    #[inline(always)]
+    fn keep(&self, ended: u64) -> Kept {
+        let links = Links { vm: self.vm, notification: self.notification, ended };
+        Kept { thread: self.thread, vcpu: self.vcpu, links }
+    }
+}
+
+/// A [`Seat`] while the lock is not held.
+struct Kept {
+    thread: *const Thread<X86>,
+    vcpu: *const Vcpu<X86>,
+    links: Links,
+}
+
+#[cold]
+#[inline(never)]
+fn find_links(memory: &Memory, vcpu: &Vcpu<X86>) -> Option<Links> {
+    let (vm, notification) = (memory.get(vcpu.vm)?, memory.get(vcpu.notification)?);
+    let links = Links { vm, notification, ended: memory.ended() };
+    vcpu.arch.links.set(Some(links));
+    Some(links)
+}
+
 /// Enters the vCPU that the current thread, `thread_name`, is in `VcpuRun` on, once. Unless there is something for its
 /// VMM the thread stays in `VcpuRun`: it enters again when it is chosen again.
+#[inline(always)]
 pub fn run(
     mut kernel: Guard,
     number: usize,
@@ -755,17 +836,18 @@ pub fn run(
 ) -> (Guard, Option<Back>) {
     let local = local(number);
     let cpu_bit = 1u64 << number;
-    let (frames, vm_name) = match prepare(&kernel, &local.guest, name) {
-        Ok((vcpu, vm)) => {
-            vm.space.active.set(vm.space.active.get() | cpu_bit);
-            arm(local, kernel.cpus[number].deadline().min(vcpu.arch.state().deadline));
-            (&raw const vcpu.arch, vcpu.vm)
-        }
-        Err(stop) => {
-            refuse(&kernel, thread_name, name, &stop);
-            return (kernel, None);
-        }
+    let Some(seat) = Seat::new(&kernel, kernel.memory.at(thread_name), name) else {
+        abort(&kernel, thread_name, name);
+        return (kernel, None);
     };
+    if let Err(stop) = prepare(&kernel, &local.guest, name, seat) {
+        refuse(&kernel, seat, stop);
+        return (kernel, None);
+    }
+    let active = &seat.vm.space.active;
+    active.set(active.get() | cpu_bit);
+    arm(local, kernel.cpus[number].deadline().min(seat.vcpu.arch.state().deadline));
+    let (frames, kept) = (&raw const seat.vcpu.arch, seat.keep(kernel.memory.ended()));
     unlock(kernel);
     // SAFETY: the vCPU is not freed before this CPU has answered a shootdown, which it does when it takes the lock.
     let frames = unsafe { &*frames };
@@ -773,13 +855,13 @@ pub fn run(
     kernel = lock(number);
 
     count(&kernel.counters.vm_entries);
-    if let Some(vm) = kernel.memory.get(vm_name) {
-        vm.space.active.set(vm.space.active.get() & !cpu_bit);
-    }
-    let Some(vcpu) = kernel.memory.get(name) else {
+    let Some(seat) = Seat::again(&kernel, kept, thread_name, name) else {
         handle_pending(&kernel, number);
+        abort(&kernel, thread_name, name);
         return (kernel, None);
     };
+    let Seat { vcpu, vm, .. } = seat;
+    vm.space.active.set(vm.space.active.get() & !cpu_bit);
     let frames = &vcpu.arch;
     let untaken = if frames.offered.get() != 0 { frames.take_back() } else { 0 };
     let (state, control) = (frames.state(), &mut frames.vmcb().control);
@@ -809,10 +891,7 @@ pub fn run(
     }
     let back = match code {
         exit::VMMCALL if frames.rings() => {
-            if let Some(vm) = kernel.memory.get(vm_name) {
-                let answer = kernel.ring(vm, state.gpr[gpr::RBX]);
-                state.gpr[gpr::RAX] = answer;
-            }
+            state.gpr[gpr::RAX] = kernel.ring(vm, state.gpr[gpr::RBX]);
             step_over_hypercall(frames.vmcb());
             state.settled += 1;
             count(&kernel.counters.settled);
@@ -827,7 +906,7 @@ pub fn run(
         }
         exit::VINTR => {
             state.window = 0;
-            give(&kernel, thread_name, vcpu, kernel_exit::WINDOW, group::IP)
+            Some(give(&kernel, seat, kernel_exit::WINDOW, group::IP))
         }
         _ => {
             state.exit_info1 = control.exit_info1;
@@ -845,7 +924,7 @@ pub fn run(
                 _ if control.n_rip != 0 => group::IP,
                 _ => group::IP | group::CONTROL | group::CODE,
             };
-            give(&kernel, thread_name, vcpu, code, groups)
+            Some(give(&kernel, seat, code, groups))
         }
     };
     (kernel, back)
@@ -853,17 +932,15 @@ pub fn run(
 
 /// Brings the processor structures of a vCPU, and what the CPU holds of it, up to date.
 #[inline(always)]
-fn prepare<'a>(
-    kernel: &'a Kernel<X86>,
+fn prepare(
+    kernel: &Kernel<X86>,
     local: &Local,
     name: Handle<Vcpu<X86>>,
-) -> Result<(&'a Vcpu<X86>, &'a Vm<X86>), Stop> {
-    let aborted = Stop::Failed(Status::Aborted);
-    let Some(vcpu) = kernel.memory.get(name) else { return Err(aborted) };
-    let vm = kernel.memory.get(vcpu.vm).filter(|vm| !vm.space.dying.get());
-    let (Some(vm), Some(notification)) = (vm, kernel.memory.get(vcpu.notification)) else {
-        return Err(aborted);
-    };
+    Seat { vcpu, vm, notification, .. }: Seat<'_>,
+) -> Result<(), Stop> {
+    if vm.space.dying.get() {
+        return Err(Stop::Failed(Status::Aborted));
+    }
     let frames = &vcpu.arch;
     let state = frames.state();
     let is_owner = local.owner.get() == Some(name);
@@ -907,26 +984,26 @@ fn prepare<'a>(
         frames.unclean.set(false);
         control.clean = 0;
     }
-    Ok((vcpu, vm))
+    Ok(())
 }
 
 /// Ends `VcpuRun` without an entry.
 #[cold]
-fn refuse(
-    kernel: &Kernel<X86>,
-    thread_name: Handle<Thread<X86>>,
-    name: Handle<Vcpu<X86>>,
-    stop: &Stop,
-) {
-    let vcpu = kernel.memory.get(name);
-    match (stop, vcpu) {
-        (&Stop::Exit(code), Some(vcpu)) => {
-            give(kernel, thread_name, vcpu, code, group::IP);
-        }
-        (&Stop::Exit(_), None) => {}
-        (&Stop::Failed(status), _) => {
-            kernel.vcpu_return(kernel.memory.at(thread_name), vcpu, status);
-        }
+fn refuse(kernel: &Kernel<X86>, seat: Seat<'_>, stop: Stop) {
+    match stop {
+        Stop::Exit(code) => _ = give(kernel, seat, code, group::IP),
+        Stop::Failed(status) => kernel.vcpu_return(seat.thread, Some(seat.vcpu), status),
+    }
+}
+
+/// Ends the `VcpuRun` of a thread, if it still is in it, because an object that it needs has ended.
+#[cold]
+#[inline(never)]
+fn abort(kernel: &Kernel<X86>, thread_name: Handle<Thread<X86>>, name: Handle<Vcpu<X86>>) {
+    if let Some(thread) = kernel.memory.get(thread_name)
+        && thread.vcpu.get() == Some(name)
+    {
+        kernel.vcpu_return(thread, kernel.memory.get(name), Status::Aborted);
     }
 }
 
@@ -939,20 +1016,20 @@ fn after_interrupt(
     thread_name: Handle<Thread<X86>>,
     name: Handle<Vcpu<X86>>,
 ) {
+    let Some(thread) = kernel.memory.get(thread_name) else { return };
+    let Some(seat) = Seat::new(kernel, thread, name) else { return };
     // The thread may have been stopped or its call ended.
-    if kernel.cpus[number].current.get() != Some(thread_name)
-        || kernel.memory.at(thread_name).vcpu.get() != Some(name)
-    {
+    if kernel.cpus[number].current.get() != Some(thread_name) || thread.vcpu.get() != Some(name) {
         return;
     }
-    let Some(vcpu) = kernel.memory.get(name) else { return };
-    if vcpu.arch.vmcb().control.interrupt_shadow & SHADOW != 0 {
+    let frames = &seat.vcpu.arch;
+    if frames.vmcb().control.interrupt_shadow & SHADOW != 0 {
         // Not every processor takes a shadow back into the guest (QEMU's does not), so the VMM has to see the
         // instruction in it.
-        vcpu.arch.state().events = 0;
-        give(kernel, thread_name, vcpu, kernel_exit::RECALL, group::IP);
-    } else if vcpu.arch.state().deadline <= crate::time::tsc() {
-        give(kernel, thread_name, vcpu, kernel_exit::DEADLINE, group::IP);
+        frames.state().events = 0;
+        give(kernel, seat, kernel_exit::RECALL, group::IP);
+    } else if frames.state().deadline <= crate::time::tsc() {
+        give(kernel, seat, kernel_exit::DEADLINE, group::IP);
     }
 }
 
@@ -992,13 +1069,7 @@ pub struct Back {
 
 /// Ends `VcpuRun` with an exit for the VMM.
 #[inline(always)]
-fn give(
-    kernel: &Kernel<X86>,
-    thread_name: Handle<Thread<X86>>,
-    vcpu: &Vcpu<X86>,
-    code: u64,
-    groups: u64,
-) -> Option<Back> {
+fn give(kernel: &Kernel<X86>, Seat { thread, vcpu, .. }: Seat<'_>, code: u64, groups: u64) -> Back {
     const NEXT_KNOWN: u64 = group::IP;
     const LOOK: u64 = group::IP | group::CONTROL | group::CODE;
     let (state, vmcb) = (vcpu.arch.state(), vcpu.arch.vmcb());
@@ -1010,9 +1081,8 @@ fn give(
         LOOK => read_code(state, vmcb, LOOK),
         _ => vcpu.arch.read_groups(groups),
     }
-    let thread = kernel.memory.get(thread_name)?;
     kernel.vcpu_return(thread, Some(vcpu), Status::Ok);
-    Some(Back { task: thread.task, context: &raw const thread.context })
+    Back { task: thread.task, context: &raw const thread.context }
 }
 
 /// Frames of host state that each CPU needs.

@@ -323,13 +323,13 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
         }
         if events & event::CONSOLE != 0 {
             host.console.wake();
-            pc.input(host);
+            pc.input(Some(cpu), host);
         }
         for slot in host.listeners.called(events) {
-            pc.function_input(slot, host);
+            pc.function_input(slot, Some(cpu), host);
         }
         for slot in host.listeners.changed(events) {
-            pc.function_change(slot, host);
+            pc.function_change(slot, Some(cpu), host);
         }
     }
 }

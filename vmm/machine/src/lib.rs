@@ -9,7 +9,7 @@
 //! // initial registers: from vmm-boot, through vmm_cpu::Backend; TSC offset and XCR0: by `run`
 //! loop {
 //!     match pc.run(0, &mut vcpu, &mut host) {       // index of the vCPU
-//!         Pause::Recall(events) => { /* host's own events */ pc.input(&mut host); }
+//!         Pause::Recall(events) => { /* host's own events */ pc.input(Some(&cpu), &mut host); }
 //!         Pause::Idle { deadline_tsc } => { /* wait for a notification or the deadline */ }
 //!         Pause::End(outcome) => break,
 //!     }

@@ -272,23 +272,24 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         cpu.run(vcpu, &mut seat)
     }
 
-    /// The serial line has bytes, or takes bytes again.
-    pub fn input<H: Host>(&self, host: &mut H) {
-        self.locked(host, CPUS, |board| {
+    /// The serial line has bytes, or takes bytes again. `caller`: the virtual CPU whose thread calls between two of its
+    /// runs, if any; it needs no kick to look at what comes of it. The same holds for the next two.
+    pub fn input<H: Host>(&self, caller: Option<&Cpu>, host: &mut H) {
+        self.locked(host, caller.map_or(CPUS, Cpu::index), |board| {
             board.with_chip(Chip::Uart, |chip, env| chip.wake(WAKE_INPUT, env));
         });
     }
 
     /// The outside of the PCI function in `slot` has something for it, or takes something again.
-    pub fn function_input<H: Host>(&self, slot: usize, host: &mut H) {
-        self.locked(host, CPUS, |board| {
+    pub fn function_input<H: Host>(&self, slot: usize, caller: Option<&Cpu>, host: &mut H) {
+        self.locked(host, caller.map_or(CPUS, Cpu::index), |board| {
             board.with_function(slot, |function, env| function.wake(WAKE_INPUT, env));
         });
     }
 
     /// The outside of the PCI function in `slot` is not what it was.
-    pub fn function_change<H: Host>(&self, slot: usize, host: &mut H) {
-        self.locked(host, CPUS, |board| {
+    pub fn function_change<H: Host>(&self, slot: usize, caller: Option<&Cpu>, host: &mut H) {
+        self.locked(host, caller.map_or(CPUS, Cpu::index), |board| {
             board.with_function(slot, |function, env| function.wake(WAKE_CHANGE, env));
         });
     }
@@ -1299,7 +1300,7 @@ mod tests {
         rig.out(0x3f9, 0x01); // received data
         assert_eq!(rig.events(), []);
         rig.host.input.push_back(b'x');
-        rig.pc.input(&mut rig.host);
+        rig.pc.input(None, &mut rig.host);
         // Character time-out or trigger: at the latest a few characters later.
         rig.host.tsc += 10_000_000;
         assert_eq!(rig.events(), [Event::interrupt(0x34)]);
@@ -1532,7 +1533,7 @@ mod tests {
         outb(&mut rig, 0x3000, 2, 0);
         assert_eq!(rig.events(), [], "nothing to give");
         rig.pc.functions(|slots| slots.outside(0).unwrap().0 = true);
-        rig.pc.function_input(0, &mut rig.host);
+        rig.pc.function_input(0, Some(&rig.cpu), &mut rig.host);
         assert_eq!(memory.read::<u64>(0x5000), Ok(0x0707_0707_0707_0707));
         assert_eq!(rig.events(), [Event::interrupt(0x61)]);
         // The reset port is inside the configuration address, for single bytes.

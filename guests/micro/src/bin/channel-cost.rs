@@ -5,7 +5,8 @@
 //! - `message_noswitch`: from before a message is written to after the doorbell, which wakes the peer.
 //! - `message_switch`: from before a message is written, by way of `HLT`, to the beginning of the peer's handler. The
 //!   machines' counters differ; what they differ by cancels out between there and back.
-//! - `world_switch`: from before a `HLT` to the next instruction of the other machine, which was ready.
+//! - `world_switch`: from before a `HLT` to the next instruction of the other machine, which was ready. Measured in both
+//!   directions, so that it cancels out if the two ways of a message do not take as long.
 #![no_std]
 #![no_main]
 
@@ -26,8 +27,9 @@ const TIMER: u8 = 0x48;
 /// Messages each way before measuring, so that every table is warm, and with them.
 const WARM: u64 = 200;
 const ALL: u64 = 5_200;
-/// Switches that are measured.
-const SWITCHES: u64 = 50;
+/// Switches before measuring, in which what the machines have printed leaves them, and with them.
+const WARM_SWITCHES: u64 = 10;
+const ALL_SWITCHES: u64 = 60;
 /// A longer time between two looks at the counter is a switch, or an interrupt of the host's.
 const GAP: u64 = 400;
 /// Ticks of the local timer after which the halting machine goes on.
@@ -36,12 +38,13 @@ const PAUSE: u32 = 1_000_000;
 /// When the last doorbell's handler began.
 static RUNG: AtomicU64 = AtomicU64::new(0);
 
-/// Words of the free area.
+/// Words of the free area: what the follower's counter is ahead, and for each side what it writes while it halts and what
+/// the other finds.
 const OFFSET: usize = 0;
 const OFFSET_KNOWN: usize = 1;
-const STAMP: usize = 8;
-const SWITCH_TICKS: usize = 16;
-const SWITCHED: usize = 17;
+const STAMP: [usize; 2] = [8, 16];
+const SWITCH_TICKS: [usize; 2] = [9, 17];
+const SWITCHED: [usize; 2] = [10, 18];
 
 fn trap(frame: &mut Frame) {
     match frame.vector() {
@@ -141,13 +144,10 @@ fn lead(pair: &mut Pair) {
     let ahead = (difference as i64 / (2 * count) as i64) as u64;
     area[OFFSET].store(ahead, SeqCst);
     area[OFFSET_KNOWN].store(1, SeqCst);
-    while area[SWITCHED].load(SeqCst) < SWITCHES {
-        apic::start_timer(TIMER_ONE_SHOT, TIMER, PAUSE);
-        area[STAMP].store(cpu::tsc(), SeqCst);
-        cpu::enable_and_halt();
-        cpu::disable_interrupts();
-    }
-    print("world_switch", area[SWITCH_TICKS].load(SeqCst), SWITCHES);
+    halt(area, 0);
+    watch(area, 1, ahead.wrapping_neg());
+    let ticks = SWITCH_TICKS.map(|word| area[word].load(SeqCst));
+    print("world_switch", ticks[0].wrapping_add(ticks[1]), 2 * (ALL_SWITCHES - WARM_SWITCHES));
 }
 
 fn follow(pair: &mut Pair) {
@@ -159,26 +159,45 @@ fn follow(pair: &mut Pair) {
     while area[OFFSET_KNOWN].load(SeqCst) == 0 {
         core::hint::spin_loop();
     }
-    let ahead = area[OFFSET].load(SeqCst);
-    let (mut sum, mut count, mut seen) = (0, 0, area[STAMP].load(SeqCst));
+    watch(area, 0, area[OFFSET].load(SeqCst));
+    halt(area, 1);
+}
+
+/// Halts again and again, as `side`, until the other one has seen it often enough.
+fn halt(area: &[AtomicU64], side: usize) {
+    while area[SWITCHED[side]].load(SeqCst) < ALL_SWITCHES {
+        apic::start_timer(TIMER_ONE_SHOT, TIMER, PAUSE);
+        area[STAMP[side]].store(cpu::tsc(), SeqCst);
+        cpu::enable_and_halt();
+        cpu::disable_interrupts();
+    }
+}
+
+/// Finds how long after the other one, `side`, has halted this one goes on. `ahead`: what this one's counter is ahead.
+fn watch(area: &[AtomicU64], side: usize, ahead: u64) {
+    let stamp = &area[STAMP[side]];
+    let (mut sum, mut count, mut seen) = (0u64, 0, stamp.load(SeqCst));
     let mut last = cpu::tsc();
-    while count < SWITCHES {
+    while count < ALL_SWITCHES {
         let now = cpu::tsc();
         let gap = now - last;
         last = now;
         if gap < GAP {
             continue;
         }
-        let stamp = area[STAMP].load(SeqCst);
+        let stamp = stamp.load(SeqCst);
         if stamp != seen {
             seen = stamp;
-            sum += now.wrapping_sub(stamp.wrapping_add(ahead));
+            if count == WARM_SWITCHES {
+                sum = 0;
+            }
+            sum = sum.wrapping_add(now.wrapping_sub(stamp.wrapping_add(ahead)));
             count += 1;
         }
         last = cpu::tsc();
     }
-    area[SWITCH_TICKS].store(sum, SeqCst);
-    area[SWITCHED].store(count, SeqCst);
+    area[SWITCH_TICKS[side]].store(sum, SeqCst);
+    area[SWITCHED[side]].store(count, SeqCst);
 }
 
 fn print(name: &str, ticks: u64, count: u64) {
