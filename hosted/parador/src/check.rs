@@ -87,6 +87,8 @@ pub struct Plan {
     share_cpus: bool,
     /// The emulated machine has an IOMMU.
     pub iommu: bool,
+    /// Files for the RAM disk that is made from busybox.
+    pub files: Vec<PathBuf>,
     /// Servers, in the order of their indices.
     pub servers: Vec<Server>,
     /// Native programs.
@@ -266,6 +268,7 @@ impl Checker<'_> {
         let channels = channels::check(&channel, &vm, &mut self.problems);
         let disks = self.machine_disks(&system.disk);
         let nets = self.machine_nets(&system.net);
+        let files = self.guest_files(&system.files);
         let machine = (system.board == Board::QemuQ35).then_some((&disks[..], &nets[..]));
         self.ports(&server, &vm);
         let consoles = self.consoles(&vm, &task);
@@ -314,6 +317,7 @@ impl Checker<'_> {
             memory: overrides.memory.map(|size| (size, None)).or(described),
             share_cpus: system.share_cpus,
             iommu: system.iommu,
+            files,
             servers,
             tasks,
             vms,
@@ -648,6 +652,23 @@ impl Checker<'_> {
 
     fn machine_nets(&mut self, written: &[Spanned<String>]) -> Vec<MachineNet> {
         written.iter().filter_map(|text| self.parsed(text, MachineNet::parse)).collect()
+    }
+
+    /// Files for the RAM disk, which has them in one folder.
+    fn guest_files(&mut self, written: &[Spanned<String>]) -> Vec<PathBuf> {
+        let mut files: Vec<PathBuf> = Vec::new();
+        for text in written {
+            let path = self.folder.join(text.get_ref());
+            if let Err(error) = file_length(&path) {
+                self.problems.push(unreadable(text.span(), "file", &path, &error));
+            } else if files.iter().any(|other| other.file_name() == path.file_name()) {
+                let message = format!("another file has the name of {}", path.display());
+                let help = "guests find them all in /root; rename one";
+                self.problems.push(Problem::new(text.span(), message).help(help));
+            }
+            files.push(path);
+        }
+        files
     }
 
     /// The device of a server, if it is one that such a server can drive.

@@ -47,6 +47,9 @@ pub struct System {
     /// The emulated machine has an IOMMU, which keeps devices from what is not their server's.
     #[serde(default)]
     pub iommu: bool,
+    /// Files that the RAM disk `busybox` has in `/root`.
+    #[serde(default)]
+    pub files: Vec<Spanned<String>>,
     /// Disks of the emulated machine: see `attach::MachineDisk`.
     #[serde(default)]
     pub disk: Vec<Spanned<String>>,

@@ -164,7 +164,7 @@ fn boot_files(
             // Modules fit the kernel that they come with; `/init` loads none if they do not.
             let mut modules = debian.as_ref().map(Fetched::modules).unwrap_or_default();
             modules.extend(driver);
-            let archive = initramfs::busybox(&busybox, &modules)?;
+            let archive = initramfs::busybox(&busybox, &modules, &plan.files)?;
             let length = Size(archive.len() as u64);
             fs::write(&ram_disk, archive)
                 .map_err(|error| Failure::file("write", &ram_disk, &error))?;

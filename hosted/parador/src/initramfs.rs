@@ -7,6 +7,7 @@
 use crate::failure::Failure;
 use crate::machine_exit;
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// The guest's first program.
@@ -17,8 +18,8 @@ const EXECUTABLE: u32 = 0o100_755;
 const DATA: u32 = 0o100_644;
 const CHARACTER_DEVICE: u32 = 0o020_600;
 
-/// The archive with this busybox and these kernel modules (loaded in this order).
-pub fn busybox(busybox: &Path, modules: &[PathBuf]) -> Result<Vec<u8>, Failure> {
+/// The archive with this busybox, these kernel modules (loaded in this order), and these files in `/root`.
+pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result<Vec<u8>, Failure> {
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
     let mut archive = Archive::new();
     for folder in ["bin", "dev", "lib", "lib/modules", "proc", "root", "sbin", "sys", "tmp"] {
@@ -32,6 +33,14 @@ pub fn busybox(busybox: &Path, modules: &[PathBuf]) -> Result<Vec<u8>, Failure> 
     for (index, module) in modules.iter().enumerate() {
         let name = module.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
         archive.add(&format!("lib/modules/{index:02}-{name}"), DATA, (0, 0), &read(module)?);
+    }
+    for file in files {
+        let name = file.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+        // Whatever the user's umask: executable or not is all that matters.
+        let executable =
+            fs::metadata(file).is_ok_and(|file| file.permissions().mode() & 0o100 != 0);
+        let mode = if executable { EXECUTABLE } else { DATA };
+        archive.add(&format!("root/{name}"), mode, (0, 0), &read(file)?);
     }
     Ok(archive.finish())
 }
@@ -91,9 +100,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join("busybox");
         let module = folder.path().join("a.ko");
+        let file = folder.path().join("file");
         fs::write(&program, b"program").unwrap();
         fs::write(&module, b"module").unwrap();
-        busybox(&program, &[module]).unwrap()
+        fs::write(&file, b"file").unwrap();
+        busybox(&program, &[module], &[file]).unwrap()
     }
 
     #[test]
@@ -144,6 +155,7 @@ mod tests {
             "sbin/machine-exit",
             "init",
             "lib/modules/00-a.ko",
+            "root/file",
         ];
         assert_eq!(names.lines().collect::<Vec<_>>(), expected);
     }

@@ -322,6 +322,18 @@ fn files() {
         "system.toml:7:10: error: text: the kernel is neither a bzImage nor an ELF file",
     );
     assert_eq!(check(&vm("initrd = \"initrd\"")).0, 0);
+    let with_files = |names: &str| ONE_VM.replacen("\n\n", &format!("\nfiles = [{names}]\n\n"), 1);
+    assert_eq!(check(&with_files("\"initrd\", \"text\"")).0, 0);
+    refused(
+        &with_files("\"initrd\", \"missing\""),
+        66,
+        "system.toml:3:20: error: cannot read the file missing",
+    );
+    refused(
+        &with_files("\"text\", \"./text\""),
+        65,
+        "system.toml:3:18: error: another file has the name of ./text",
+    );
 }
 
 #[test]
