@@ -2,32 +2,40 @@
 /*
  * Driver for channels between virtual machines on Parador: /dev/parador-com*.
  *
- * The device is described in docs/spec/channel.md of Parador. This driver has messages, waiting, and the free area of
- * the channel's memory. It does not have shares of a machine's own pages.
+ * The device is described in docs/spec/channel.md of Parador. This driver has messages, waiting, the free area of
+ * the channel's memory, and shares: memory of a program that the peer may see, and the peer's in a program.
  *
  * The peer is not trusted. It can write everything in the shared memory at any time, so
  * - indices of this side are kept in struct end and never read back, except when a ring is (re)started;
  * - the peer's index is read once for each operation and checked, an entry is copied before it is looked at;
  * - a ring with impossible indices or lengths gives EIO once and is started anew, as the specification says;
- * - programs map the free area only, never the rings.
+ * - programs map the free area and shares only, never the rings;
+ * - the peer can write to memory that is offered to it as long as that is pinned, so it is unpinned only after the
+ *   device has taken it back;
+ * - a share that the peer takes back disappears from programs: an access is SIGBUS, whatever is offered there next.
  *
  * Who is about to sleep sets the ring's word `want`, and only the interrupt clears it before it wakes everybody: so it
  * does not matter how many wait, by which call. Barriers are those for other machines (virt_*): a kernel that runs on one
  * CPU drops the others.
  */
 #include <asm/cpufeature.h>
+#include <linux/atomic.h>
 #include <linux/fs.h>
 #include <linux/interrupt.h>
 #include <linux/io.h>
 #include <linux/kref.h>
+#include <linux/list.h>
 #include <linux/miscdevice.h>
 #include <linux/mm.h>
 #include <linux/module.h>
+#include <linux/mutex.h>
 #include <linux/pci.h>
 #include <linux/poll.h>
+#include <linux/sched/mm.h>
 #include <linux/slab.h>
 #include <linux/spinlock.h>
 #include <linux/uaccess.h>
+#include <linux/version.h>
 #include <linux/wait.h>
 
 #include "parador_com.h"
@@ -37,6 +45,7 @@
 
 #define REGISTERS 0		/* BARs */
 #define MEMORY 2
+#define WINDOW 4		/* of the peer's shares */
 
 enum reg {
 	REG_MAGIC = 0x00,
@@ -52,7 +61,25 @@ enum reg {
 	REG_DOORBELL = 0x28,
 	REG_OWN_NAME = 0x40,
 	REG_PEER_NAME = 0x60,
+	REG_OWN_SHARES = 0x100,
+	REG_PEER_SHARES = 0x200,
 };
+
+/* Registers of a share, and the distance to the next one's. */
+enum share_reg {
+	SHARE_ADDRESS = 0x00,
+	SHARE_ADDRESS_HIGH = 0x04,
+	SHARE_LENGTH = 0x08,
+	SHARE_COMMAND = 0x0c,
+	SHARE_STATE = 0x10,
+	SHARE_RESULT = 0x14,
+	SHARE_STEP = 0x20,
+};
+
+#define COMMAND_CLOSE 0		/* own: revoke; peer's: let go */
+#define COMMAND_OPEN 1		/* own: offer; peer's: map */
+#define COMMAND_WRITE 2		/* own: offer also to write */
+#define STATE_WRITABLE 0x100
 
 #define MAGIC 0x4e414843
 #define VERSION 1
@@ -84,6 +111,24 @@ struct end {
 	wait_queue_head_t waiting;
 };
 
+/* Memory of a program that the peer may map. */
+struct offered {
+	struct file *owner;	/* ends with it */
+	struct mm_struct *mm;	/* whose locked memory it counts as */
+	bool writable;
+	unsigned int count;
+	struct page *pages[];
+};
+
+/* A share of the peer in a program: all areas that have come of one mmap. */
+struct mapping {
+	struct list_head list;	/* of the share; empty: the share has been taken back */
+	struct channel *channel;
+	unsigned int share;
+	unsigned int areas;
+	struct address_space *space;
+};
+
 struct channel {
 	struct kref references;	/* the driver's, and one for each open file */
 	struct miscdevice misc;
@@ -93,10 +138,29 @@ struct channel {
 	u32 flags;
 	u64 area;		/* bytes */
 	phys_addr_t area_base;
-	bool gone;		/* the device was removed; guarded by the locks of both ends */
+	phys_addr_t window_base;
+	bool gone;		/* the device was removed; guarded by all three locks */
 	struct end send;
 	struct end receive;
+	/* Of the registers of shares, and what follows. Taken within mmap_lock, so no user memory is touched under it. */
+	struct mutex shares;
+	struct offered *offered[PARADOR_COM_SHARES];
+	struct list_head mappings[PARADOR_COM_SHARES];
+	atomic_t changes;	/* events so far */
 };
+
+/* An open file. */
+struct opened {
+	struct channel *channel;
+	int seen;		/* value of changes when it looked */
+};
+
+static struct channel *channel_of(struct file *file)
+{
+	struct opened *opened = file->private_data;
+
+	return opened->channel;
+}
 
 /* ---- rings ------------------------------------------------------------------------------------------------ */
 
@@ -243,7 +307,7 @@ static int wait_for(struct channel *channel, bool sender)
 
 static int send(struct file *file, const struct parador_com_message *message)
 {
-	struct channel *channel = file->private_data;
+	struct channel *channel = channel_of(file);
 
 	for (;;) {
 		int error = put(channel, message);
@@ -263,7 +327,7 @@ static int send(struct file *file, const struct parador_com_message *message)
 
 static int receive(struct file *file, struct parador_com_message *message, size_t room)
 {
-	struct channel *channel = file->private_data;
+	struct channel *channel = channel_of(file);
 
 	for (;;) {
 		int error = take(channel, message, room);
@@ -274,6 +338,302 @@ static int receive(struct file *file, struct parador_com_message *message, size_
 		if (error)
 			return error;
 	}
+}
+
+/* ---- shares ----------------------------------------------------------------------------------------------- */
+
+static u8 __iomem *share_registers(struct channel *channel, enum reg side, unsigned int share)
+{
+	return channel->registers + side + share * SHARE_STEP;
+}
+
+static void unpin(struct offered *offered)
+{
+	unpin_user_pages_dirty_lock(offered->pages, offered->count, offered->writable);
+	account_locked_vm(offered->mm, offered->count, false);
+	mmdrop(offered->mm);
+	kfree(offered);
+}
+
+/* Pins memory of the current program. */
+static struct offered *pin(unsigned long address, unsigned int count)
+{
+	struct offered *offered = kzalloc(struct_size(offered, pages, count), GFP_KERNEL_ACCOUNT);
+	int pinned, error;
+	unsigned int i;
+
+	if (!offered)
+		return ERR_PTR(-ENOMEM);
+	error = account_locked_vm(current->mm, count, true);
+	if (error) {
+		kfree(offered);
+		return ERR_PTR(error);
+	}
+	mmgrab(current->mm);
+	offered->mm = current->mm;
+	/* Even to be read they are asked for as for writing: so they are the program's own, and stay so when it writes. */
+	pinned = pin_user_pages_fast(address, count, FOLL_WRITE | FOLL_LONGTERM, offered->pages);
+	offered->count = max(pinned, 0);
+	if (pinned != count) {
+		error = pinned < 0 ? pinned : -EFAULT;
+		goto undo;
+	}
+	/* The device takes one piece. */
+	for (i = 1; i < count; i++) {
+		if (page_to_pfn(offered->pages[i]) != page_to_pfn(offered->pages[0]) + i) {
+			error = -E2BIG;
+			goto undo;
+		}
+	}
+	return offered;
+
+undo:
+	account_locked_vm(current->mm, count - offered->count, false);
+	unpin(offered);
+	return ERR_PTR(error);
+}
+
+static int offer(struct file *file, const struct parador_com_offer *wanted)
+{
+	struct channel *channel = channel_of(file);
+	struct offered *offered;
+	u8 __iomem *registers;
+	u64 address;
+	int error = 0;
+
+	if (wanted->share >= PARADOR_COM_SHARES || wanted->flags & ~PARADOR_COM_WRITABLE ||
+	    !PAGE_ALIGNED(wanted->address) || wanted->address != (unsigned long)wanted->address ||
+	    !PAGE_ALIGNED(wanted->length) || !wanted->length || wanted->length > PARADOR_COM_SHARE_BYTES)
+		return -EINVAL;
+	offered = pin(wanted->address, wanted->length >> PAGE_SHIFT);
+	if (IS_ERR(offered))
+		return PTR_ERR(offered);
+	offered->owner = file;
+	offered->writable = wanted->flags & PARADOR_COM_WRITABLE;
+	address = page_to_phys(offered->pages[0]);
+
+	mutex_lock(&channel->shares);
+	if (channel->gone) {
+		error = -ENODEV;
+	} else if (channel->offered[wanted->share]) {
+		error = -EBUSY;
+	} else {
+		registers = share_registers(channel, REG_OWN_SHARES, wanted->share);
+		writel(lower_32_bits(address), registers + SHARE_ADDRESS);
+		writel(upper_32_bits(address), registers + SHARE_ADDRESS_HIGH);
+		writel(wanted->length, registers + SHARE_LENGTH);
+		writel(COMMAND_OPEN | (offered->writable ? COMMAND_WRITE : 0), registers + SHARE_COMMAND);
+		/* It knows better what is RAM. */
+		if (readl(registers + SHARE_RESULT))
+			error = -EFAULT;
+		else
+			channel->offered[wanted->share] = offered;
+	}
+	mutex_unlock(&channel->shares);
+	if (error)
+		unpin(offered);
+	return error;
+}
+
+/* Takes back what a file has offered; what any file has, if there is none. */
+static int revoke(struct channel *channel, unsigned int share, struct file *owner)
+{
+	struct offered *offered;
+
+	if (share >= PARADOR_COM_SHARES)
+		return -EINVAL;
+	mutex_lock(&channel->shares);
+	offered = channel->offered[share];
+	if (offered && owner && offered->owner != owner)
+		offered = NULL;
+	if (offered) {
+		writel(COMMAND_CLOSE, share_registers(channel, REG_OWN_SHARES, share) + SHARE_COMMAND);
+		channel->offered[share] = NULL;
+	}
+	mutex_unlock(&channel->shares);
+	if (!offered)
+		return -ENOENT;
+	unpin(offered);
+	return 0;
+}
+
+static void revoke_all(struct channel *channel, struct file *owner)
+{
+	unsigned int share;
+
+	for (share = 0; share < PARADOR_COM_SHARES; share++)
+		revoke(channel, share, owner);
+}
+
+/* A share of the peer is not there any more: takes it from programs. With the mutex. */
+static void detach(struct channel *channel, unsigned int share)
+{
+	struct mapping *mapping, *next;
+
+	list_for_each_entry_safe(mapping, next, &channel->mappings[share], list) {
+		list_del_init(&mapping->list);
+		unmap_mapping_range(mapping->space, PARADOR_COM_SHARE(share), PARADOR_COM_SHARE_BYTES, 1);
+	}
+}
+
+/* Takes from programs what the peer has taken back. Only this driver maps, so what was offered anew is not mapped. */
+static void detach_revoked(struct channel *channel, unsigned int share)
+{
+	u32 state = readl(share_registers(channel, REG_PEER_SHARES, share) + SHARE_STATE);
+
+	if ((state & 0xff) != PARADOR_COM_MAPPED)
+		detach(channel, share);
+}
+
+static int list_shares(struct opened *opened, struct parador_com_list *list)
+{
+	struct channel *channel = opened->channel;
+	unsigned int share;
+	int error = 0;
+
+	memset(list, 0, sizeof(*list));
+	mutex_lock(&channel->shares);
+	if (channel->gone)
+		error = -ENODEV;
+	/* First: a change while this looks is another one. */
+	opened->seen = atomic_read(&channel->changes);
+	for (share = 0; !error && share < PARADOR_COM_SHARES; share++) {
+		u8 __iomem *peers = share_registers(channel, REG_PEER_SHARES, share);
+		struct offered *offered = channel->offered[share];
+		u32 state = readl(peers + SHARE_STATE);
+
+		/* What is told to be gone is gone. */
+		detach_revoked(channel, share);
+		if (offered) {
+			list->own[share].state =
+				readl(share_registers(channel, REG_OWN_SHARES, share) + SHARE_STATE);
+			list->own[share].flags = offered->writable ? PARADOR_COM_WRITABLE : 0;
+			list->own[share].length = (u64)offered->count << PAGE_SHIFT;
+		}
+		list->peers[share].state = state & 0xff;
+		list->peers[share].flags = state & STATE_WRITABLE ? PARADOR_COM_WRITABLE : 0;
+		list->peers[share].length = readl(peers + SHARE_LENGTH);
+	}
+	mutex_unlock(&channel->shares);
+	return error;
+}
+
+static vm_fault_t share_fault(struct vm_fault *fault)
+{
+	struct mapping *mapping = fault->vma->vm_private_data;
+	struct channel *channel = mapping->channel;
+	pgoff_t page = fault->pgoff - PHYS_PFN(PARADOR_COM_SHARE(0));
+	vm_fault_t result = VM_FAULT_SIGBUS;
+
+	mutex_lock(&channel->shares);
+	if (!list_empty(&mapping->list))
+		result = vmf_insert_pfn(fault->vma, fault->address, PHYS_PFN(channel->window_base) + page);
+	mutex_unlock(&channel->shares);
+	return result;
+}
+
+static void share_open(struct vm_area_struct *area)
+{
+	struct mapping *mapping = area->vm_private_data;
+
+	mutex_lock(&mapping->channel->shares);
+	mapping->areas++;
+	mutex_unlock(&mapping->channel->shares);
+}
+
+static void share_close(struct vm_area_struct *area)
+{
+	struct mapping *mapping = area->vm_private_data;
+	struct channel *channel = mapping->channel;
+	bool last;
+
+	mutex_lock(&channel->shares);
+	last = --mapping->areas == 0;
+	if (last && !list_empty(&mapping->list)) {
+		list_del(&mapping->list);
+		if (list_empty(&channel->mappings[mapping->share]))
+			writel(COMMAND_CLOSE,
+			       share_registers(channel, REG_PEER_SHARES, mapping->share) + SHARE_COMMAND);
+	}
+	mutex_unlock(&channel->shares);
+	if (last)
+		kfree(mapping);
+}
+
+static const struct vm_operations_struct share_operations = {
+	.open = share_open,
+	.close = share_close,
+	.fault = share_fault,
+};
+
+/* Maps a share for the device, if the area fits it. With the mutex. */
+static int attach(struct channel *channel, unsigned int share, u64 end, const struct vm_area_struct *area,
+		  bool *writable)
+{
+	u8 __iomem *registers = share_registers(channel, REG_PEER_SHARES, share);
+	u32 state;
+
+	if (channel->gone)
+		return -ENODEV;
+	/* Before another one can be mapped in its place. */
+	detach_revoked(channel, share);
+	writel(COMMAND_OPEN, registers + SHARE_COMMAND);
+	state = readl(registers + SHARE_STATE);
+	*writable = state & STATE_WRITABLE;
+	if (readl(registers + SHARE_RESULT) || (state & 0xff) != PARADOR_COM_MAPPED)
+		return -ENXIO;
+	if (end > readl(registers + SHARE_LENGTH))
+		return -EINVAL;
+	if (area->vm_flags & VM_WRITE && !*writable)
+		return -EACCES;
+	return 0;
+}
+
+static void change_flags(struct vm_area_struct *area, unsigned long set, unsigned long clear)
+{
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 3, 0)
+	vm_flags_mod(area, set, clear);
+#else
+	area->vm_flags = (area->vm_flags | set) & ~clear;
+#endif
+}
+
+/* Maps a share of the peer; offset is in its window. What is mapped is found when it is touched: see share_fault(). */
+static int map_share(struct file *file, struct vm_area_struct *area, u64 offset)
+{
+	struct channel *channel = channel_of(file);
+	unsigned int share = offset / PARADOR_COM_SHARE_BYTES;
+	u64 end = offset % PARADOR_COM_SHARE_BYTES + (area->vm_end - area->vm_start);
+	struct mapping *mapping;
+	bool writable;
+	int error;
+
+	if (offset >= PARADOR_COM_SHARES * PARADOR_COM_SHARE_BYTES)
+		return -EINVAL;
+	mapping = kzalloc(sizeof(*mapping), GFP_KERNEL_ACCOUNT);
+	if (!mapping)
+		return -ENOMEM;
+	mapping->channel = channel;
+	mapping->share = share;
+	mapping->areas = 1;
+	/* It lives as long as the areas, which hold the file, and that holds the channel. */
+	mapping->space = file->f_mapping;
+
+	mutex_lock(&channel->shares);
+	error = attach(channel, share, end, area, &writable);
+	if (!error)
+		list_add(&mapping->list, &channel->mappings[share]);
+	else if (error != -ENODEV && list_empty(&channel->mappings[share]))
+		writel(COMMAND_CLOSE, share_registers(channel, REG_PEER_SHARES, share) + SHARE_COMMAND);
+	mutex_unlock(&channel->shares);
+	if (error) {
+		kfree(mapping);
+		return error;
+	}
+	change_flags(area, VM_IO | VM_PFNMAP | VM_DONTEXPAND | VM_DONTDUMP, writable ? 0 : VM_MAYWRITE);
+	area->vm_private_data = mapping;
+	area->vm_ops = &share_operations;
+	return 0;
 }
 
 /* ---- files ------------------------------------------------------------------------------------------------ */
@@ -303,7 +663,8 @@ static ssize_t com_read(struct file *file, char __user *to, size_t room, loff_t 
 
 static __poll_t com_poll(struct file *file, poll_table *table)
 {
-	struct channel *channel = file->private_data;
+	struct opened *opened = file->private_data;
+	struct channel *channel = opened->channel;
 	__poll_t events = 0;
 
 	/* First in the queue, then the look: see ready(). */
@@ -315,6 +676,8 @@ static __poll_t com_poll(struct file *file, poll_table *table)
 		events |= EPOLLIN | EPOLLRDNORM;
 	if (ready(channel, true))
 		events |= EPOLLOUT | EPOLLWRNORM;
+	if (READ_ONCE(opened->seen) != atomic_read(&channel->changes))
+		events |= EPOLLPRI;
 	return events;
 }
 
@@ -372,15 +735,18 @@ ATTRIBUTE_GROUPS(com);
 
 static long com_ioctl(struct file *file, unsigned int command, unsigned long argument)
 {
-	void __user *user = (void __user *)argument;
+	void __user *there = (void __user *)argument;
 	struct parador_com_message message;
+	struct parador_com_offer wanted;
+	struct parador_com_list list;
+	u32 share;
 	int error;
 
 	switch (command) {
 	case PARADOR_COM_INFO:
-		return tell(file->private_data, user);
+		return tell(channel_of(file), there);
 	case PARADOR_COM_SEND:
-		if (copy_from_user(&message, user, sizeof(message)))
+		if (copy_from_user(&message, there, sizeof(message)))
 			return -EFAULT;
 		if (message.length > PARADOR_COM_PAYLOAD)
 			return -EMSGSIZE;
@@ -389,7 +755,20 @@ static long com_ioctl(struct file *file, unsigned int command, unsigned long arg
 		error = receive(file, &message, PARADOR_COM_PAYLOAD);
 		if (error)
 			return error;
-		return copy_to_user(user, &message, sizeof(message)) ? -EFAULT : 0;
+		return copy_to_user(there, &message, sizeof(message)) ? -EFAULT : 0;
+	case PARADOR_COM_OFFER:
+		if (copy_from_user(&wanted, there, sizeof(wanted)))
+			return -EFAULT;
+		return offer(file, &wanted);
+	case PARADOR_COM_REVOKE:
+		if (get_user(share, (u32 __user *)there))
+			return -EFAULT;
+		return revoke(channel_of(file), share, file);
+	case PARADOR_COM_LIST:
+		error = list_shares(file->private_data, &list);
+		if (error)
+			return error;
+		return copy_to_user(there, &list, sizeof(list)) ? -EFAULT : 0;
 	default:
 		return -ENOTTY;
 	}
@@ -397,11 +776,14 @@ static long com_ioctl(struct file *file, unsigned int command, unsigned long arg
 
 static int com_mmap(struct file *file, struct vm_area_struct *area)
 {
-	struct channel *channel = file->private_data;
+	struct channel *channel = channel_of(file);
+	u64 offset = (u64)area->vm_pgoff << PAGE_SHIFT;
 
 	/* A private copy would share nothing. */
 	if (!(area->vm_flags & VM_SHARED))
 		return -EINVAL;
+	if (offset >= PARADOR_COM_SHARE(0))
+		return map_share(file, area, offset - PARADOR_COM_SHARE(0));
 	if (READ_ONCE(channel->gone))
 		return -ENODEV;
 	/* RAM, so cached like other memory. Checks the bounds. */
@@ -417,16 +799,24 @@ static int com_open(struct inode *inode, struct file *file)
 {
 	/* misc_open has put the miscdevice here, and misc_deregister waits for it. */
 	struct channel *channel = container_of(file->private_data, struct channel, misc);
+	struct opened *opened = kzalloc(sizeof(*opened), GFP_KERNEL_ACCOUNT);
 
+	if (!opened)
+		return -ENOMEM;
 	kref_get(&channel->references);
-	file->private_data = channel;
+	opened->channel = channel;
+	opened->seen = atomic_read(&channel->changes);
+	file->private_data = opened;
 	return stream_open(inode, file);
 }
 
 static int com_release(struct inode *inode, struct file *file)
 {
-	struct channel *channel = file->private_data;
+	struct opened *opened = file->private_data;
+	struct channel *channel = opened->channel;
 
+	revoke_all(channel, file);
+	kfree(opened);
 	kref_put(&channel->references, channel_free);
 	return 0;
 }
@@ -462,13 +852,19 @@ static irqreturn_t rung(int irq, void *data)
 	return IRQ_HANDLED;
 }
 
-/* The peer ended or was started, or a share changed: who waits looks again. */
+/* The peer ended or was started, or a share changed: who waits looks again. In a thread, since it takes time. */
 static irqreturn_t event(int irq, void *data)
 {
 	struct channel *channel = data;
 	u32 events = readl(channel->registers + REG_EVENTS);
+	unsigned int share;
 
 	writel(events, channel->registers + REG_EVENTS);
+	mutex_lock(&channel->shares);
+	for (share = 0; share < PARADOR_COM_SHARES; share++)
+		detach_revoked(channel, share);
+	mutex_unlock(&channel->shares);
+	atomic_inc(&channel->changes);
 	return rung(irq, data);
 }
 
@@ -489,24 +885,31 @@ static void end_init(struct end *end, u8 *memory, u32 ring, bool sender)
 /* Vectors: the doorbell, and events. */
 static int request_interrupts(struct pci_dev *pci, struct channel *channel)
 {
-	static const irq_handler_t handlers[] = { rung, event };
-	int vector, error;
+	int error = pci_alloc_irq_vectors(pci, 2, 2, PCI_IRQ_MSIX);
 
-	error = pci_alloc_irq_vectors(pci, ARRAY_SIZE(handlers), ARRAY_SIZE(handlers), PCI_IRQ_MSIX);
 	if (error < 0)
 		return error;
-	for (vector = 0; vector < ARRAY_SIZE(handlers); vector++) {
-		error = request_irq(pci_irq_vector(pci, vector), handlers[vector], 0, channel->name,
-				    channel);
-		if (error)
-			goto undo;
-	}
+	error = request_irq(pci_irq_vector(pci, 0), rung, 0, channel->name, channel);
+	if (error)
+		goto free_vectors;
+	error = request_threaded_irq(pci_irq_vector(pci, 1), NULL, event, IRQF_ONESHOT, channel->name,
+				     channel);
+	if (error)
+		goto free_doorbell;
 	return 0;
-undo:
-	while (vector--)
-		free_irq(pci_irq_vector(pci, vector), channel);
+
+free_doorbell:
+	free_irq(pci_irq_vector(pci, 0), channel);
+free_vectors:
 	pci_free_irq_vectors(pci);
 	return error;
+}
+
+static void free_interrupts(struct pci_dev *pci, struct channel *channel)
+{
+	free_irq(pci_irq_vector(pci, 1), channel);
+	free_irq(pci_irq_vector(pci, 0), channel);
+	pci_free_irq_vectors(pci);
 }
 
 static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
@@ -515,7 +918,9 @@ static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
 	struct channel *channel;
 	u8 __iomem *registers;
 	u8 *memory;
+	unsigned int share;
 	u32 size, side;
+	void *window;
 	int error;
 
 	error = pcim_enable_device(pci);
@@ -528,11 +933,17 @@ static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
 	size = readl(registers + REG_SIZE);
 	side = readl(registers + REG_SIDE);
 	if (readl(registers + REG_MAGIC) != MAGIC || readl(registers + REG_VERSION) != VERSION ||
-	    side > 1 || size <= AREA || size > pci_resource_len(pci, MEMORY))
+	    side > 1 || size <= AREA || size > pci_resource_len(pci, MEMORY) ||
+	    pci_resource_len(pci, WINDOW) < PARADOR_COM_SHARES * PARADOR_COM_SHARE_BYTES)
 		return dev_err_probe(device, -ENODEV, "not a channel of this version\n");
 	memory = devm_memremap(device, pci_resource_start(pci, MEMORY), size, MEMREMAP_WB);
 	if (IS_ERR(memory))
 		return PTR_ERR(memory);
+	/* Not accessed here. It is what makes programs' mappings of it cached. */
+	window = devm_memremap(device, pci_resource_start(pci, WINDOW),
+			       PARADOR_COM_SHARES * PARADOR_COM_SHARE_BYTES, MEMREMAP_WB);
+	if (IS_ERR(window))
+		return PTR_ERR(window);
 
 	/* Open files may outlive the device. */
 	channel = kzalloc(sizeof(*channel), GFP_KERNEL);
@@ -544,6 +955,10 @@ static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
 	channel->flags = readl(registers + REG_FLAGS);
 	channel->area = size - AREA;
 	channel->area_base = pci_resource_start(pci, MEMORY) + AREA;
+	channel->window_base = pci_resource_start(pci, WINDOW);
+	mutex_init(&channel->shares);
+	for (share = 0; share < PARADOR_COM_SHARES; share++)
+		INIT_LIST_HEAD(&channel->mappings[share]);
 	snprintf(channel->name, sizeof(channel->name), "parador-com%u", channel->number);
 	/* Ring 0 goes from side 0 to side 1. */
 	end_init(&channel->send, memory, side, true);
@@ -561,16 +976,14 @@ static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
 	channel->misc.groups = com_groups;
 	error = misc_register(&channel->misc);
 	if (error)
-		goto free_interrupts;
+		goto undo;
 	/* Whoever slept in an earlier life of this machine is asked to look again. */
 	ring_doorbell(channel);
 	dev_info(device, "%s, side %u, %llu bytes to map\n", channel->name, side, channel->area);
 	return 0;
 
-free_interrupts:
-	free_irq(pci_irq_vector(pci, 0), channel);
-	free_irq(pci_irq_vector(pci, 1), channel);
-	pci_free_irq_vectors(pci);
+undo:
+	free_interrupts(pci, channel);
 free:
 	kref_put(&channel->references, channel_free);
 	return error;
@@ -579,16 +992,23 @@ free:
 static void com_remove(struct pci_dev *pci)
 {
 	struct channel *channel = pci_get_drvdata(pci);
+	unsigned int share;
 
 	misc_deregister(&channel->misc);
-	free_irq(pci_irq_vector(pci, 0), channel);
-	free_irq(pci_irq_vector(pci, 1), channel);
-	pci_free_irq_vectors(pci);
+	free_interrupts(pci, channel);
+	mutex_lock(&channel->shares);
 	spin_lock(&channel->send.lock);
 	spin_lock(&channel->receive.lock);
 	channel->gone = true;
 	spin_unlock(&channel->receive.lock);
 	spin_unlock(&channel->send.lock);
+	for (share = 0; share < PARADOR_COM_SHARES; share++) {
+		detach(channel, share);
+		writel(COMMAND_CLOSE, share_registers(channel, REG_PEER_SHARES, share) + SHARE_COMMAND);
+	}
+	mutex_unlock(&channel->shares);
+	/* Nothing is offered from now on, and the registers are still there. */
+	revoke_all(channel, NULL);
 	wake_up_interruptible_all(&channel->receive.waiting);
 	wake_up_interruptible_all(&channel->send.waiting);
 	kref_put(&channel->references, channel_free);

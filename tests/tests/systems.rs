@@ -250,6 +250,12 @@ fn channel(one: &str, other: &str, more: &str) -> String {
 
 /// Channels between virtual machines.
 fn channel_scenarios() -> Vec<Scenario> {
+    // The same program in both guests: everything that `/dev/parador-com*` can do.
+    let check = "parador.run=/root/linux-check-com";
+    let linux_pair = "files = [\"{artifacts}/linux-check-com\"]".to_owned()
+        + &linux("first", check, "console = \"mux\"\ncpus = 2")
+        + &linux("second", check, "console = \"mux\"")
+        + &channel("first", "second", "");
     let pair = || {
         micro("first", "channel", "console = \"mux\"")
             + &micro("second", "channel", "console = \"mux\"")
@@ -269,6 +275,13 @@ fn channel_scenarios() -> Vec<Scenario> {
         + &channel("linux", "good", "")
         + &channel("linux", "bad", "");
     vec![
+        Scenario {
+            cpus: &[1, 2],
+            texts: vec![ended("first"), ended("second")],
+            never: &["FAILED", "Oops", "BUG: ", "WARNING: CPU", "general protection"],
+            limit: 240,
+            ..base("linux-channel-driver", linux_pair)
+        },
         Scenario {
             cpus: &[1, 2],
             texts: vec!["heard: one".into(), "heard: two".into()],

@@ -55,6 +55,9 @@ pub const GROUPS: &[Group] = &[
 
 const HOST_PACKAGE: &str = "parador";
 
+/// Test of the Linux guests' driver for channels, which runs in such a guest.
+const LINUX_CHECK: &str = "linux-check-com";
+
 /// `cargo xtask build [PACKAGE...]`.
 pub fn build(arguments: &[String]) -> Result<()> {
     let mut wanted: Vec<&str> = Vec::new();
@@ -64,6 +67,7 @@ pub fn build(arguments: &[String]) -> Result<()> {
             || GROUPS.iter().any(|group| group.name == name || group.packages.contains(&name));
         match name {
             "--release" => {}
+            LINUX_CHECK => wanted.push(name),
             "host" => wanted.push(HOST_PACKAGE),
             _ if known => wanted.push(name),
             _ => bail!("no package `{name}` to build"),
@@ -83,6 +87,14 @@ pub fn build(arguments: &[String]) -> Result<()> {
         if !packages.is_empty() {
             build_group(group, &packages, &artifacts)?;
         }
+    }
+    if all || wanted.contains(&LINUX_CHECK) {
+        let source = workspace().join("guests/linux/check_com.c");
+        let to = artifacts.join(LINUX_CHECK);
+        run(Command::new("gcc")
+            .args(["-O2", "-static", "-Wall", "-Wextra", "-Werror"])
+            .arg("-o")
+            .args([to, source]))?;
     }
     if all || wanted.contains(&HOST_PACKAGE) {
         run(host_cargo().args(["build", "--release", "--package", HOST_PACKAGE]))?;
