@@ -52,6 +52,10 @@ pub mod exit {
     pub const DEADLINE: u64 = 0x1_0000_0001;
     /// The requested interrupt window is open.
     pub const WINDOW: u64 = 0x1_0000_0002;
+    /// The guest is at `HLT`, where the kernel has waited for it ([`super::VcpuState::halt`]). Ended by events of the
+    /// notification bound to the vCPU, which are in [`super::VcpuState::events`], or without events by
+    /// [`super::VcpuState::deadline`].
+    pub const HALTED: u64 = 0x1_0000_0003;
 }
 
 /// Values of [`VcpuState::window`].
@@ -111,14 +115,14 @@ pub struct VcpuState {
     pub bytes_len: u64,
     /// Bytes of the faulting instruction (nested page faults, decode assist). Out.
     pub bytes: [u8; 16],
-    /// Events taken from the notification with [`exit::RECALL`]. Out.
+    /// Events taken from the notification with [`exit::RECALL`] or [`exit::HALTED`]. Out.
     pub events: u64,
 
     /// Groups that the kernel filled on this exit. Out.
     pub valid: u64,
     /// Groups that the VMM changed; the kernel clears it. In.
     pub dirty: u64,
-    /// Absolute TSC value at which to leave the guest with [`exit::DEADLINE`];
+    /// Absolute TSC value at which to leave the guest with [`exit::DEADLINE`] or [`exit::HALTED`];
     /// [`crate::FOREVER`] for none. Read at every `vcpu_run`. In.
     pub deadline: u64,
 
@@ -194,6 +198,11 @@ pub struct VcpuState {
     pub entries: u64,
     /// Exits that the kernel settled without the VMM: host interrupts, kernel hypercalls. Out.
     pub settled: u64,
+    /// Not 0: if the guest halts with nothing to inject and no window, the kernel waits for an event or the deadline and
+    /// gives [`exit::HALTED`]. Else, and if it cannot wait, the VMM gets the exit at once. In.
+    pub halt: u64,
+    /// Ticks of the TSC that the kernel has waited so. Out.
+    pub halted: u64,
 }
 
 impl VcpuState {

@@ -499,14 +499,11 @@ impl<A: Arch> Kernel<A> {
 
     fn time_out(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
-        if let Some(notification) = thread.sleeping_on.take()
-            && let Some(notification) = self.memory.get(notification)
-        {
-            notification.sleeper.set(None);
+        self.end_sleep(handle, thread);
+        if thread.vcpu.get().is_none() {
+            thread.context.set_status(Status::Timeout);
+            thread.context.set_result(0, 0);
         }
-        self.clear_timeout(handle);
-        thread.context.set_status(Status::Timeout);
-        thread.context.set_result(0, 0);
         self.wake(handle);
     }
 

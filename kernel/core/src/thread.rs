@@ -159,12 +159,7 @@ impl<A: Arch> Kernel<A> {
         let thread = self.memory.at(handle);
         match thread.state.get() {
             ThreadState::Stopped | ThreadState::Ready | ThreadState::Waiting => {}
-            ThreadState::Sleeping => {
-                if let Some(on) = thread.sleeping_on.take().and_then(|on| self.memory.get(on)) {
-                    on.sleeper.set(None);
-                }
-                self.clear_timeout(handle);
-            }
+            ThreadState::Sleeping => self.end_sleep(handle, thread),
             ThreadState::Calling => {
                 if let Some(server) = thread.server.take()
                     && let Some(partner) = self.memory.get(server)
@@ -738,8 +733,11 @@ impl<A: Arch> Kernel<A> {
             let thread = self.memory.at(sleeper);
             thread.sleeping_on.set(None);
             self.clear_timeout(sleeper);
-            thread.context.set_status(Status::Ok);
-            thread.context.set_result(0, notification.bits.take());
+            // In `VcpuRun` it finds the bits by itself.
+            if thread.vcpu.get().is_none() {
+                thread.context.set_status(Status::Ok);
+                thread.context.set_result(0, notification.bits.take());
+            }
             self.wake(sleeper);
         } else if let Some(bound) = notification.thread.get()
             && let Some(thread) = self.memory.get(bound)
@@ -788,11 +786,48 @@ impl<A: Arch> Kernel<A> {
         if notification.sleeper.get().is_some() {
             return Err(Status::Busy);
         }
+        self.sleep(handle, thread, name, notification, deadline);
+        Ok(())
+    }
+
+    /// The thread, whose guest halts, sleeps in `VcpuRun` until the notification of its vCPU has events or the deadline
+    /// has passed. `false`: there are events, or somebody sleeps there already.
+    pub fn halt(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        (name, notification): (Handle<Notification<A>>, &Notification<A>),
+        deadline: u64,
+    ) -> bool {
+        let can = notification.bits.get() == 0 && notification.sleeper.get().is_none();
+        if can {
+            self.sleep(handle, thread, name, notification, deadline);
+        }
+        can
+    }
+
+    fn sleep(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        name: Handle<Notification<A>>,
+        notification: &Notification<A>,
+        deadline: u64,
+    ) {
         notification.sleeper.set(Some(handle));
         thread.sleeping_on.set(Some(name));
         self.set_timeout(handle, deadline);
-        self.block(handle, ThreadState::Sleeping);
-        Ok(())
+        thread.state.set(ThreadState::Sleeping);
+        // It is the current one: what it runs on rests when another is chosen.
+        self.cpus[thread.cpu].resched.set(true);
+    }
+
+    /// The thread, if it sleeps, does so no more.
+    pub(crate) fn end_sleep(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+        if let Some(on) = thread.sleeping_on.take().and_then(|on| self.memory.get(on)) {
+            on.sleeper.set(None);
+        }
+        self.clear_timeout(handle);
     }
 
     pub(crate) fn end_notification(&self, handle: Handle<Notification<A>>) {
@@ -889,13 +924,19 @@ impl<A: Arch> Kernel<A> {
 
     pub(crate) fn end_vcpu(&self, handle: Handle<Vcpu<A>>) {
         let vcpu = self.memory.at(handle);
-        if let Some(runner) = vcpu.runner.take().and_then(|runner| self.memory.get(runner)) {
+        if let Some(name) = vcpu.runner.take()
+            && let Some(runner) = self.memory.get(name)
+        {
             // Out of the guest before the processor structures go.
             if runner.cpu != A::this_cpu() {
                 A::shootdown(1 << runner.cpu);
                 self.left_space(runner.cpu);
             }
             self.vcpu_return(runner, None, Status::Aborted);
+            if runner.state.get() == ThreadState::Sleeping {
+                self.end_sleep(name, runner);
+                self.wake(name);
+            }
         }
         A::vcpu_free(&self.memory, &vcpu.arch);
         self.remove_fixed(vcpu.state_node);

@@ -171,8 +171,11 @@ pub struct VcpuFrames {
     vmcb_physical: u64,
     state: *mut VcpuState,
     fpu: *mut u8,
-    /// What belongs to the vCPU, as it was last looked up.
-    links: Cell<Option<Links>>,
+    /// Objects that belong to the vCPU, found once for many entries. Objects do not move, and these are there as long as
+    /// `Memory::ended` is what it was.
+    vm: Cell<*const Vm<X86>>,
+    notification: Cell<*const Notification<X86>>,
+    ended: Cell<u64>,
     asid_epoch: Cell<u64>,
     vm_generation: Cell<u64>,
     port_generation: Cell<u64>,
@@ -185,6 +188,8 @@ pub struct VcpuFrames {
     offered: Cell<u64>,
     /// The processor's copy of the VMCB is out of date.
     unclean: Cell<bool>,
+    /// The guest is at `HLT`, and its VMM's thread has slept since this value of the TSC; 0: not so.
+    halted: Cell<u64>,
 }
 
 fn fpu_frames() -> u32 {
@@ -209,7 +214,9 @@ impl VcpuFrames {
             vmcb_physical: memory.physical(vmcb_frame),
             state: memory.address(state).cast(),
             fpu: memory.address(fpu_frame),
-            links: Cell::new(None),
+            vm: Cell::new(ptr::null()),
+            notification: Cell::new(ptr::null()),
+            ended: Cell::new(u64::MAX),
             asid_epoch: Cell::new(0),
             vm_generation: Cell::new(0),
             port_generation: Cell::new(0),
@@ -219,6 +226,7 @@ impl VcpuFrames {
             window: Cell::new(0),
             offered: Cell::new(0),
             unclean: Cell::new(true),
+            halted: Cell::new(0),
         };
         this.reset();
         Ok(this)
@@ -668,9 +676,9 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
 
 /// Makes this vCPU's registers those in the CPU.
 #[cold]
-fn become_owner(kernel: &Kernel<X86>, local: &Local, name: Handle<Vcpu<X86>>, vcpu: &Vcpu<X86>) {
+fn become_owner(kernel: &Kernel<X86>, local: &Local, Seat { thread, vcpu, .. }: Seat<'_>) {
     let have = features();
-    let old = local.owner.replace(Some(name)).and_then(|old| kernel.memory.get(old));
+    let old = local.owner.replace(thread.vcpu.get()).and_then(|old| kernel.memory.get(old));
     if let Some(old) = old {
         old.arch.keep_xcr0();
     }
@@ -748,22 +756,17 @@ enum Stop {
     Failed(Status),
 }
 
-/// Objects that belong to a vCPU, found once for many entries. Objects do not move, and these are there as long as
-/// `Memory::ended` is what it was.
-#[derive(Clone, Copy)]
-struct Links {
-    vm: *const Vm<X86>,
-    notification: *const Notification<X86>,
-    ended: u64,
-}
-
-/// Who takes part in an entry.
+/// Who takes part in an entry, besides what the vCPU knows.
 #[derive(Clone, Copy)]
 struct Seat<'a> {
     thread: &'a Thread<X86>,
     vcpu: &'a Vcpu<X86>,
-    vm: &'a Vm<X86>,
-    notification: &'a Notification<X86>,
+}
+
+/// A [`Seat`] while the lock is not held.
+struct Kept {
+    thread: *const Thread<X86>,
+    vcpu: *const Vcpu<X86>,
 }
 
 impl<'a> Seat<'a> {
@@ -775,58 +778,59 @@ impl<'a> Seat<'a> {
         name: Handle<Vcpu<X86>>,
     ) -> Option<Self> {
         let vcpu = kernel.memory.get(name)?;
-        let links = match vcpu.arch.links.get() {
-            Some(links) if links.ended == kernel.memory.ended() => links,
-            _ => find_links(&kernel.memory, vcpu)?,
-        };
-        // SAFETY: none has ended since these were found.
-        let (vm, notification) = unsafe { (&*links.vm, &*links.notification) };
-        Some(Self { thread, vcpu, vm, notification })
-    }
-
-    /// The same after the lock was given back.
-    #[inline(always)]
-    fn again(
-        kernel: &'a Kernel<X86>,
-        Kept { thread, vcpu, links }: Kept,
-        thread_name: Handle<Thread<X86>>,
-        name: Handle<Vcpu<X86>>,
-    ) -> Option<Self> {
-        if links.ended != kernel.memory.ended() {
-            return Self::new(kernel, kernel.memory.get(thread_name)?, name);
+        if vcpu.arch.ended.get() != kernel.memory.ended() {
+            find(&kernel.memory, vcpu)?;
         }
-        // SAFETY: none has ended since they were references.
-        let (thread, vcpu, vm, notification) =
-            unsafe { (&*thread, &*vcpu, &*links.vm, &*links.notification) };
-        Some(Self { thread, vcpu, vm, notification })
+        Some(Self { thread, vcpu })
     }
 
-    /// What [`Seat::again`] needs.
+    /// The seat of the CPU's current thread, if that is in `VcpuRun`.
+    #[cold]
+    #[inline(never)]
+    fn current(kernel: &'a Kernel<X86>, number: usize) -> Option<Self> {
+        let thread = kernel.memory.get(kernel.cpus[number].current.get()?)?;
+        Self::new(kernel, thread, thread.vcpu.get()?)
+    }
+
+    /// The same after the lock was given back, or what has become of it. `ended`: `Memory::ended` before.
     #[inline(always)]
-    fn keep(&self, ended: u64) -> Kept {
-        let links = Links { vm: self.vm, notification: self.notification, ended };
-        Kept { thread: self.thread, vcpu: self.vcpu, links }
+    fn again(kernel: &'a Kernel<X86>, kept: &Kept, ended: u64, number: usize) -> Option<Self> {
+        if ended != kernel.memory.ended() {
+            return Self::current(kernel, number);
+        }
+        // SAFETY: objects do not move, and none has ended since these were references.
+        Some(unsafe { Self { thread: &*kept.thread, vcpu: &*kept.vcpu } })
     }
-}
 
-/// A [`Seat`] while the lock is not held.
-struct Kept {
-    thread: *const Thread<X86>,
-    vcpu: *const Vcpu<X86>,
-    links: Links,
+    #[inline(always)]
+    fn keep(&self) -> Kept {
+        Kept { thread: self.thread, vcpu: self.vcpu }
+    }
+
+    #[inline(always)]
+    fn vm(&self) -> &'a Vm<X86> {
+        // SAFETY: nothing has ended since it was found; that was seen when the seat was made, and the lock is held.
+        unsafe { &*self.vcpu.arch.vm.get() }
+    }
+
+    #[inline(always)]
+    fn notification(&self) -> &'a Notification<X86> {
+        // SAFETY: as above.
+        unsafe { &*self.vcpu.arch.notification.get() }
+    }
 }
 
 #[cold]
 #[inline(never)]
-fn find_links(memory: &Memory, vcpu: &Vcpu<X86>) -> Option<Links> {
-    let (vm, notification) = (memory.get(vcpu.vm)?, memory.get(vcpu.notification)?);
-    let links = Links { vm, notification, ended: memory.ended() };
-    vcpu.arch.links.set(Some(links));
-    Some(links)
+fn find(memory: &Memory, vcpu: &Vcpu<X86>) -> Option<()> {
+    vcpu.arch.vm.set(memory.get(vcpu.vm)?);
+    vcpu.arch.notification.set(memory.get(vcpu.notification)?);
+    vcpu.arch.ended.set(memory.ended());
+    Some(())
 }
 
-/// Enters the vCPU that the current thread, `thread_name`, is in `VcpuRun` on, once. Unless there is something for its
-/// VMM the thread stays in `VcpuRun`: it enters again when it is chosen again.
+/// Enters the vCPU `name` that the CPU's current thread, `thread_name`, is in `VcpuRun` on. Unless there is something for its VMM the
+/// thread stays in `VcpuRun`: it enters again when it is chosen again.
 #[inline(always)]
 pub fn run(
     mut kernel: Guard,
@@ -835,127 +839,174 @@ pub fn run(
     name: Handle<Vcpu<X86>>,
 ) -> (Guard, Option<Back>) {
     let local = local(number);
-    let cpu_bit = 1u64 << number;
-    let Some(seat) = Seat::new(&kernel, kernel.memory.at(thread_name), name) else {
-        abort(&kernel, thread_name, name);
+    let Some(mut seat) = Seat::new(&kernel, kernel.memory.at(thread_name), name) else {
+        abort(&kernel, number);
         return (kernel, None);
     };
-    if let Err(stop) = prepare(&kernel, &local.guest, name, seat) {
-        refuse(&kernel, seat, stop);
-        return (kernel, None);
+    if seat.vcpu.arch.halted.get() != 0 {
+        let back = end_halt(&kernel, seat);
+        return (kernel, Some(back));
     }
-    let active = &seat.vm.space.active;
-    active.set(active.get() | cpu_bit);
-    arm(local, kernel.cpus[number].deadline().min(seat.vcpu.arch.state().deadline));
-    let (frames, kept) = (&raw const seat.vcpu.arch, seat.keep(kernel.memory.ended()));
-    unlock(kernel);
-    // SAFETY: the vCPU is not freed before this CPU has answered a shootdown, which it does when it takes the lock.
-    let frames = unsafe { &*frames };
-    let (code, settled) = enter(frames, local.guest.host_state.get());
-    kernel = lock(number);
+    loop {
+        if let Err(stop) = prepare(&kernel, &local.guest, seat) {
+            refuse(&kernel, seat, stop);
+            return (kernel, None);
+        }
+        let active = &seat.vm().space.active;
+        active.set(active.get() | 1 << number);
+        arm(local, kernel.cpus[number].deadline().min(seat.vcpu.arch.state().deadline));
+        let (frames, kept, ended) = (&raw const seat.vcpu.arch, seat.keep(), kernel.memory.ended());
+        unlock(kernel);
+        // SAFETY: the vCPU is not freed before this CPU has answered a shootdown, which it does when it takes the lock.
+        let frames = unsafe { &*frames };
+        let (code, settled) = enter(frames, local.guest.host_state.get());
+        kernel = lock(number);
 
-    count(&kernel.counters.vm_entries);
-    let Some(seat) = Seat::again(&kernel, kept, thread_name, name) else {
-        handle_pending(&kernel, number);
-        abort(&kernel, thread_name, name);
-        return (kernel, None);
-    };
-    let Seat { vcpu, vm, .. } = seat;
-    vm.space.active.set(vm.space.active.get() & !cpu_bit);
-    let frames = &vcpu.arch;
-    let untaken = if frames.offered.get() != 0 { frames.take_back() } else { 0 };
-    let (state, control) = (frames.state(), &mut frames.vmcb().control);
-    state.entries += 1;
-    if settled != 0 {
-        // Each is an exit and another entry.
-        state.entries += settled;
-        state.settled += settled;
-        add(&kernel.counters.vm_entries, settled);
-        add(&kernel.counters.settled, settled);
-    }
-    control.tlb_control = tlb_control::NOTHING;
-    state.inject = match interrupted_event(control.exit_int_info) {
-        0 => untaken,
-        // QEMU keeps one pending too whose delivery was cut short.
-        event => event,
-    };
-    if frames.window.get() & window::TAKE != 0 {
-        if control.v_intr & v_intr::IRQ == 0 {
-            // The guest has taken it.
-            frames.window.set(0);
-            state.window = 0;
-        } else if (state.inject ^ frames.window.get()) & event::VECTOR == 0 {
-            // QEMU again: it is pending still, and comes that way.
-            state.inject = 0;
+        count(&kernel.counters.vm_entries);
+        seat = match Seat::again(&kernel, &kept, ended, number) {
+            Some(seat) => seat,
+            None => {
+                handle_pending(&kernel, number);
+                abort(&kernel, number);
+                return (kernel, None);
+            }
+        };
+        let active = &seat.vm().space.active;
+        active.set(active.get() & !(1 << number));
+        let frames = &seat.vcpu.arch;
+        let untaken = if frames.offered.get() != 0 { frames.take_back() } else { 0 };
+        let (state, control) = (frames.state(), &mut frames.vmcb().control);
+        state.entries += 1;
+        if settled != 0 {
+            // Each is an exit and another entry.
+            state.entries += settled;
+            state.settled += settled;
+            add(&kernel.counters.vm_entries, settled);
+            add(&kernel.counters.settled, settled);
         }
-    }
-    let back = match code {
-        exit::VMMCALL if frames.rings() => {
-            state.gpr[gpr::RAX] = kernel.ring(vm, state.gpr[gpr::RBX]);
-            step_over_hypercall(frames.vmcb());
-            state.settled += 1;
-            count(&kernel.counters.settled);
-            None
+        control.tlb_control = tlb_control::NOTHING;
+        state.inject = match interrupted_event(control.exit_int_info) {
+            0 => untaken,
+            // QEMU keeps one pending too whose delivery was cut short.
+            event => event,
+        };
+        if frames.window.get() & window::TAKE != 0 {
+            if control.v_intr & v_intr::IRQ == 0 {
+                // The guest has taken it.
+                frames.window.set(0);
+                state.window = 0;
+            } else if (state.inject ^ frames.window.get()) & event::VECTOR == 0 {
+                // QEMU again: it is pending still, and comes that way.
+                state.inject = 0;
+            }
         }
-        exit::INTR | exit::NMI | exit::SMI | exit::INIT => {
-            state.settled += 1;
-            count(&kernel.counters.settled);
-            handle_pending(&kernel, number);
-            after_interrupt(&kernel, number, thread_name, name);
-            None
-        }
-        exit::VINTR => {
-            state.window = 0;
-            Some(give(&kernel, seat, kernel_exit::WINDOW, group::IP))
-        }
-        _ => {
-            state.exit_info1 = control.exit_info1;
-            state.exit_info2 = control.exit_info2;
-            // A processor that does not save the next instruction's address leaves 0. Then the VMM looks at the
-            // instruction, but for port accesses, where EXITINFO2 has that address.
-            state.next_rip = control.n_rip;
-            state.bytes_len = 0;
-            let groups = match code {
-                exit::NPF => {
-                    page_fault_bytes(state, control);
-                    group::IP | group::CONTROL | group::CODE | group::SEGMENTS
+        let back = match code {
+            exit::VMMCALL if frames.rings() => {
+                state.gpr[gpr::RAX] = kernel.ring(seat.vm(), state.gpr[gpr::RBX]);
+                step_over_hypercall(frames.vmcb());
+                state.settled += 1;
+                count(&kernel.counters.settled);
+                if !kernel.has_work(number) {
+                    continue;
                 }
-                exit::IOIO => group::IP,
-                _ if control.n_rip != 0 => group::IP,
-                _ => group::IP | group::CONTROL | group::CODE,
-            };
-            Some(give(&kernel, seat, code, groups))
+                None
+            }
+            exit::INTR | exit::NMI | exit::SMI | exit::INIT => {
+                state.settled += 1;
+                count(&kernel.counters.settled);
+                handle_pending(&kernel, number);
+                after_interrupt(&kernel, number);
+                None
+            }
+            exit::VINTR => {
+                state.window = 0;
+                Some(give(&kernel, seat, kernel_exit::WINDOW, group::IP))
+            }
+            exit::HLT
+                if state.halt != 0
+                    && state.window == 0
+                    && state.inject == 0
+                    && halt(&kernel, number, seat) =>
+            {
+                None
+            }
+            _ => Some(report(&kernel, seat, code, code)),
+        };
+        return (kernel, back);
+    }
+}
+
+/// The VMM's thread waits in `VcpuRun`, if it can.
+#[cold]
+fn halt(kernel: &Kernel<X86>, number: usize, seat: Seat<'_>) -> bool {
+    let Seat { thread, vcpu, .. } = seat;
+    // It may have been stopped meanwhile.
+    let Some(name) = kernel.cpus[number].current.get() else { return false };
+    let since = crate::time::tsc();
+    let deadline = vcpu.arch.state().deadline;
+    let halts = deadline > since
+        && kernel.halt(name, thread, (vcpu.notification, seat.notification()), deadline);
+    if halts {
+        vcpu.arch.halted.set(since);
+    }
+    halts
+}
+
+/// The VMM's thread goes on after the guest's `HLT`, since there are events or the deadline has passed.
+#[cold]
+fn end_halt(kernel: &Kernel<X86>, seat: Seat<'_>) -> Back {
+    let state = seat.vcpu.arch.state();
+    let since = seat.vcpu.arch.halted.take();
+    state.events = seat.notification().bits.take();
+    state.halted += crate::time::tsc().saturating_sub(since);
+    report(kernel, seat, exit::HLT, kernel_exit::HALTED)
+}
+
+/// Gives the VMM an exit of the processor's, `code`, as `reported`.
+#[inline(always)]
+fn report(kernel: &Kernel<X86>, seat: Seat<'_>, code: u64, reported: u64) -> Back {
+    let frames = &seat.vcpu.arch;
+    let (state, control) = (frames.state(), &frames.vmcb().control);
+    state.exit_info1 = control.exit_info1;
+    state.exit_info2 = control.exit_info2;
+    // A processor that does not save the next instruction's address leaves 0. Then the VMM looks at the
+    // instruction, but for port accesses, where EXITINFO2 has that address.
+    state.next_rip = control.n_rip;
+    state.bytes_len = 0;
+    let groups = match code {
+        exit::NPF => {
+            page_fault_bytes(state, control);
+            group::IP | group::CONTROL | group::CODE | group::SEGMENTS
         }
+        exit::IOIO => group::IP,
+        _ if control.n_rip != 0 => group::IP,
+        _ => group::IP | group::CONTROL | group::CODE,
     };
-    (kernel, back)
+    give(kernel, seat, reported, groups)
 }
 
 /// Brings the processor structures of a vCPU, and what the CPU holds of it, up to date.
 #[inline(always)]
-fn prepare(
-    kernel: &Kernel<X86>,
-    local: &Local,
-    name: Handle<Vcpu<X86>>,
-    Seat { vcpu, vm, notification, .. }: Seat<'_>,
-) -> Result<(), Stop> {
+fn prepare(kernel: &Kernel<X86>, local: &Local, seat: Seat<'_>) -> Result<(), Stop> {
+    let (vcpu, vm) = (seat.vcpu, seat.vm());
     if vm.space.dying.get() {
         return Err(Stop::Failed(Status::Aborted));
     }
     let frames = &vcpu.arch;
     let state = frames.state();
-    let is_owner = local.owner.get() == Some(name);
+    let is_owner = local.owner.get() == seat.thread.vcpu.get();
     let dirty = state.dirty;
     if dirty != 0 {
         state.dirty = 0;
         frames.write_groups(state, dirty, is_owner).map_err(Stop::Failed)?;
     }
-    let bits = notification.bits.take();
+    let bits = seat.notification().bits.take();
     if bits != 0 {
         state.events = bits;
         return Err(Stop::Exit(kernel_exit::RECALL));
     }
     if !is_owner {
-        become_owner(kernel, local, name, vcpu);
+        become_owner(kernel, local, seat);
     }
     if frames.asid_epoch.get() != local.asid_epoch.get()
         || frames.vm_generation.get() != vm.space.generation.get()
@@ -996,12 +1047,12 @@ fn refuse(kernel: &Kernel<X86>, seat: Seat<'_>, stop: Stop) {
     }
 }
 
-/// Ends the `VcpuRun` of a thread, if it still is in it, because an object that it needs has ended.
+/// Ends the `VcpuRun` of the CPU's current thread, if it still is in it, because an object that it needs has ended.
 #[cold]
 #[inline(never)]
-fn abort(kernel: &Kernel<X86>, thread_name: Handle<Thread<X86>>, name: Handle<Vcpu<X86>>) {
-    if let Some(thread) = kernel.memory.get(thread_name)
-        && thread.vcpu.get() == Some(name)
+fn abort(kernel: &Kernel<X86>, number: usize) {
+    if let Some(thread) = kernel.cpus[number].current.get().and_then(|name| kernel.memory.get(name))
+        && let Some(name) = thread.vcpu.get()
     {
         kernel.vcpu_return(thread, kernel.memory.get(name), Status::Aborted);
     }
@@ -1010,18 +1061,9 @@ fn abort(kernel: &Kernel<X86>, thread_name: Handle<Thread<X86>>, name: Handle<Vc
 /// What the VMM has to know after a host interrupt, if anything. The deadline is looked at only here: on the way in the VMM
 /// has just looked at its clock, and a deadline that is past interrupts at once.
 #[cold]
-fn after_interrupt(
-    kernel: &Kernel<X86>,
-    number: usize,
-    thread_name: Handle<Thread<X86>>,
-    name: Handle<Vcpu<X86>>,
-) {
-    let Some(thread) = kernel.memory.get(thread_name) else { return };
-    let Some(seat) = Seat::new(kernel, thread, name) else { return };
+fn after_interrupt(kernel: &Kernel<X86>, number: usize) {
     // The thread may have been stopped or its call ended.
-    if kernel.cpus[number].current.get() != Some(thread_name) || thread.vcpu.get() != Some(name) {
-        return;
-    }
+    let Some(seat) = Seat::current(kernel, number) else { return };
     let frames = &seat.vcpu.arch;
     if frames.vmcb().control.interrupt_shadow & SHADOW != 0 {
         // Not every processor takes a shadow back into the guest (QEMU's does not), so the VMM has to see the

@@ -35,6 +35,11 @@ impl<'a> NativeVcpu<'a> {
         (state.entries, state.settled)
     }
 
+    /// Ticks that the kernel has waited while the guest was halted.
+    pub fn halted(&mut self) -> u64 {
+        self.vcpu.state().halted
+    }
+
     /// From now on the machine's time is behind the host's by so many ticks. The guest's counter goes on where
     /// it was.
     pub fn set_behind(&mut self, ticks: u64) {
@@ -236,7 +241,10 @@ impl Backend for NativeVcpu<'_> {
     fn run(&mut self) -> Exit {
         loop {
             let state = self.vcpu.state();
-            state.deadline = self.deadline.min(self.console.flush_at());
+            let flush_at = self.console.flush_at();
+            state.deadline = self.deadline.min(flush_at);
+            // Output does not wait until the guest goes on.
+            state.halt = u64::from(flush_at == abi::FOREVER);
             if let Err(status) = self.vcpu.run() {
                 return Exit::HostError(status as u64);
             }
@@ -246,6 +254,7 @@ impl Backend for NativeVcpu<'_> {
             }
             match state.exit_code {
                 exit::RECALL => return Exit::Recall { events: state.events },
+                exit::HALTED => return Exit::Halted { events: state.events },
                 exit::WINDOW => return Exit::Window,
                 exit::DEADLINE => {
                     let now = time::tsc();

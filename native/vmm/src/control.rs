@@ -17,6 +17,7 @@ use proto::start::event;
 use vmm_cpu::MAX_VCPUS;
 
 use crate::Cell;
+use crate::backend::NativeVcpu;
 
 /// Events that root signals.
 pub const ORDERS: u64 = event::POWER_BUTTON | event::PAUSE | event::RESUME | event::REPORT;
@@ -32,13 +33,15 @@ pub struct Share {
     pub settled: u64,
     /// Exits by reason.
     pub exits: [u64; REASONS],
+    /// Ticks for which the kernel has waited while the guest was halted.
+    halted: u64,
     /// CPU time of its thread, in ticks.
     used: u64,
 }
 
-const NO_SHARE: Share = Share { entries: 0, settled: 0, exits: [0; REASONS], used: 0 };
+const NO_SHARE: Share = Share { entries: 0, settled: 0, exits: [0; REASONS], halted: 0, used: 0 };
 
-/// Time that a virtual CPU was idle.
+/// Time that a virtual CPU was idle in the VMM.
 struct Idle {
     /// In all, apart from now.
     ticks: AtomicU64,
@@ -82,8 +85,9 @@ pub trait Machine {
 
 impl Share {
     /// A share without CPU time.
-    pub fn new((entries, settled): (u64, u64), exits: &[u64]) -> Self {
-        let mut share = Self { entries, settled, ..NO_SHARE };
+    pub fn new(vcpu: &mut NativeVcpu, exits: &[u64]) -> Self {
+        let (entries, settled) = vcpu.counts();
+        let mut share = Self { entries, settled, halted: vcpu.halted(), ..NO_SHARE };
         for (sum, count) in share.exits.iter_mut().zip(exits) {
             *sum = *count;
         }
@@ -249,6 +253,7 @@ impl Control {
         for (share, idle) in shares.each.iter().zip(&self.idle) {
             report.entries += share.entries;
             report.settled += share.settled;
+            report.halted += share.halted;
             report.used += share.used;
             for (sum, count) in report.exits.iter_mut().zip(share.exits) {
                 *sum += count;

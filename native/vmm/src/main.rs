@@ -377,7 +377,7 @@ impl control::Machine for Driven<'_, '_, '_, '_> {
     }
 
     fn share(&mut self) -> Share {
-        Share::new(self.vcpu.counts(), self.cpu.exits())
+        Share::new(self.vcpu, self.cpu.exits())
     }
 }
 

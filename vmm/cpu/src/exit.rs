@@ -44,6 +44,11 @@ pub enum Exit {
     },
     /// `HLT`.
     Hlt,
+    /// `HLT`, and the host has waited since: until there were events, or the deadline had passed.
+    Halted {
+        /// Host-defined event bits.
+        events: u64,
+    },
     /// `VMMCALL` (or the host's equivalent).
     Hypercall,
     /// Access to memory that is not mapped.
@@ -120,7 +125,7 @@ impl Exit {
             Self::Cpuid => 0,
             Self::Io(_) => 1,
             Self::Msr { .. } => 2,
-            Self::Hlt => 3,
+            Self::Hlt | Self::Halted { .. } => 3,
             Self::Hypercall => 4,
             Self::MemoryFault(_) => 5,
             Self::Window => 6,

@@ -369,6 +369,12 @@ impl Cpu {
                     self.attention = true;
                 }
             }
+            Exit::Halted { events } => {
+                if self.skip(vcpu, board, Pattern::HLT) {
+                    self.activity = Activity::Halted;
+                }
+                return Err(Pause::Recall(events));
+            }
             Exit::Hypercall => self.hypercall(vcpu, board),
             Exit::Window => {
                 self.window = Window::Nothing;

@@ -49,6 +49,13 @@ impl Vector {
         self.words[3] & MASKED != 0
     }
 
+    fn send(self, env: &mut dyn Env) {
+        match self.message() {
+            Some(message) => env.message(message),
+            None => env.missing("msi-x: message to no local APIC", self.words[0].into()),
+        }
+    }
+
     /// The message, if its address is a local APIC's.
     fn message(self) -> Option<InterruptMessage> {
         let [low, high, data, _] = self.words;
@@ -130,9 +137,13 @@ impl Msix {
 
     /// Sends a vector's message, or marks it pending while it is masked. Others than those that exist are nothing.
     pub fn send(&mut self, vector: u16, env: &mut dyn Env) {
-        if self.enabled && usize::from(vector) < self.existing().len() {
-            self.pending |= 1 << vector;
-            self.send_pending(env);
+        if !self.enabled {
+            return;
+        }
+        match self.existing().get(usize::from(vector)) {
+            Some(entry) if self.mask_all || entry.masked() => self.pending |= 1 << vector,
+            Some(entry) => entry.send(env),
+            None => {}
         }
     }
 
@@ -155,10 +166,7 @@ impl Msix {
                 continue;
             }
             self.pending &= !bit;
-            match vector.message() {
-                Some(message) => env.message(message),
-                None => env.missing("msi-x: message to no local APIC", vector.words[0].into()),
-            }
+            vector.send(env);
         }
     }
 }
