@@ -101,10 +101,16 @@ impl Channel {
         *self.view.insert(view)
     }
 
-    /// The outside has changed.
-    fn change(&mut self, env: &mut dyn Env) {
-        let old = self.view.unwrap_or_default();
+    /// The outside may have changed. What a command of the guest's has just done to a share is no event; whatever else has
+    /// happened meanwhile is one, though the guest could see it now.
+    fn change(&mut self, commanded: Option<(Of, usize)>, env: &mut dyn Env) {
+        let mut old = self.view.unwrap_or_default();
         let new = self.look(env);
+        match commanded {
+            Some((Of::Own, share)) => old.own[share] = new.own[share],
+            Some((Of::Peer, share)) => old.peers[share] = new.peers[share],
+            None => {}
+        }
         let peer = (old.peer_runs, old.starts) != (new.peer_runs, new.starts);
         let shares = (old.own, old.peers) != (new.own, new.peers);
         if peer || shares {
@@ -210,7 +216,7 @@ impl Channel {
                     _ => false,
                 };
                 offer.refused = !done;
-                self.look(env);
+                self.change(done.then_some((Of::Own, share)), env);
             }
             _ => env.missing("channel: write of an unknown register", register),
         }
@@ -227,7 +233,7 @@ impl Channel {
             _ => false,
         };
         self.refused[share] = !done;
-        self.look(env);
+        self.change(done.then_some((Of::Peer, share)), env);
     }
 }
 
@@ -281,7 +287,7 @@ impl Device for Channel {
     fn wake(&mut self, timer: u8, env: &mut dyn Env) {
         match timer {
             WAKE_INPUT => self.interrupt(VECTOR_DOORBELL, env),
-            WAKE_CHANGE => self.change(env),
+            WAKE_CHANGE => self.change(None, env),
             _ => {}
         }
     }

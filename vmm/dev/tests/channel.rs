@@ -190,6 +190,28 @@ fn shares_of_the_peer() {
     assert_eq!(command(&mut device, &mut env, COMMAND_CLOSE), (0, 0x101));
 }
 
+/// What a command finds out beside what it does is told like any other change: who was refused may wait for it.
+#[test]
+fn a_command_swallows_no_event() {
+    let (mut device, mut env) = start();
+    enable(&mut device, &mut env);
+    let command = |share| PEER_SHARES + share * SHARE_STEP + SHARE_COMMAND;
+    env.outl(&mut device, command(1), COMMAND_OPEN);
+    assert_eq!((vectors(&mut env), env.inl(&mut device, EVENTS)), (vec![], 0));
+    let share = PeerShare { state: ShareState::Offered, writable: false, length: 0x1000 };
+    peer(&mut env).view.peers[0] = share;
+    env.outl(&mut device, command(1), COMMAND_OPEN);
+    assert_eq!((vectors(&mut env), env.inl(&mut device, EVENTS)), (vec![0x41], EVENT_SHARES));
+    device.wake(WAKE_CHANGE, &mut env);
+    assert_eq!(vectors(&mut env), [], "it has been told");
+    env.outl(&mut device, EVENTS, EVENT_SHARES);
+    env.outl(&mut device, command(0), COMMAND_OPEN);
+    assert_eq!((vectors(&mut env), env.inl(&mut device, EVENTS)), (vec![], 0), "its own doing");
+    peer(&mut env).view.starts = 1;
+    env.outl(&mut device, command(0), COMMAND_CLOSE);
+    assert_eq!((vectors(&mut env), env.inl(&mut device, EVENTS)), (vec![0x41], EVENT_PEER));
+}
+
 #[test]
 fn without_an_outside_nothing_happens() {
     let (mut device, _) = start();
