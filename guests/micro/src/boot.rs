@@ -33,6 +33,16 @@ fn start_info() -> Option<StartInfo> {
     StartInfo::parse(left_by_firmware(START_INFO.load(Relaxed), StartInfo::LENGTH)?)
 }
 
+/// The number that the command line has for a name, as in `name=5`.
+pub fn argument(name: &str) -> Option<u64> {
+    const LONGEST: usize = 256;
+    let line = left_by_firmware(start_info()?.command_line, LONGEST)?;
+    let end = line.iter().position(|&byte| byte == 0)?;
+    let words = core::str::from_utf8(&line[..end]).ok()?.split(' ');
+    let mut values = words.filter_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+    values.next()?.parse().ok()
+}
+
 /// RAM above 1 MiB that the program does not occupy, as far as it is mapped: (first address, end).
 pub fn free_ram() -> impl Iterator<Item = (u64, u64)> {
     let info = start_info().unwrap_or_default();

@@ -1,73 +1,58 @@
 //! Channels to other machines (`docs/spec/channel.md`): finding the functions, their registers and memory, doorbells.
 
-use crate::{cpu, port};
+use crate::check;
+use crate::cpu::{self, sleep_until};
+use crate::pci::{Function, Window, base_address};
+use crate::random::mix;
 use abi::vcpu::HYPERCALL_DOORBELL;
 use core::sync::atomic::AtomicU64;
+use hw_tables::pci::msi_x;
 use proto::channel::register::*;
-use proto::channel::{FREE_AREA, Receiver, SHARE_BYTES, Sender};
+use proto::channel::{
+    FREE_AREA, MAX_PAYLOAD, Message, Receiver, SHARE_BYTES, SHARES, SendError, Sender,
+};
 
-/// Ports of PCI configuration mechanism 1, and the bit that turns it on.
-const CONFIG_ADDRESS: u16 = 0xcf8;
-const CONFIG_DATA: u16 = 0xcfc;
-const CONFIG_ENABLE: u32 = 1 << 31;
-/// Device and vendor.
-const ID: u32 = 0x0001_5052;
-/// Configuration: command (memory, master), base addresses, MSI-X capability with its enable bit.
-const COMMAND: u32 = 0x04;
-const MEMORY_AND_MASTER: u32 = 6;
-const BARS: [u32; 3] = [0x10, 0x18, 0x20];
-const MSIX: u32 = 0x40;
-const MSIX_ENABLE: u32 = 1 << 31;
-const DEVICES: u32 = 32;
+/// Vendor and device.
+const ID: (u16, u16) = (0x5052, 0x0001);
+/// Base address registers.
+const REGISTERS: u8 = 0;
+const MEMORY: u8 = 2;
+const PEERS_SHARES: u8 = 4;
 /// Address of a message to the local APIC with id 0.
 const TO_APIC_0: u32 = 0xfee0_0000;
 
 /// An end of a channel.
 #[derive(Clone, Copy)]
 pub struct Channel {
-    device: u32,
+    function: Function,
     /// Number among this machine's channels, once the function is on.
     number: u64,
-    registers: u64,
+    registers: Window,
     memory: u64,
     shares: u64,
 }
 
 /// The channels of this machine, in their order.
 pub fn all() -> impl Iterator<Item = Channel> {
-    (0..DEVICES).filter_map(|device| {
-        if config_read(device, 0) != ID {
-            return None;
-        }
-        let base = |bar| u64::from(config_read(device, bar) & !0xf);
-        let [registers, memory, shares] = BARS.map(base);
-        Some(Channel { device, number: 0, registers, memory, shares })
+    Function::all().filter(|function| function.id() == ID).filter_map(|function| {
+        let start = |bar, length| Some(function.window(bar, 0, length)?.start());
+        Some(Channel {
+            function,
+            number: 0,
+            registers: function.window(REGISTERS, 0, WINDOW.into())?,
+            memory: start(MEMORY, 0)?,
+            shares: start(PEERS_SHARES, SHARES as u64 * SHARE_BYTES)?,
+        })
     })
-}
-
-fn select(device: u32, register: u32) {
-    port::write32(CONFIG_ADDRESS, CONFIG_ENABLE | device << 11 | register & 0xfc);
-}
-
-/// Reads a register of configuration space.
-pub fn config_read(device: u32, register: u32) -> u32 {
-    select(device, register);
-    port::read32(CONFIG_DATA)
-}
-
-/// Writes a register of configuration space.
-pub fn config_write(device: u32, register: u32, value: u32) {
-    select(device, register);
-    port::write32(CONFIG_DATA, value);
 }
 
 impl Channel {
     /// Turns the function on: doorbells come as interrupt `vector`, events as the next one, both on the first processor.
     pub fn enable(&mut self, vector: u8) {
-        config_write(self.device, COMMAND, MEMORY_AND_MASTER);
-        config_write(self.device, MSIX, MSIX_ENABLE);
+        self.function.enable();
+        self.function.send_messages();
         for number in 0..2 {
-            let entry = TABLE + 16 * u64::from(number);
+            let entry = TABLE + msi_x::ENTRY * u64::from(number);
             for (word, value) in [TO_APIC_0, 0, u32::from(vector + number), 0].iter().enumerate() {
                 self.write(entry + 4 * word as u64, *value);
             }
@@ -77,19 +62,17 @@ impl Channel {
 
     /// Reads a register.
     pub fn read(&self, register: u64) -> u32 {
-        // SAFETY: registers of the function, mapped; reading them changes no memory.
-        unsafe { ((self.registers + register) as *const u32).read_volatile() }
+        self.registers.read(register)
     }
 
     /// Writes a register. No command makes the function write to memory that this program has not offered.
     pub fn write(&self, register: u64, value: u32) {
-        // SAFETY: as above; what the peer writes to offered memory is expected there.
-        unsafe { ((self.registers + register) as *mut u32).write_volatile(value) }
+        self.registers.write(register, value);
     }
 
-    /// Number of its device on bus 0.
-    pub fn device(&self) -> u32 {
-        self.device
+    /// Its function.
+    pub fn function(&self) -> Function {
+        self.function
     }
 
     /// Number among this machine's channels.
@@ -160,8 +143,10 @@ impl Channel {
 
     /// Moves the window of the memory.
     pub fn move_memory(&mut self, to: u32) {
-        config_write(self.device, BARS[1], to);
-        self.memory = u64::from(config_read(self.device, BARS[1]) & !0xf);
+        self.function.write(base_address(MEMORY), to);
+        if let Some(window) = self.function.window(MEMORY, 0, self.read(SIZE).into()) {
+            self.memory = window.start();
+        }
     }
 
     /// Where the window of the memory is.
@@ -179,4 +164,107 @@ pub fn ring(number: u64) -> u64 {
 pub fn words(address: u64, length: u64) -> &'static [AtomicU64] {
     // SAFETY: windows of functions and free RAM, in what start-up maps, aligned; accessed by atomic operations only.
     unsafe { core::slice::from_raw_parts(address as *const AtomicU64, (length / 8) as usize) }
+}
+
+/// A channel with its two rings, to a peer that keeps the rules.
+pub struct Ends {
+    /// The channel.
+    pub channel: Channel,
+    /// The ring to the peer.
+    pub sender: Sender<'static>,
+    /// The ring from the peer.
+    pub receiver: Receiver<'static>,
+}
+
+impl Ends {
+    /// Goes on where a former program in this machine stopped.
+    pub fn new(channel: Channel) -> Option<Self> {
+        let (sender, receiver) = channel.rings()?;
+        Some(Self { channel, sender, receiver })
+    }
+
+    /// Sends; waits for room if there is none.
+    pub fn send(&mut self, message: &Message) {
+        let Self { channel, sender, .. } = self;
+        sleep_until(|| {
+            let mut sent = sender.send(message);
+            if sent == Err(SendError::Full) {
+                sender.want_room(true);
+                sent = sender.send(message);
+            }
+            match sent {
+                Ok(rings) => {
+                    if rings {
+                        channel.ring();
+                    }
+                    Some(())
+                }
+                Err(SendError::Full) => None,
+                Err(error) => {
+                    check!(false, "sending: {error:?}");
+                    Some(())
+                }
+            }
+        });
+        sender.want_room(false);
+    }
+
+    /// Waits for a message.
+    pub fn receive(&mut self) -> Message {
+        let Self { channel, receiver, .. } = self;
+        let message = sleep_until(|| {
+            let mut received = receiver.receive();
+            if received == Ok(None) {
+                receiver.want_messages(true);
+                received = receiver.receive();
+            }
+            match received {
+                Ok(Some((message, rings))) => {
+                    if rings {
+                        channel.ring();
+                    }
+                    Some(message)
+                }
+                Ok(None) => None,
+                Err(_) => {
+                    check!(false, "the ring is broken");
+                    None
+                }
+            }
+        });
+        receiver.want_messages(false);
+        message
+    }
+
+    /// Sends the message with this number.
+    pub fn tell(&mut self, step: u64) {
+        self.send(&message(step));
+    }
+
+    /// Waits for that message, and no other.
+    pub fn expect(&mut self, step: u64) {
+        let received = self.receive();
+        check!(
+            is_intact(&received, step),
+            "message {step} came as {:#x}, {} bytes",
+            received.tag,
+            received.length
+        );
+    }
+}
+
+/// Message number `number`: length and content follow from it.
+pub fn message(number: u64) -> Message {
+    let length = (mix(number) % (MAX_PAYLOAD as u64 + 1)) as u32;
+    let payload = core::array::from_fn(|word| mix(number << 8 | word as u64));
+    Message { tag: number as u32, length, payload }
+}
+
+/// Whether a message is that one, as far as its payload goes.
+pub fn is_intact(received: &Message, number: u64) -> bool {
+    let expected = message(number);
+    let bytes = |message: &Message| message.payload.map(u64::to_le_bytes);
+    let length = expected.length as usize;
+    (received.tag, received.length) == (expected.tag, expected.length)
+        && bytes(received).as_flattened()[..length] == bytes(&expected).as_flattened()[..length]
 }

@@ -4,6 +4,7 @@ use crate::trap::recover;
 use core::arch::asm;
 use core::arch::x86_64::{__cpuid_count, _rdtsc, CpuidResult};
 use hw_x86::cpuid::leaf;
+use hw_x86::msr;
 
 /// `RFLAGS.IF`.
 pub const INTERRUPT_FLAG: u64 = 1 << 9;
@@ -55,6 +56,19 @@ pub fn halt() {
 pub fn enable_and_halt() {
     // SAFETY: as in `halt`.
     unsafe { asm!("sti", "hlt", options(nostack)) };
+}
+
+/// Waits in `HLT` until there is something.
+pub fn sleep_until<T>(mut look: impl FnMut() -> Option<T>) -> T {
+    loop {
+        disable_interrupts();
+        let found = look();
+        if let Some(found) = found {
+            enable_interrupts();
+            return found;
+        }
+        enable_and_halt();
+    }
 }
 
 /// Task priority by `CR8`: interrupts of class `priority` (vector / 16) and below are held off.
@@ -149,6 +163,38 @@ pub fn hypercall_with(number: u64, rbx: u64, mut words: [u64; 5]) -> (u64, [u64;
             options(nostack));
     }
     (result, words)
+}
+
+/// [`hypercall_with`] from user mode, with zeros as further arguments; what is in `rax` afterwards. The stack is not used there:
+/// `SYSRET` goes to user mode, `SYSCALL` comes back, and neither reads a descriptor.
+pub fn hypercall_as_user(number: u64, rbx: u64) -> u64 {
+    // Interrupts from user mode would need a stack of their own: flags with nothing but the bit that is always 1.
+    const FLAGS: u32 = 2;
+    // Selectors: the kernel's code; user data and code are 8 and 16 after the other one.
+    const SELECTORS: u32 = 0x08 | 0x10 << 16;
+    let result;
+    disable_interrupts();
+    // SAFETY: start-up has mapped everything for user mode too, and the selectors are its own. Who has no SYSCALL
+    // gets an exception, which nobody expects. The hypervisor changes `rax` only; RBX is not an operand's.
+    unsafe {
+        asm!(
+            "mov ecx, {efer}", "rdmsr", "or eax, {sce}", "wrmsr",
+            "mov ecx, {star}", "xor eax, eax", "mov edx, {selectors}", "wrmsr",
+            "lea rax, [rip + 3f]", "mov rdx, rax", "shr rdx, 32", "mov ecx, {lstar}", "wrmsr",
+            "xchg rbx, {rbx}",
+            "lea rcx, [rip + 2f]", "mov r11d, {flags}", "mov rax, {number}", "xor edx, edx",
+            "sysretq",
+            "2:", "xor ecx, ecx", "vmmcall", "syscall",
+            "3:", "xchg rbx, {rbx}",
+            efer = const msr::EFER, sce = const msr::efer::SCE, star = const msr::STAR,
+            lstar = const msr::LSTAR, selectors = const SELECTORS, flags = const FLAGS,
+            number = in(reg) number, rbx = inout(reg) rbx => _, out("rax") result,
+            out("rcx") _, out("rdx") _, out("r11") _, in("rsi") 0, in("rdi") 0, in("r8") 0,
+            options(nostack),
+        );
+    }
+    enable_interrupts();
+    result
 }
 
 /// `VMMCALL` with a number in `rax`; `Err` is the vector of the exception that this raised.

@@ -3,12 +3,17 @@
 use crate::boot::MAPPED;
 use crate::port;
 use crate::ram::Word;
-use hw_tables::pci::{self, DEVICES, MemoryBar, command, register};
+use hw_tables::pci::{self, DEVICES, MemoryBar, capability, command, msi_x, register};
 
 /// Address of the configuration word to access, and that word (PCI Local Bus 3.0, section 3.2.2.3.2).
 const ADDRESS: u16 = 0xcf8;
 const DATA: u16 = 0xcfc;
 const ENABLE: u32 = 1 << 31;
+
+/// Offset of a base address register.
+pub const fn base_address(bar: u8) -> u16 {
+    register::BASE_ADDRESS + 4 * bar as u16
+}
 
 /// Function 0 of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,11 +61,31 @@ impl Function {
 
     /// Registers of a base address register, `length` bytes from `offset` on, if they can be reached.
     pub fn window(self, bar: u8, offset: u64, length: u64) -> Option<Window> {
-        let at = register::BASE_ADDRESS + 4 * u16::from(bar);
+        let at = base_address(bar);
         let bar = MemoryBar::parse(self.read(at), self.read(at + 4))?;
         let start = bar.base.checked_add(offset)?;
         let reachable = bar.base != 0 && start.checked_add(length)? <= MAPPED;
         reachable.then_some(Window { start, length })
+    }
+
+    /// Where its MSI-X capability is.
+    fn msi_x(self) -> Option<u16> {
+        self.capabilities().find(|&(_, id)| id == capability::MSI_X).map(|(at, _)| at)
+    }
+
+    /// Table of MSI-X.
+    pub fn vectors(self) -> Option<Window> {
+        let at = self.msi_x()?;
+        let entries = u64::from((self.read(at) >> 16) as u16 & msi_x::SIZE) + 1;
+        let table = self.read(at + msi_x::TABLE);
+        self.window((table & 7) as u8, (table & !7).into(), entries * msi_x::ENTRY)
+    }
+
+    /// Turns MSI-X on.
+    pub fn send_messages(self) {
+        if let Some(at) = self.msi_x() {
+            self.write(at, u32::from(msi_x::ENABLE) << 16);
+        }
     }
 }
 

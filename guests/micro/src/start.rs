@@ -24,7 +24,8 @@ guest_start:
     mov esi, ebx
 
     mov edi, offset guest_level_2
-    mov eax, 0x83
+    # Present, writable, for user mode too, large.
+    mov eax, 0x87
     xor edx, edx
     mov ecx, 16 * 512
 2:  mov [edi], eax
@@ -36,14 +37,14 @@ guest_start:
     jnz 2b
 
     mov edi, offset guest_level_3
-    mov eax, offset guest_level_2 + 3
+    mov eax, offset guest_level_2 + 7
     mov ecx, 16
 3:  mov [edi], eax
     add eax, 0x1000
     add edi, 8
     dec ecx
     jnz 3b
-    mov eax, offset guest_level_3 + 3
+    mov eax, offset guest_level_3 + 7
     mov [guest_level_4], eax
 
     mov eax, {cr4}

@@ -4,7 +4,7 @@
 use crate::pci::{Function, Window};
 use crate::ram::Ram;
 use crate::smp;
-use hw_tables::pci::{capability, msi_x};
+use hw_tables::pci::capability;
 
 /// Vendor of all devices.
 const VENDOR: u16 = 0x1af4;
@@ -98,20 +98,13 @@ impl Device {
                 function.window(function.read(at + 4) as u8, offset.into(), length.into())?;
             Some((window, function.read(at + 16)))
         };
-        let (at, _) = function.capabilities().find(|&(_, id)| id == capability::MSI_X)?;
-        let entries = u64::from((function.read(at) >> 16) as u16 & msi_x::SIZE) + 1;
-        let table = function.read(at + msi_x::TABLE);
         let (notify, notify_step) = structure(2)?;
         Some(Self {
             function,
             common: structure(1)?.0,
             notify,
             config: structure(4)?.0,
-            vectors: function.window(
-                (table & 7) as u8,
-                (table & !7).into(),
-                entries * msi_x::ENTRY,
-            )?,
+            vectors: function.vectors()?,
             notify_step: notify_step.into(),
         })
     }

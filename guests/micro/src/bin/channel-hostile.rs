@@ -4,10 +4,12 @@
 #![no_main]
 
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use guests_micro::channel::{self, Channel, config_write};
+use guests_micro::channel::{self, Channel};
+use guests_micro::pci::base_address;
 use guests_micro::random::Random;
 use guests_micro::trap::{FIRST_INTERRUPT, Frame};
 use guests_micro::{apic, boot, check, cpu, guest, println};
+use hw_tables::pci::{BARS, register};
 use proto::channel::register::*;
 use proto::channel::{ENTRIES, MAX_PAYLOAD, Message, SHARES, hypercall};
 
@@ -116,13 +118,11 @@ fn flood(channel: &Channel, random: &mut Random) {
 
 /// Windows go to random places, over each other and over what else there is, and come back.
 fn move_windows(channel: &mut Channel, random: &mut Random) {
-    const COMMAND: u32 = 0x04;
-    const FIRST_BAR: u32 = 0x10;
-    let device = channel.device();
-    let bar = FIRST_BAR + 4 * random.below(6) as u32;
-    let old = channel::config_read(device, bar);
-    config_write(device, bar, (random.word() >> random.below(40)) as u32);
-    config_write(device, COMMAND, random.below(8) as u32);
-    config_write(device, bar, old);
+    let function = channel.function();
+    let at = base_address(random.below(BARS.into()) as u8);
+    let old = function.read(at);
+    function.write(at, (random.word() >> random.below(40)) as u32);
+    function.write(register::COMMAND, random.below(8) as u32);
+    function.write(at, old);
     channel.enable(VECTOR);
 }

@@ -5,14 +5,13 @@
 
 use abi::vcpu::doorbell;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
-use guests_micro::channel::{self, Channel, words};
+use guests_micro::channel::{self, Channel, Ends, is_intact, message, words};
+use guests_micro::cpu::sleep_until;
 use guests_micro::random::mix;
 use guests_micro::trap::{FIRST_INTERRUPT, Frame};
 use guests_micro::{apic, boot, check, cpu, guest, println};
 use proto::channel::register::*;
-use proto::channel::{
-    ENTRIES, MAX_PAYLOAD, Message, Receiver, SHARE_BYTES, SHARES, SendError, Sender, hypercall,
-};
+use proto::channel::{ENTRIES, MAX_PAYLOAD, Message, SHARE_BYTES, SHARES, SendError, hypercall};
 
 guest!(main, trap);
 
@@ -50,117 +49,6 @@ fn trap(frame: &mut Frame) {
     apic::end_of_interrupt();
 }
 
-/// Waits in `HLT` until there is something.
-fn sleep_until<T>(mut look: impl FnMut() -> Option<T>) -> T {
-    loop {
-        cpu::disable_interrupts();
-        let found = look();
-        if let Some(found) = found {
-            cpu::enable_interrupts();
-            return found;
-        }
-        cpu::enable_and_halt();
-    }
-}
-
-/// The two rings of the first channel.
-struct Ends {
-    channel: Channel,
-    sender: Sender<'static>,
-    receiver: Receiver<'static>,
-}
-
-impl Ends {
-    fn new(channel: Channel) -> Option<Self> {
-        let (sender, receiver) = channel.rings()?;
-        Some(Self { channel, sender, receiver })
-    }
-
-    /// Sends; waits for room if there is none.
-    fn send(&mut self, message: &Message) {
-        let Self { channel, sender, .. } = self;
-        sleep_until(|| {
-            let mut sent = sender.send(message);
-            if sent == Err(SendError::Full) {
-                sender.want_room(true);
-                sent = sender.send(message);
-            }
-            match sent {
-                Ok(rings) => {
-                    if rings {
-                        channel.ring();
-                    }
-                    Some(())
-                }
-                Err(SendError::Full) => None,
-                Err(error) => {
-                    check!(false, "sending: {error:?}");
-                    Some(())
-                }
-            }
-        });
-        sender.want_room(false);
-    }
-
-    fn receive(&mut self) -> Message {
-        let Self { channel, receiver, .. } = self;
-        let message = sleep_until(|| {
-            let mut received = receiver.receive();
-            if received == Ok(None) {
-                receiver.want_messages(true);
-                received = receiver.receive();
-            }
-            match received {
-                Ok(Some((message, rings))) => {
-                    if rings {
-                        channel.ring();
-                    }
-                    Some(message)
-                }
-                Ok(None) => None,
-                Err(_) => {
-                    check!(false, "the ring is broken");
-                    None
-                }
-            }
-        });
-        receiver.want_messages(false);
-        message
-    }
-
-    /// Sends a message that says no more than where the sender is.
-    fn tell(&mut self, step: u64) {
-        self.send(&message(step));
-    }
-
-    /// Waits for such a message.
-    fn expect(&mut self, step: u64) {
-        let received = self.receive();
-        check!(
-            is_intact(&received, step),
-            "message {step} came as {:#x}, {} bytes",
-            received.tag,
-            received.length
-        );
-    }
-}
-
-/// Message number `number`: length and content follow from it.
-fn message(number: u64) -> Message {
-    let length = (mix(number) % (MAX_PAYLOAD as u64 + 1)) as u32;
-    let payload = core::array::from_fn(|word| mix(number << 8 | word as u64));
-    Message { tag: number as u32, length, payload }
-}
-
-/// Whether a message is that one, as far as its payload goes.
-fn is_intact(received: &Message, number: u64) -> bool {
-    let expected = message(number);
-    let bytes = |message: &Message| message.payload.map(u64::to_le_bytes);
-    let length = expected.length as usize;
-    (received.tag, received.length) == (expected.tag, expected.length)
-        && bytes(received).as_flattened()[..length] == bytes(&expected).as_flattened()[..length]
-}
-
 fn main() {
     apic::enable();
     let mut all = channel::all();
@@ -189,6 +77,7 @@ fn main() {
     let leads = channel.read(SIDE) == 0;
     let mut step = ping_pong(&mut ends, leads, &mut others);
     step = full_ring(&mut ends, leads, step);
+    step = user_mode(&mut ends, leads, step);
     if leads {
         share_own(&mut ends, step);
         move_window(&mut ends);
@@ -241,6 +130,38 @@ fn full_ring(ends: &mut Ends, leads: bool, step: u64) -> u64 {
         }
     }
     step + count
+}
+
+/// Hypercalls are the kernel's: a user program's are refused, and the peer hears and gets nothing.
+fn user_mode(ends: &mut Ends, leads: bool, step: u64) -> u64 {
+    const TIMES: u64 = 20;
+    // A doorbell from before may still be on its way.
+    const LATE: u32 = 2;
+    let before = DOORBELLS.load(SeqCst);
+    for time in 0..TIMES {
+        let (ready, done) = (step + 2 * time, step + 2 * time + 1);
+        if leads {
+            ends.expect(ready);
+            let number = ends.channel.number();
+            for call in [hypercall::DOORBELL, hypercall::ID, hypercall::SEND, hypercall::RECEIVE] {
+                let result = cpu::hypercall_as_user(call, number);
+                check!(result == u64::MAX, "a user's hypercall {call:#x} gives {result:#x}");
+            }
+            ends.tell(done);
+        } else {
+            ends.tell(ready);
+            // Without a wish to be rung.
+            let received = loop {
+                if let Ok(Some((received, _))) = ends.receiver.receive() {
+                    break received;
+                }
+            };
+            check!(is_intact(&received, done), "a user has sent {:#x}", received.tag);
+        }
+    }
+    let heard = DOORBELLS.load(SeqCst) - before;
+    check!(leads || heard <= LATE, "users have rung {heard} times");
+    step + 2 * TIMES
 }
 
 /// A piece of RAM that nobody else uses.
