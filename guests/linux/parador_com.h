@@ -72,7 +72,7 @@ struct parador_com_list {
 #define PARADOR_COM_OFFER _IOW('P', 0xc3, struct parador_com_offer)
 /* Takes back what this file has offered: its number. */
 #define PARADOR_COM_REVOKE _IOW('P', 0xc4, __u32)
-/* All shares. EPOLLPRI of poll: something in it, or whether the peer runs, has changed since this file looked. */
+/* All shares. POLLPRI of poll: the peer has changed something in it, was started or has ended, since this file looked. */
 #define PARADOR_COM_LIST _IOR('P', 0xc5, struct parador_com_list)
 
 #endif

@@ -274,7 +274,32 @@ fn channel_scenarios() -> Vec<Scenario> {
         + &micro("bad", "channel-hostile", "essential = false\nrestart = \"always\"")
         + &channel("linux", "good", "")
         + &channel("linux", "bad", "");
+    // One end of a channel is started again, by an operator and by policy; the other one judges.
+    let lives = |count, more: &str| {
+        micro(
+            "answers",
+            "channel-lives",
+            &format!("console = \"com1\"\ncmdline = \"lives={count}\""),
+        ) + &micro("asks", "channel-lives", &format!("essential = false\n{more}"))
+            + &channel("answers", "asks", "")
+    };
+    let killer = task("killer", "check-killer", &["asks", "8", "60"], "manage = true");
     vec![
+        Scenario {
+            // In counted time each life is long enough for some messages.
+            cpus: &[1, 4],
+            machine: Machine { counted: true, ..Machine::default() },
+            texts: vec!["CHECK killer ok".into(), ended("answers")],
+            never: &["FAIL"],
+            ..base("channel-peer-killed", lives(9, "") + &killer)
+        },
+        Scenario {
+            cpus: &[1, 4],
+            machine: Machine { counted: true, ..Machine::default() },
+            texts: vec!["vm asks starts again".into(), ended("answers")],
+            never: &["FAIL"],
+            ..base("channel-peer-ends", lives(6, "restart = \"always\"\ncmdline = \"messages=50\""))
+        },
         Scenario {
             cpus: &[1, 2],
             texts: vec![ended("first"), ended("second")],
@@ -406,8 +431,11 @@ fn console_scenarios() -> Vec<Scenario> {
     const SHARED: &str = "console = \"mux\"\nessential = false";
     let steward =
         task("steward", "steward", &[], "console = \"mux\"\nmanage = true\npriority = 20");
-    let cycles = task("cycles", "check-cycles", &["brief", "200"], "manage = true");
-    let brief = micro("brief", "poweroff", "console = \"com1\"\ntemplate = true");
+    let cycles = task("cycles", "check-cycles", &["brief", "200", "asks"], "manage = true");
+    let brief = micro("brief", "poweroff", "console = \"com1\"\ntemplate = true")
+        + &micro("answers", "channel-lives", "essential = false")
+        + &micro("asks", "channel-lives", "essential = false\ncmdline = \"messages=20\"")
+        + &channel("answers", "asks", "");
     let sixteen: String = (0..16)
         .map(|number| micro(&format!("guest-{number}"), "stress", "console = \"mux\""))
         .collect();
@@ -576,8 +604,9 @@ fn console_scenarios() -> Vec<Scenario> {
         },
         Scenario {
             cpus: &[1, 4],
-            texts: vec!["CHECK refusals ok".into(), "CHECK cycles ok".into()],
+            texts: ["refusals", "cycles", "lives"].map(|case| format!("CHECK {case} ok")).into(),
             never: &["FAIL", "no console"],
+            limit: 240,
             ..base("cycles", cycles + &brief)
         },
         Scenario {

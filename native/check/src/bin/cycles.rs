@@ -1,5 +1,5 @@
 //! Makes, runs and destroys a virtual machine again and again, by the management gate, and compares the memory that is
-//! left. Arguments: the template, the number of cycles.
+//! left. Arguments: the template, the number of cycles, and if there is one, a virtual machine that is started as often.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -19,8 +19,13 @@ fn main(start: &Start<'static>) -> u64 {
     let template = argument(start, 0).unwrap_or("template");
     let mut report = Report::default();
     let manager = Manager { root: Root::new(), clock: start.clock };
+    let count = number(start, 1, 200);
+    // First, so that it does not run meanwhile.
+    if let Some(vm) = argument(start, 2) {
+        report.case("lives", manager.lives(vm, count));
+    }
     report.case("refusals", manager.refusals(template));
-    report.case("cycles", manager.cycles(template, number(start, 1, 200)));
+    report.case("cycles", manager.cycles(template, count));
     report.exit_code()
 }
 
@@ -61,7 +66,7 @@ impl Manager {
         for cycle in 0..count {
             self.root.ask(CREATE, NAME, template).map_err(|_| "create")?;
             self.ask(START, "start")?;
-            self.wait_for_end()?;
+            self.wait_for_end(NAME)?;
             self.ask(DESTROY, "destroy")?;
             if self.root.memory() != before {
                 info!("cycle {cycle}: {:?} instead of {before:?}", self.root.memory());
@@ -72,12 +77,29 @@ impl Manager {
         Ok(())
     }
 
+    /// A virtual machine that has ends of channels cannot be made, but started again. Its peers go on.
+    fn lives(&self, vm: &str, count: u64) -> Result<(), &'static str> {
+        // What is made for the first life and kept, such as the channel's memory, is not lost.
+        self.wait_for_end(vm)?;
+        let before = self.root.memory();
+        for life in 0..count {
+            self.root.ask(START, vm, "").map_err(|_| "start again")?;
+            self.wait_for_end(vm)?;
+            if self.root.memory() != before {
+                info!("life {life}: {:?} instead of {before:?}", self.root.memory());
+                return Err("memory is gone");
+            }
+        }
+        info!("{count} lives: {before:?}");
+        Ok(())
+    }
+
     /// Waits until the guest has switched itself off.
-    fn wait_for_end(&self) -> Result<(), &'static str> {
+    fn wait_for_end(&self, vm: &str) -> Result<(), &'static str> {
         let notification = Notification::at(slot::NOTIFICATION);
         let limit = time::after(&self.clock, 20 * SECOND);
         loop {
-            match self.state()? {
+            match self.state(vm)? {
                 State::Ended(0) => return Ok(()),
                 State::Ended(code) => {
                     error!("the guest ended with {code}");
@@ -90,10 +112,10 @@ impl Manager {
         }
     }
 
-    fn state(&self) -> Result<State, &'static str> {
+    fn state(&self, vm: &str) -> Result<State, &'static str> {
         let mut state = None;
         let listed = self.root.list(|entry| {
-            if entry.name == NAME {
+            if entry.name == vm {
                 state = Some(entry.state);
             }
         });
