@@ -1,4 +1,5 @@
-//! Partition tables: GPT (UEFI 2.10, section 5.3) and MBR (section 5.2.1, without logical partitions).
+//! Partition tables: GPT (UEFI 2.10, section 5.3) and MBR (section 5.2.1) with logical partitions, which are numbered from 5 as
+//! Linux does.
 //!
 //! A table is read sector by sector; every number in it is checked, and a table that contradicts itself is none.
 
@@ -13,12 +14,15 @@ pub const MAX_PARTITIONS: usize = 32;
 pub const SECTOR: usize = 512;
 
 const SIGNATURE: &[u8; 8] = b"EFI PART";
-/// MBR partition types: none, extended (CHS and LBA), and the one that protects a GPT.
+/// MBR partition types: none, extended (CHS, LBA, and Linux'), and the one that protects a GPT.
 const TYPE_NONE: u8 = 0;
-const TYPE_EXTENDED: [u8; 2] = [0x05, 0x0f];
+const TYPE_EXTENDED: [u8; 3] = [0x05, 0x0f, 0x85];
 const TYPE_GPT: u8 = 0xee;
+const MBR_SIGNATURE: [u8; 2] = [0x55, 0xaa];
 const MBR_ENTRIES: usize = 446;
 const MBR_ENTRY: usize = 16;
+/// Number of the first logical partition.
+const FIRST_LOGICAL: u8 = 5;
 const HEADER: core::ops::RangeInclusive<u32> = 92..=SECTOR as u32;
 /// Entries are 128 bytes times a power of two; no table needs more sectors than this.
 const MAX_TABLE_SECTORS: u64 = 256;
@@ -28,7 +32,7 @@ static CRC: Crc<u32, Table<1>> = Crc::<u32, Table<1>>::new(&CRC_32_ISO_HDLC);
 /// A partition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Partition {
-    /// From 1, in the order of the table, empty entries counted.
+    /// From 1, in the order of the table, empty entries counted; logical ones from 5, in the order of their chain.
     pub number: u8,
     /// Where it is.
     pub extent: Extent,
@@ -51,7 +55,7 @@ pub fn find(
     mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
 ) -> Partitions {
     let mut sector = [0; SECTOR];
-    if sectors < 2 || read(0, &mut sector).is_none() || sector[510..] != [0x55, 0xaa] {
+    if sectors < 2 || read(0, &mut sector).is_none() || sector[510..] != MBR_SIGNATURE {
         return Vec::new();
     }
     let kind = |index: usize, sector: &[u8; SECTOR]| sector[MBR_ENTRIES + MBR_ENTRY * index + 4];
@@ -60,22 +64,84 @@ pub fn find(
         let table = gpt(1, sectors, &mut read).or_else(|| gpt(sectors - 1, sectors, &mut read));
         return table.unwrap_or_default();
     }
+    // The table is in nobody's part.
+    let behind = Extent { first: 1, sectors: sectors - 1 };
     let mut partitions = Vec::new();
+    let mut extended = None;
     for index in 0..4 {
-        let at = MBR_ENTRIES + MBR_ENTRY * index;
-        let extent = Extent {
-            first: u32_at(&sector, at + 8).into(),
-            sectors: u32_at(&sector, at + 12).into(),
-        };
-        let kind = kind(index, &sector);
-        let fits =
-            extent.first > 0 && extent.first + extent.sectors <= sectors && extent.sectors > 0;
-        if kind != TYPE_NONE && !TYPE_EXTENDED.contains(&kind) && fits {
+        let entry = Entry::at(&sector, index, 0);
+        if entry.is_extended() {
+            extended = extended.or_else(|| entry.within(&behind));
+        } else if let Some(extent) = entry.within(&behind) {
             // There are four at most.
             let _ = partitions.push(Partition { number: index as u8 + 1, extent });
         }
     }
+    if let Some(extended) = extended {
+        logical(&extended, &mut partitions, read);
+    }
     partitions
+}
+
+/// Finds the logical partitions in an extended one. Each has a table of its own before it, with an entry for it,
+/// counted from the table, and one for the next table, counted from the beginning of the extended partition.
+fn logical(
+    extended: &Extent,
+    partitions: &mut Partitions,
+    mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
+) {
+    let mut tables: Vec<u64, MAX_PARTITIONS> = Vec::new();
+    let mut sector = [0; SECTOR];
+    let mut number = FIRST_LOGICAL;
+    let mut next = Some(extended.first);
+    while let Some(place) = next {
+        // Wherever the chain leads, it ends: in a circle, or here.
+        let is_new = !tables.contains(&place) && tables.push(place).is_ok();
+        if !is_new || read(place, &mut sector).is_none() || sector[510..] != MBR_SIGNATURE {
+            return;
+        }
+        for entry in (0..4).map(|index| Entry::at(&sector, index, place)) {
+            if let (false, Some(extent)) = (entry.is_extended(), entry.within(extended)) {
+                // Beyond the limit they are not served.
+                let _ = partitions.push(Partition { number, extent });
+                number += 1;
+            }
+        }
+        let mut links = (0..4).map(|index| Entry::at(&sector, index, extended.first));
+        let link = links.find(Entry::is_extended).map(|entry| entry.first);
+        next = link.filter(|link| (extended.first..extended.end()).contains(link));
+    }
+}
+
+/// An entry of a table in an MBR, or before a logical partition.
+struct Entry {
+    kind: u8,
+    first: u64,
+    sectors: u64,
+}
+
+impl Entry {
+    /// Entry `index` of a table whose sectors are counted from `base`.
+    fn at(sector: &[u8; SECTOR], index: usize, base: u64) -> Self {
+        let at = MBR_ENTRIES + MBR_ENTRY * index;
+        Self {
+            kind: sector[at + 4],
+            first: base + u64::from(u32_at(sector, at + 8)),
+            sectors: u32_at(sector, at + 12).into(),
+        }
+    }
+
+    fn is_extended(&self) -> bool {
+        TYPE_EXTENDED.contains(&self.kind)
+    }
+
+    /// What it names, if that is anything and within `whole`.
+    fn within(&self, whole: &Extent) -> Option<Extent> {
+        let extent = Extent { first: self.first, sectors: self.sectors };
+        let is_there = self.kind != TYPE_NONE && self.sectors > 0;
+        let fits = extent.first >= whole.first && extent.end() <= whole.end();
+        (is_there && fits).then_some(extent)
+    }
 }
 
 /// Reads the GPT whose header is in sector `place`.
@@ -207,6 +273,52 @@ mod tests {
         assert_eq!(search(&gpt_image()), two(), "the fourth lies outside");
     }
 
+    /// Puts a table for a logical partition at `place`, with the next one at `next`, both counted from the extended partition.
+    fn ebr(image: &mut Image, place: u64, logical: (u8, u32, u32), next: Option<u32>) {
+        let at = place as usize * SECTOR;
+        put(image, at + 510, &MBR_SIGNATURE);
+        let next = next.map_or((0, 0, 0), |next| (0x05, next, 9));
+        for (index, (kind, first, sectors)) in [logical, next].into_iter().enumerate() {
+            let at = at + MBR_ENTRIES + MBR_ENTRY * index;
+            image[at + 4] = kind;
+            put(image, at + 8, &first.to_le_bytes());
+            put(image, at + 12, &sectors.to_le_bytes());
+        }
+    }
+
+    #[test]
+    fn logical_partitions() {
+        let mut image = mbr(&[(0x83, 64, 100), (0x0f, 300, 500)]);
+        ebr(&mut image, 300, (0x83, 20, 30), Some(200));
+        // Not in the order of the disk, one empty, one beyond the extended partition, one that fills it.
+        ebr(&mut image, 500, (0x83, 10, 20), Some(100));
+        ebr(&mut image, 400, (0, 0, 0), Some(250));
+        ebr(&mut image, 550, (0x83, 1, 250), Some(260));
+        ebr(&mut image, 560, (0x83, 40, 200), None);
+        let at = |number, first, sectors| Partition { number, extent: Extent { first, sectors } };
+        let all = [at(1, 64, 100), at(5, 320, 30), at(6, 510, 20), at(7, 600, 200)];
+        assert_eq!(search(&image), all);
+        // The chain is a circle, leads out, or comes to no table.
+        for next in [0, 200, 250, 500, 900, u32::MAX, 333] {
+            ebr(&mut image, 560, (0x83, 40, 200), Some(next));
+            assert_eq!(search(&image), all, "next table at {next}");
+        }
+        // More than are looked at: bounded in number and in reads.
+        let mut image = mbr(&[(0x05, 300, 1000)]);
+        for number in 0..100 {
+            let next = Some(2 * number as u32 + 2);
+            ebr(&mut image, 300 + 2 * number, (0x83, 1, 1), next);
+        }
+        let mut reads = 0;
+        let found = find(SECTORS, |number, sector| {
+            reads += 1;
+            let at = number as usize * SECTOR;
+            sector.copy_from_slice(image.get(at..at + SECTOR)?);
+            Some(())
+        });
+        assert_eq!((found.len(), reads), (MAX_PARTITIONS, MAX_PARTITIONS + 1));
+    }
+
     #[test]
     fn a_damaged_gpt_is_replaced_by_its_copy() {
         let mut image = gpt_image();
@@ -220,6 +332,21 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn any_chain(changes in prop::collection::vec((0..4 * SECTOR, any::<u8>()), 0..40)) {
+            let mut image = mbr(&[(0x83, 64, 100), (0x05, 1, 500)]);
+            ebr(&mut image, 1, (0x83, 20, 30), Some(1));
+            ebr(&mut image, 2, (0x83, 20, 30), Some(2));
+            ebr(&mut image, 3, (0x83, 20, 30), None);
+            for (at, byte) in changes {
+                image[at] = byte;
+            }
+            for partition in search(&image) {
+                prop_assert!(partition.extent.first > 0 && partition.extent.sectors > 0);
+                prop_assert!(partition.extent.end() <= SECTORS);
+            }
+        }
+
         #[test]
         fn any_bytes(changes in prop::collection::vec((0..3 * SECTOR, any::<u8>()), 0..40), sealed: bool) {
             let mut image = gpt_image();

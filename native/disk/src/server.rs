@@ -20,6 +20,13 @@ pub struct Extent {
     pub sectors: u64,
 }
 
+impl Extent {
+    /// The sector behind the last one.
+    pub fn end(&self) -> u64 {
+        self.first.saturating_add(self.sectors)
+    }
+}
+
 /// Why a client's part cannot be served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PartError {
