@@ -1,7 +1,11 @@
 //! Driver of one port of an AHCI controller (AHCI 1.3.1; commands from ATA8-ACS).
 //!
-//! Each command has a slot, with a table of its own in the memory shared with the device. Commands are not queued in the
-//! disk (no NCQ): the controller sends them one after the other by itself.
+//! Each command has a slot, with a table of its own in the memory shared with the device. Where controller and disk can, reads
+//! and writes are queued in the disk (NCQ), which does them in the order that it likes. Other commands are plain: one after the
+//! other, and while none of the queued ones is under way.
+//!
+//! A disk that fails at a queued command gives up all of them. They are sent again as plain ones, so that it is seen which one
+//! it was.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,6 +20,8 @@ mod host {
     pub const CONTROL: u64 = 0x04;
     pub const INTERRUPTS: u64 = 0x08;
     pub const PORTS: u64 = 0x0c;
+    /// Of `CAPABILITIES`: queued commands.
+    pub const QUEUES: u32 = 1 << 30;
     /// Of `CONTROL`: reset, interrupts on, AHCI on.
     pub const RESET: u32 = 1 << 0;
     pub const INTERRUPT: u32 = 1 << 1;
@@ -32,17 +38,20 @@ mod port {
     pub const TASK_FILE: u64 = 0x20;
     pub const SIGNATURE: u64 = 0x24;
     pub const LINK: u64 = 0x28;
+    pub const LINK_CONTROL: u64 = 0x2c;
     pub const ERROR: u64 = 0x30;
+    pub const QUEUED: u64 = 0x34;
     pub const ISSUE: u64 = 0x38;
-    /// Of `COMMAND`: start, receive, receiving, running; number of the slot that it is at.
+    /// Of `COMMAND`: start, receive, receiving, running.
     pub const START: u32 = 1 << 0;
     pub const RECEIVE: u32 = 1 << 4;
     pub const RECEIVING: u32 = 1 << 14;
     pub const RUNNING: u32 = 1 << 15;
-    pub const CURRENT: u32 = 8;
-    /// Of `INTERRUPTS`: an answer, and every kind of error.
-    pub const ANSWERS: u32 = 0b111;
+    /// Of `INTERRUPTS`: an answer, also of queued commands, and every kind of error.
+    pub const ANSWERS: u32 = 0b1111;
     pub const ERRORS: u32 = 0xf << 27;
+    /// Of `LINK_CONTROL`: the link is reset.
+    pub const LINK_RESET: u32 = 1;
     /// Of `TASK_FILE`: busy, data request.
     pub const BUSY: u32 = 0x88;
 }
@@ -57,11 +66,16 @@ const LINK_MASK: u32 = 0xf0f;
 mod ata {
     pub const READ: u8 = 0x25;
     pub const WRITE: u8 = 0x35;
+    pub const READ_QUEUED: u8 = 0x60;
+    pub const WRITE_QUEUED: u8 = 0x61;
     pub const FLUSH: u8 = 0xea;
+    pub const MANAGE_DATA: u8 = 0x06;
+    /// Of `MANAGE_DATA`, in the features.
+    pub const TRIM: u16 = 1;
     pub const IDENTIFY: u8 = 0xec;
 }
 
-/// Layout of the shared memory: command list, received FIS, IDENTIFY's data, tables.
+/// Layout of the shared memory: command list, received FIS, IDENTIFY's data, tables, sectors of ranges to be discarded.
 const LIST: usize = 0;
 const RECEIVED: usize = 1024;
 const IDENTITY: usize = 2048;
@@ -70,10 +84,16 @@ const TABLE: usize = 256;
 /// Offset of the data's description in a table.
 const REGION: usize = 0x80;
 const SLOTS: usize = 32;
+const RANGES: usize = TABLES + SLOTS * TABLE;
+/// Ranges in a sector, and most sectors of one.
+const RANGE_COUNT: usize = SECTOR as usize / 8;
+const MAX_RANGE: u64 = 0xffff;
 /// Bytes of shared memory that the driver needs.
-pub const BYTES: u64 = (TABLES + SLOTS * TABLE) as u64;
+pub const BYTES: u64 = (RANGES + SLOTS * SECTOR as usize) as u64;
 /// Reads of a register until what was asked for must have happened.
 const PATIENCE: u32 = 1_000_000;
+/// Reads of a register in which a link comes up, at least a millisecond.
+const LINK_READS: u32 = 10_000;
 /// Sectors of one description of data: 4 MiB.
 const MAX_SECTORS: u32 = 8192;
 const _: () = assert!(SLOTS <= MAX_DEPTH);
@@ -100,11 +120,41 @@ pub struct AhciDisk<'m> {
     physical: u64,
     slots: usize,
     sectors: u64,
+    /// Reads and writes are queued in the disk.
+    queues: bool,
+    /// It knows which sectors are not needed.
+    trims: bool,
+    /// What is in each slot.
+    commands: [Command; SLOTS],
     /// Slots under way.
     issued: u32,
     failed: u32,
-    /// Slots that are filled and not told to the controller yet.
-    filled: u32,
+    /// Slots whose turn at the controller has not come.
+    waiting: u32,
+    /// Slots whose command is not queued in the disk.
+    plain: u32,
+    /// The last ones that were told to the controller were such.
+    was_plain: bool,
+}
+
+/// A command as the disk gets it.
+struct Fis {
+    command: u8,
+    features: u16,
+    sector: u64,
+    count: u16,
+}
+
+/// Which slots to tell to the controller next: queued commands together, plain ones one at a time, in turns. Masks of slots:
+/// those that wait, those under way, those with plain commands.
+fn turn(waiting: u32, issued: u32, plain: u32, was_plain: bool) -> u32 {
+    let (others, queued) = (waiting & plain, waiting & !plain);
+    let others_wait = others != 0 && (queued == 0 || !was_plain || issued != 0);
+    match (others_wait, issued & plain) {
+        (true, _) if issued == 0 => others & others.wrapping_neg(),
+        (false, 0) => queued,
+        _ => 0,
+    }
 }
 
 /// Waits until `done`, for a while.
@@ -133,13 +183,13 @@ impl<'m> AhciDisk<'m> {
         control(host::ENABLE);
         let there = host.read32(host::PORTS);
         memory.iter().for_each(|word| word.store(0, Ordering::Relaxed));
-        let slots = (host.read32(host::CAPABILITIES) >> 8 & 0x1f) as usize + 1;
+        let capabilities = host.read32(host::CAPABILITIES);
+        let slots = (capabilities >> 8 & 0x1f) as usize + 1;
         let mut disk = (0..32u32)
             .filter(|number| there >> number & 1 != 0)
             .filter(|&number| wanted.is_none_or(|wanted| u32::from(wanted) == number))
             .filter_map(|number| {
                 let port = host.part(0x100 + 0x80 * u64::from(number), 0x80)?;
-                let (sectors, issued, failed, filled) = (0, 0, 0, 0);
                 Some(Self {
                     host,
                     port,
@@ -147,10 +197,15 @@ impl<'m> AhciDisk<'m> {
                     memory,
                     physical,
                     slots,
-                    sectors,
-                    issued,
-                    failed,
-                    filled,
+                    sectors: 0,
+                    queues: capabilities & host::QUEUES != 0,
+                    trims: false,
+                    commands: [Command::FLUSH; SLOTS],
+                    issued: 0,
+                    failed: 0,
+                    waiting: 0,
+                    plain: 0,
+                    was_plain: false,
                 })
             })
             .find(Self::begin)
@@ -166,11 +221,9 @@ impl<'m> AhciDisk<'m> {
     fn begin(&self) -> bool {
         const SPIN_UP: u32 = 1 << 1;
         const POWER: u32 = 1 << 2;
-        const LINK_READS: u32 = 10_000;
         let port = self.port;
         port.write32(port::COMMAND, port.read32(port::COMMAND) | SPIN_UP | POWER);
-        let active = (0..LINK_READS).any(|_| port.read32(port::LINK) & LINK_MASK == LINK_ACTIVE);
-        if !active || !self.stop() {
+        if !self.is_linked() || !self.stop() {
             return false;
         }
         let set = |register: u64, address: u64| {
@@ -185,6 +238,11 @@ impl<'m> AhciDisk<'m> {
             self.stop();
             false
         }
+    }
+
+    /// Waits until the link is up.
+    fn is_linked(&self) -> bool {
+        (0..LINK_READS).any(|_| self.port.read32(port::LINK) & LINK_MASK == LINK_ACTIVE)
     }
 
     fn stop(&self) -> bool {
@@ -209,25 +267,27 @@ impl<'m> AhciDisk<'m> {
         self.memory[byte / 8].store(value, Ordering::Relaxed);
     }
 
-    /// Fills a slot (sections 4.2.2 and 4.2.3).
-    fn fill(&self, slot: usize, command: u8, sector: u64, sectors: u32, data: Option<(u64, bool)>) {
+    /// Fills a slot (sections 4.2.2 and 4.2.3). `data`: address, bytes, and whether the disk gets them.
+    fn fill(&self, slot: usize, fis: &Fis, data: Option<(u64, u64, bool)>) {
         const FIS_WORDS: u64 = 5;
         const WRITES: u64 = 1 << 6;
-        const HOST_TO_DEVICE: u64 = 0x27 | 0x80 << 8;
-        const BY_SECTOR_NUMBER: u64 = 0x40;
+        const HOST_TO_DEVICE: u8 = 0x27;
+        const COMMAND: u8 = 0x80;
+        const BY_SECTOR_NUMBER: u8 = 0x40;
         let table = TABLES + TABLE * slot;
-        let [a, b, c, d, e, f, _, _] = sector.to_le_bytes();
-        let low = u64::from_le_bytes([0, 0, 0, 0, a, b, c, 0]);
-        self.put(table, HOST_TO_DEVICE | u64::from(command) << 16 | low | BY_SECTOR_NUMBER << 56);
-        let [count, high_count, _, _] = sectors.to_le_bytes();
-        self.put(table + 8, u64::from_le_bytes([d, e, f, 0, count, high_count, 0, 0]));
+        let [a, b, c, d, e, f, _, _] = fis.sector.to_le_bytes();
+        let [features, high_features] = fis.features.to_le_bytes();
+        let [count, high_count] = fis.count.to_le_bytes();
+        let head = [HOST_TO_DEVICE, COMMAND, fis.command, features, a, b, c, BY_SECTOR_NUMBER];
+        self.put(table, u64::from_le_bytes(head));
+        let rest = [d, e, f, high_features, count, high_count, 0, 0];
+        self.put(table + 8, u64::from_le_bytes(rest));
         self.put(table + 16, 0);
         let (regions, writes) = match data {
             None => (0, false),
-            Some((address, writes)) => {
+            Some((address, bytes, writes)) => {
                 self.put(table + REGION, address);
-                let length = (u64::from(sectors.max(1)) * SECTOR).saturating_sub(1);
-                self.put(table + REGION + 8, length << 32);
+                self.put(table + REGION + 8, bytes.saturating_sub(1) << 32);
                 (1u64, writes)
             }
         };
@@ -236,11 +296,54 @@ impl<'m> AhciDisk<'m> {
         self.put(LIST + 32 * slot + 8, self.physical + table as u64);
     }
 
+    /// Fills a slot with its command, to be queued in the disk or not.
+    fn fill_with(&mut self, slot: usize, queued: bool) {
+        let Command { operation, sector, sectors, address } = self.commands[slot];
+        let (command, queued_command) = match operation {
+            Operation::Read => (ata::READ, ata::READ_QUEUED),
+            Operation::Write => (ata::WRITE, ata::WRITE_QUEUED),
+            Operation::Discard => {
+                let ranges = RANGES + SECTOR as usize * slot;
+                self.put_ranges(ranges, sector, sectors);
+                let fis =
+                    Fis { command: ata::MANAGE_DATA, features: ata::TRIM, sector: 0, count: 1 };
+                let address = self.physical + ranges as u64;
+                return self.fill(slot, &fis, Some((address, SECTOR, true)));
+            }
+            // The last is not offered to clients.
+            Operation::Flush | Operation::WriteZeroes => {
+                let fis = Fis { command: ata::FLUSH, features: 0, sector: 0, count: 0 };
+                return self.fill(slot, &fis, None);
+            }
+        };
+        let count = sectors as u16;
+        let fis = if queued {
+            // The count is elsewhere; in its place is the slot's number.
+            Fis { command: queued_command, features: count, sector, count: (slot as u16) << 3 }
+        } else {
+            Fis { command, features: 0, sector, count }
+        };
+        let bytes = u64::from(sectors) * SECTOR;
+        self.fill(slot, &fis, Some((address, bytes, operation == Operation::Write)));
+    }
+
+    /// Describes sectors to be discarded. Those for which there is no room stay: nobody may count on it.
+    fn put_ranges(&self, place: usize, sector: u64, sectors: u32) {
+        let (mut sector, mut left) = (sector, u64::from(sectors));
+        for index in 0..RANGE_COUNT {
+            let length = left.min(MAX_RANGE);
+            self.put(place + 8 * index, if length == 0 { 0 } else { sector | length << 48 });
+            sector += length;
+            left -= length;
+        }
+    }
+
     fn identify(&mut self) -> Result<(), AhciError> {
         const HAS_48_BITS: u64 = 1 << 10;
-        self.fill(0, ata::IDENTIFY, 0, 1, Some((self.physical + IDENTITY as u64, false)));
-        // The count is no argument of this command, only the length of its data.
-        self.put(TABLES + 8, 0);
+        const HAS_QUEUE: u64 = 1 << 8;
+        const HAS_TRIM: u64 = 1 << 0;
+        let fis = Fis { command: ata::IDENTIFY, features: 0, sector: 0, count: 0 };
+        self.fill(0, &fis, Some((self.physical + IDENTITY as u64, SECTOR, false)));
         core::sync::atomic::fence(Ordering::SeqCst);
         self.port.write32(port::ISSUE, 1);
         let done = wait(|| {
@@ -252,7 +355,7 @@ impl<'m> AhciDisk<'m> {
         if !done || failed {
             return Err(AhciError::Identify);
         }
-        // Words of 16 bits: 83 features, 100 to 103 number of sectors.
+        // Words of 16 bits: 75 length of the queue, 76 and 83 features, 100 to 103 number of sectors, 169 trim.
         let word = |index: usize| {
             let word = self.memory[(IDENTITY + 2 * index) / 8].load(Ordering::Acquire);
             word >> (16 * (index % 4)) & 0xffff
@@ -260,6 +363,11 @@ impl<'m> AhciDisk<'m> {
         if word(83) & HAS_48_BITS == 0 {
             return Err(AhciError::Old);
         }
+        self.queues &= word(76) & HAS_QUEUE != 0;
+        if self.queues {
+            self.slots = self.slots.min((word(75) & 0x1f) as usize + 1);
+        }
+        self.trims = word(169) & HAS_TRIM != 0;
         self.sectors = (0..4).fold(0, |sum, index| sum | word(100 + index) << (16 * index));
         Ok(())
     }
@@ -271,17 +379,55 @@ impl<'m> AhciDisk<'m> {
         interrupts
     }
 
-    /// After an error: the command that it was fails, and the others are sent again (section 6.2.2.1).
+    /// Tells the controller about the slots whose turn it is.
+    fn issue(&mut self) {
+        let slots = turn(self.waiting, self.issued, self.plain, self.was_plain);
+        if slots == 0 {
+            return;
+        }
+        self.was_plain = slots & self.plain != 0;
+        self.waiting &= !slots;
+        self.issued |= slots;
+        core::sync::atomic::fence(Ordering::SeqCst);
+        if !self.was_plain {
+            self.port.write32(port::QUEUED, slots);
+        }
+        self.port.write32(port::ISSUE, slots);
+    }
+
+    /// Slots that the controller or the disk still works on.
+    fn active(&self) -> u32 {
+        self.port.read32(port::ISSUE) | self.port.read32(port::QUEUED)
+    }
+
+    /// After an error (section 6.2.2). If only one command was under way, it has failed. Queued ones are forgotten by the disk,
+    /// by a reset of the link, and come back as plain ones.
     fn recover(&mut self) -> Result<(), DeviceError> {
-        let current = self.port.read32(port::COMMAND) >> port::CURRENT & 0x1f;
-        let done = self.issued & !self.port.read32(port::ISSUE);
         if !self.stop() {
             return Err(DeviceError("the port does not stop"));
         }
+        if self.issued & !self.plain != 0 {
+            self.port.write32(port::LINK_CONTROL, port::LINK_RESET);
+            (0..LINK_READS).for_each(|_| {
+                self.port.read32(port::LINK);
+            });
+            self.port.write32(port::LINK_CONTROL, 0);
+            if !self.is_linked() {
+                return Err(DeviceError("the link does not come up again"));
+            }
+        }
         self.run();
-        self.failed |= 1 << current & self.issued & !done;
-        let again = self.issued & !done & !self.failed;
-        self.port.write32(port::ISSUE, again);
+        if self.issued.is_power_of_two() {
+            self.failed |= self.issued;
+        } else {
+            let again = core::mem::take(&mut self.issued);
+            for slot in (0..SLOTS).filter(|slot| again >> slot & 1 != 0) {
+                self.fill_with(slot, false);
+            }
+            self.plain |= again;
+            self.waiting |= again;
+            self.issue();
+        }
         Ok(())
     }
 }
@@ -291,7 +437,7 @@ impl Disk for AhciDisk<'_> {
         Geometry {
             sectors: self.sectors,
             read_only: false,
-            discard: false,
+            discard: self.trims,
             write_zeroes: false,
             max_sectors: MAX_SECTORS,
             depth: self.slots,
@@ -302,26 +448,16 @@ impl Disk for AhciDisk<'_> {
         if number >= self.slots {
             return;
         }
-        let (sector, sectors) = (command.sector, command.sectors);
-        match command.operation {
-            Operation::Read => {
-                self.fill(number, ata::READ, sector, sectors, Some((command.address, false)));
-            }
-            Operation::Write => {
-                self.fill(number, ata::WRITE, sector, sectors, Some((command.address, true)));
-            }
-            // The others are not offered to clients.
-            Operation::Flush | Operation::Discard | Operation::WriteZeroes => {
-                self.fill(number, ata::FLUSH, 0, 0, None);
-            }
-        }
-        self.filled |= 1 << number;
+        let queued = self.queues && matches!(command.operation, Operation::Read | Operation::Write);
+        self.commands[number] = *command;
+        self.fill_with(number, queued);
+        let bit = 1 << number;
+        self.plain = if queued { self.plain & !bit } else { self.plain | bit };
+        self.waiting |= bit;
     }
 
     fn flush_doorbell(&mut self) {
-        core::sync::atomic::fence(Ordering::SeqCst);
-        self.port.write32(port::ISSUE, self.filled);
-        self.issued |= core::mem::take(&mut self.filled);
+        self.issue();
     }
 
     fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError> {
@@ -332,7 +468,7 @@ impl Disk for AhciDisk<'_> {
         if self.acknowledge() & port::ERRORS != 0 {
             self.recover()?;
         }
-        let done = self.issued & (!self.port.read32(port::ISSUE) | self.failed);
+        let done = self.issued & (!self.active() | self.failed);
         if done == 0 {
             return Ok(None);
         }
@@ -340,6 +476,35 @@ impl Disk for AhciDisk<'_> {
         let status = if self.failed >> slot & 1 != 0 { Status::Failed } else { Status::Ok };
         self.issued &= !(1 << slot);
         self.failed &= !(1 << slot);
+        self.issue();
         Ok(Some((slot as usize, status)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_take_turns() {
+        const PLAIN: u32 = 0b0011;
+        let cases = [
+            // Nothing under way: what there is, and of both the kind that was not the last.
+            (0b1100, 0, true, 0b1100),
+            (0b0011, 0, true, 0b0001),
+            (0b0110, 0, false, 0b0010),
+            (0b0110, 0, true, 0b0100),
+            // More queued ones as long as no plain one waits, and nothing beside a plain one.
+            (0b0100, 0b1000, false, 0b0100),
+            (0b0101, 0b1000, false, 0),
+            (0b0101, 0b1000, true, 0),
+            (0b0101, 0b0010, true, 0),
+            (0b0100, 0b0010, true, 0),
+            (0b0001, 0b0010, true, 0),
+            (0, 0, false, 0),
+        ];
+        for (waiting, issued, was_plain, next) in cases {
+            assert_eq!(turn(waiting, issued, PLAIN, was_plain), next, "{waiting:b} {issued:b}");
+        }
     }
 }

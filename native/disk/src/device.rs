@@ -35,6 +35,11 @@ pub struct Command {
     pub address: u64,
 }
 
+impl Command {
+    /// A flush.
+    pub const FLUSH: Self = Self { operation: Operation::Flush, sector: 0, sectors: 0, address: 0 };
+}
+
 /// A disk. Commands are numbered by the server, below the disk's depth; they complete in any order.
 pub trait Disk {
     /// What it is like.
