@@ -62,12 +62,22 @@ impl Output {
     }
 }
 
+/// The clock of the measured guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Clock {
+    /// The time-stamp counter, of which the command line says that it is reliable, and its frequency.
+    Tsc,
+    /// The paravirtual clock of KVM besides, which Linux prefers for its scheduler.
+    Kvm,
+}
+
 /// The description of a system with the measured guest. `more` is added to its command line.
-pub fn guest_description(ram_disk: &Path, more: &str) -> String {
+pub fn guest_description(ram_disk: &Path, more: &str, clock: Clock) -> String {
+    let kvmclock = clock == Clock::Kvm;
     format!(
         "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[vm]]\nname = \"guest\"\n\
          memory = \"{MEMORY}M\"\nkernel = \"debian\"\ninitrd = \"{}\"\n\
-         cmdline = \"{COMMAND_LINE}{more}\"\nconsole = \"com1\"\n",
+         cmdline = \"{COMMAND_LINE}{more}\"\nconsole = \"com1\"\nkvmclock = {kvmclock}\n",
         ram_disk.display()
     )
 }

@@ -225,6 +225,8 @@ pub struct Vmm<'a> {
     pub console: bool,
     /// What a reset does.
     pub on_reset: OnReset,
+    /// The paravirtual clock of KVM is offered.
+    pub kvmclock: bool,
     /// `XCR0` bits that the guest may enable.
     pub xcr0_mask: u64,
     /// Disks and network cards, in the order in which the guest sees them.
@@ -295,6 +297,7 @@ mod tests {
                 command_line: &line,
                 console: true,
                 on_reset: OnReset::Reset,
+                kvmclock: true,
                 xcr0_mask: u64::MAX,
                 attachments: Vec::from_iter([attachment; MAX_SESSIONS]),
                 channels: Vec::from_iter([end; MAX_VM_CHANNELS]),

@@ -16,7 +16,7 @@ use crate::net::Mac;
 use crate::service::Part;
 
 /// Version of the encoding. Incremented by every change of a type in this module.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Most virtual machines in a system.
 pub const MAX_VMS: usize = 16;
 /// Most vCPUs of one virtual machine.
@@ -172,6 +172,8 @@ pub struct Vm<'a> {
     pub restart: Restart,
     /// What a reset by the guest does.
     pub on_reset: OnReset,
+    /// The paravirtual clock of KVM is offered to the guest.
+    pub kvmclock: bool,
     /// The system ends when every essential virtual machine and task has ended.
     pub essential: bool,
     /// Not started: virtual machines are made after it at run time.
@@ -316,6 +318,7 @@ mod tests {
                 priority: 10,
                 restart: Restart::OnCrash,
                 on_reset: OnReset::Exit,
+                kvmclock: true,
                 essential: true,
                 template: false,
                 disks: Vec::from_iter([VmDisk {

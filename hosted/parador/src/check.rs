@@ -182,6 +182,7 @@ pub struct Vm {
     /// Which ends start it again.
     pub restart: Restart,
     on_reset: OnReset,
+    kvmclock: bool,
     essential: bool,
     /// Virtual machines are made after it at run time.
     pub template: bool,
@@ -513,6 +514,7 @@ impl Checker<'_> {
             priority: self.priority(vm.priority, DEFAULT_PRIORITY),
             restart: vm.restart,
             on_reset: vm.on_reset,
+            kvmclock: vm.kvmclock.unwrap_or(true),
             essential: vm.essential.unwrap_or(!vm.template),
             template: vm.template,
             disks: Vec::new(),
@@ -1177,6 +1179,7 @@ impl Plan {
                 OnReset::Exit => compiled::OnReset::Exit,
                 OnReset::Reset => compiled::OnReset::Reset,
             },
+            kvmclock: vm.kvmclock,
             essential: vm.essential,
             template: vm.template,
             disks: vm.disks.iter().copied().collect(),

@@ -167,6 +167,9 @@ pub struct Vm {
     /// What a reset by the guest does.
     #[serde(default)]
     pub on_reset: OnReset,
+    /// Offered to the guest (the default). Without it Linux reads the time-stamp counter, which costs less, but has to find out
+    /// its frequency.
+    pub kvmclock: Option<bool>,
     /// The system waits for its end.
     pub essential: Option<bool>,
     /// Not started: virtual machines are made after it at run time.

@@ -724,8 +724,23 @@ impl<A: Arch> Kernel<A> {
 
     /// Sets events and wakes who waits for them.
     pub fn signal(&self, handle: Handle<Notification<A>>, bits: u64) {
-        let Some(notification) = self.memory.get(handle) else { return };
-        notification.bits.set(notification.bits.get() | bits);
+        if let Some(notification) = self.memory.get(handle) {
+            self.notify(notification, bits);
+        }
+    }
+
+    #[inline(always)]
+    fn notify(&self, notification: &Notification<A>, bits: u64) {
+        let old = notification.bits.get();
+        // Who is to look at events that are there still has been told.
+        if old & bits != bits || bits == 0 {
+            notification.bits.set(old | bits);
+            self.tell(notification);
+        }
+    }
+
+    #[inline(never)]
+    fn tell(&self, notification: &Notification<A>) {
         if notification.bits.get() == 0 {
             return;
         }
@@ -754,14 +769,16 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// A guest rings: the answer to `HYPERCALL_DOORBELL`.
+    #[inline(always)]
     pub fn ring(&self, vm: &Vm<A>, index: u64) -> u64 {
         let index = usize::try_from(index).unwrap_or(usize::MAX);
-        match vm.doorbells.get(index).and_then(Cell::get) {
-            Some(bell) if self.memory.get(bell.notification).is_some() => {
-                self.signal(bell.notification, bell.bits);
-                doorbell::RUNG
-            }
-            _ => doorbell::DEAD,
+        if let Some(bell) = vm.doorbells.get(index).and_then(Cell::get)
+            && let Some(notification) = self.memory.get(bell.notification)
+        {
+            self.notify(notification, bell.bits);
+            doorbell::RUNG
+        } else {
+            doorbell::DEAD
         }
     }
 

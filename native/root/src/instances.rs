@@ -81,6 +81,7 @@ mod tests {
             priority: 10,
             restart: Restart::Never,
             on_reset: OnReset::Exit,
+            kvmclock: true,
             essential: true,
             template,
             disks: heapless::Vec::new(),

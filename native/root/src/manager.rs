@@ -415,6 +415,7 @@ impl<'a> Manager<'a> {
                 command_line: vm.command_line,
                 console: vm.console.is_some(),
                 on_reset: vm.on_reset,
+                kvmclock: vm.kvmclock,
                 xcr0_mask: machine.xcr0_mask,
                 attachments,
                 channels,

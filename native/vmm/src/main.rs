@@ -256,7 +256,7 @@ fn run(
         clock: TscClock::new(start.clock.tsc_khz, time::tsc().wrapping_sub(CONTROL.behind())),
         xcr0_mask: plan.xcr0_mask,
         start_unix: time::unix_seconds(&start.clock),
-        kvmclock: true,
+        kvmclock: plan.kvmclock,
         id: plan.id,
     };
     let pc = Machine::with_functions(config, memory, host_cpuid, devices);

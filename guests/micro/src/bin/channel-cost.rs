@@ -2,7 +2,8 @@
 //! of the time-stamp counter. On the measuring machine a tick is a nanosecond and an instruction. Both machines share one
 //! CPU and have the same priority.
 //!
-//! - `message_noswitch`: from before a message is written to after the doorbell, which wakes the peer.
+//! - `message_noswitch`: from before a message is written to after the doorbell. The peer is ready to run and will find it.
+//! - `message_wake`: the same; the peer has halted, and is woken.
 //! - `message_switch`: from before a message is written, by way of `HLT`, to the beginning of the peer's handler. The
 //!   machines' counters differ; what they differ by cancels out between there and back.
 //! - `world_switch`: from before a `HLT` to the next instruction of the other machine, which was ready. Measured in both
@@ -27,11 +28,16 @@ const TIMER: u8 = 0x48;
 /// Messages each way before measuring, so that every table is warm, and with them.
 const WARM: u64 = 200;
 const ALL: u64 = 5_200;
+/// Messages to a peer that does not run, in one turn of the CPU and in all. They have room in the ring.
+const BATCH: u64 = 32;
+const BATCHES: u64 = 20;
 /// Switches before measuring, in which what the machines have printed leaves them, and with them.
 const WARM_SWITCHES: u64 = 10;
 const ALL_SWITCHES: u64 = 60;
 /// A longer time between two looks at the counter is a switch, or an interrupt of the host's.
 const GAP: u64 = 400;
+/// A still longer time is one in which the other machine had the CPU.
+const TURN: u64 = 100_000;
 /// Ticks of the local timer after which the halting machine goes on.
 const PAUSE: u32 = 1_000_000;
 
@@ -42,6 +48,8 @@ static RUNG: AtomicU64 = AtomicU64::new(0);
 /// the other finds.
 const OFFSET: usize = 0;
 const OFFSET_KNOWN: usize = 1;
+/// Messages that the follower has taken while it did not sleep.
+const TAKEN: usize = 2;
 const STAMP: [usize; 2] = [8, 16];
 const SWITCH_TICKS: [usize; 2] = [9, 17];
 const SWITCHED: [usize; 2] = [10, 18];
@@ -114,6 +122,7 @@ fn main() {
     };
     // The peer always rings: both always sleep.
     pair.receiver.want_messages(true);
+    cpu::disable_interrupts();
     if pair.channel.read(SIDE) == 0 {
         lead(&mut pair);
     } else {
@@ -123,6 +132,16 @@ fn main() {
 
 fn lead(pair: &mut Pair) {
     let area = pair.channel.free_area();
+    for batch in 0..BATCHES {
+        wait_for_turn();
+        for _ in 0..BATCH {
+            pair.send([0; 2]);
+        }
+        while area[TAKEN].load(SeqCst) <= batch * BATCH {
+            core::hint::spin_loop();
+        }
+    }
+    print("message_noswitch", pair.sending, BATCHES * BATCH);
     let (mut there_and_back, mut difference) = (0, 0u64);
     for round in 0..ALL {
         if round == WARM {
@@ -139,7 +158,7 @@ fn lead(pair: &mut Pair) {
             .wrapping_add(answered.wrapping_sub(back));
     }
     let count = ALL - WARM;
-    print("message_noswitch", pair.sending, count);
+    print("message_wake", pair.sending, count);
     print("message_switch", there_and_back, 2 * count);
     let ahead = (difference as i64 / (2 * count) as i64) as u64;
     area[OFFSET].store(ahead, SeqCst);
@@ -152,6 +171,14 @@ fn lead(pair: &mut Pair) {
 
 fn follow(pair: &mut Pair) {
     let area = pair.channel.free_area();
+    let mut taken = 0;
+    while taken < BATCHES * BATCH {
+        // All of a batch have come before the CPU comes here.
+        if let Ok(Some(_)) = pair.receiver.receive() {
+            taken += 1;
+            area[TAKEN].store(taken, SeqCst);
+        }
+    }
     for _ in 0..ALL {
         pair.receive();
         pair.send([RUNG.load(SeqCst), 0]);
@@ -161,6 +188,18 @@ fn follow(pair: &mut Pair) {
     }
     watch(area, 0, area[OFFSET].load(SeqCst));
     halt(area, 1);
+}
+
+/// Waits until the other machine has had the CPU, so that a whole turn is left.
+fn wait_for_turn() {
+    let mut last = cpu::tsc();
+    loop {
+        let now = cpu::tsc();
+        if now - last > TURN {
+            return;
+        }
+        last = now;
+    }
 }
 
 /// Halts again and again, as `side`, until the other one has seen it often enough.
