@@ -979,6 +979,11 @@ fn report(kernel: &Kernel<X86>, seat: Seat<'_>, code: u64, reported: u64) -> Bac
             group::IP | group::CONTROL | group::CODE | group::SEGMENTS
         }
         exit::IOIO => group::IP,
+        // The sizes in this leaf depend on it.
+        exit::CPUID if state.gpr[gpr::RAX] as u32 == hw_x86::cpuid::leaf::XSAVE => {
+            frames.keep_xcr0();
+            group::IP | group::CONTROL | group::CODE | group::XCR0
+        }
         _ if control.n_rip != 0 => group::IP,
         _ => group::IP | group::CONTROL | group::CODE,
     };
