@@ -203,6 +203,8 @@ pub struct VcpuState {
     pub halt: u64,
     /// Ticks of the TSC that the kernel has waited so. Out.
     pub halted: u64,
+    /// How often another thread was run instead of this vCPU's, which was in the guest. Out.
+    pub preemptions: u64,
 }
 
 impl VcpuState {

@@ -219,6 +219,7 @@ impl<'m> Rig<'m> {
             xcr0_mask: 7,
             start_unix: 1_700_000_000,
             kvmclock: true,
+            steal_time: true,
             id: 1,
         };
         let pc = Pc::with_functions(config, memory, |_, _| [0; 4], functions());

@@ -397,6 +397,25 @@ fn linux_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
+            // It uses what the machine offers, on more virtual CPUs than there are CPUs: two that are busy share one, and
+            // each takes the other's time.
+            cpus: &[2],
+            steps: vec![
+                Step::Console("setup pv remote TLB flush"),
+                Step::Console("setup PV IPIs"),
+                Step::Console(" # "),
+                Step::Type(
+                    "for c in 0 2; do taskset $((1 << c)) timeout 3 sh -c 'while :; do :; done' & done; wait\n",
+                ),
+                Step::Console(" # "),
+                Step::Type("awk '$1 == \"cpu2\" { print \"stolen\", ($9 > 20) }' /proc/stat\n"),
+                Step::Console("stolen 1"),
+                Step::Type("poweroff\n"),
+            ],
+            limit: 240,
+            ..base("linux-paravirtual", linux("linux", "", "cpus = 3\nconsole = \"com1\""))
+        },
+        Scenario {
             steps: vec![
                 Step::Console(" # "),
                 Step::Type("echo c > /proc/sysrq-trigger\n"),

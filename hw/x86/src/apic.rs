@@ -67,10 +67,14 @@ pub mod local {
     pub const DELIVER_INIT: u32 = 5 << 8;
     /// [`ICR_LOW`]: start-up; the vector is the page number of the code.
     pub const DELIVER_STARTUP: u32 = 6 << 8;
+    /// [`ICR_LOW`]: logical destination.
+    pub const ICR_LOGICAL: u32 = 1 << 11;
     /// [`ICR_LOW`]: still being sent (xAPIC only).
     pub const ICR_PENDING: u32 = 1 << 12;
     /// [`ICR_LOW`]: level is "assert".
     pub const ICR_ASSERT: u32 = 1 << 14;
+    /// [`ICR_LOW`]: to whom without a destination; 0: it has one.
+    pub const ICR_SHORTHAND: u32 = 3 << 18;
     /// [`ICR_LOW`]: to all but the sender.
     pub const ICR_ALL_OTHERS: u32 = 3 << 18;
 }

@@ -252,8 +252,16 @@ pub mod kvm_a {
     pub const NOP_IO_DELAY: u32 = 1 << 1;
     /// Paravirtual clock, MSRs `0x4b56_4d00` and `0x4b56_4d01`.
     pub const CLOCKSOURCE2: u32 = 1 << 3;
+    /// Stolen time, MSR `0x4b56_4d03`.
+    pub const STEAL_TIME: u32 = 1 << 5;
     /// End of interrupt in memory, MSR `0x4b56_4d04`.
     pub const PV_EOI: u32 = 1 << 6;
+    /// A halted processor can be woken by hypercall.
+    pub const PV_UNHALT: u32 = 1 << 7;
+    /// The TLB of a processor that does not run is flushed before it does. Needs [`STEAL_TIME`].
+    pub const PV_TLB_FLUSH: u32 = 1 << 9;
+    /// Interrupts to several processors by hypercall.
+    pub const PV_SEND_IPI: u32 = 1 << 11;
     /// The paravirtual clock's stable flag can be trusted.
     pub const CLOCKSOURCE_STABLE: u32 = 1 << 24;
 }

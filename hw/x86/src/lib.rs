@@ -6,6 +6,7 @@
 pub mod apic;
 pub mod cpuid;
 pub mod iommu;
+pub mod kvm;
 pub mod msr;
 pub mod paging;
 pub mod vmcb;

@@ -133,6 +133,8 @@ pub mod kvm {
     pub const WALL_CLOCK: u32 = 0x4b56_4d00;
     /// Address of this CPU's clock structure; bit 0 enables it.
     pub const SYSTEM_TIME: u32 = 0x4b56_4d01;
+    /// Address of this CPU's record of stolen time ([`crate::kvm::steal_time`]); bit 0 enables it.
+    pub const STEAL_TIME: u32 = 0x4b56_4d03;
     /// Address of the word in which this CPU may end an interrupt; bit 0 enables it.
     pub const EOI: u32 = 0x4b56_4d04;
 }

@@ -90,6 +90,8 @@ pub trait Arch: Sized + 'static {
     ) -> Result<Self::Vcpu, Status>;
     /// Gives them back. The vCPU is not running.
     fn vcpu_free(memory: &Memory, vcpu: &Self::Vcpu);
+    /// Another thread runs instead of the vCPU's, which is in the guest and wants to run.
+    fn vcpu_preempted(vcpu: &Self::Vcpu);
     /// Copies state groups to the state page.
     fn vcpu_state(memory: &Memory, vcpu: &Vcpu<Self>, groups: u64);
 

@@ -394,19 +394,19 @@ impl<A: Arch> Kernel<A> {
         cpu.resched.set(false);
         self.charge(number);
         self.counters.switches.set(self.counters.switches.get() + 1);
+        let mut willing = None;
         if let Some(handle) = cpu.sched.take()
             && let Some(sched) = self.memory.get(handle)
         {
             sched.state.set(SchedState::Idle);
             sched.holder.set(cpu.current.get());
-            let wanted = cpu
-                .current
-                .get()
-                .and_then(|holder| self.memory.get(holder))
-                .is_some_and(|holder| holder.state.get() == ThreadState::Ready);
-            if wanted && sched.left.get() == 0 {
+            willing = cpu.current.get().filter(|&holder| {
+                let holder = self.memory.get(holder);
+                holder.is_some_and(|holder| holder.state.get() == ThreadState::Ready)
+            });
+            if willing.is_some() && sched.left.get() == 0 {
                 self.deplete(handle);
-            } else if wanted {
+            } else if willing.is_some() {
                 self.push(handle, true);
             }
         }
@@ -431,6 +431,18 @@ impl<A: Arch> Kernel<A> {
                 cpu.slice_end.set(cpu.charged.get().saturating_add(sched.left.get()));
             }
             break;
+        }
+        if let Some(left) = willing.filter(|&left| cpu.current.get() != Some(left)) {
+            self.preempted(left);
+        }
+    }
+
+    /// A thread that wants to run does not.
+    #[cold]
+    fn preempted(&self, handle: Handle<Thread<A>>) {
+        let vcpu = self.memory.at(handle).vcpu.get();
+        if let Some(vcpu) = vcpu.and_then(|vcpu| self.memory.get(vcpu)) {
+            A::vcpu_preempted(&vcpu.arch);
         }
     }
 

@@ -23,6 +23,7 @@ pub struct Machine {
     pub kicks: RefCell<Vec<usize>>,
     pub shootdowns: RefCell<Vec<u64>>,
     pub logged: Cell<u32>,
+    pub preemptions: Cell<u32>,
     /// Largest leaf of both page-table formats.
     pub max_leaf: Cell<u32>,
 }
@@ -176,6 +177,9 @@ impl Arch for Fake {
     }
     fn vcpu_free(memory: &Memory, vcpu: &Frame) {
         memory.free_raw(*vcpu, 1);
+    }
+    fn vcpu_preempted(_: &Frame) {
+        machine(|machine| machine.preemptions.set(machine.preemptions.get() + 1));
     }
     fn vcpu_state(_: &Memory, _: &Vcpu<Self>, _: u64) {}
     fn irq_valid(source: IrqSource) -> bool {

@@ -337,6 +337,10 @@ impl Arch for X86 {
         vcpu.free(memory);
     }
 
+    fn vcpu_preempted(vcpu: &svm::VcpuFrames) {
+        vcpu.preempted();
+    }
+
     fn vcpu_state(memory: &Memory, vcpu: &Vcpu<Self>, groups: u64) {
         svm::read_groups(memory, &local(Self::this_cpu()).guest, vcpu, groups);
     }

@@ -232,6 +232,11 @@ impl VcpuFrames {
         Ok(this)
     }
 
+    /// Counts that something else runs instead.
+    pub fn preempted(&self) {
+        self.state().preemptions += 1;
+    }
+
     /// Gives the frames back.
     pub fn free(&self, memory: &Memory) {
         memory.free_raw(self.vmcb_frame, 1);

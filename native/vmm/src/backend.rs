@@ -4,11 +4,12 @@
 //! it is valid, because the kernel takes back whole groups.
 
 use abi::vcpu::{Segment as StateSegment, VcpuState, exit, group, window};
-use native_rt::{Vcpu, time};
+use native_rt::{SchedContext, Vcpu, time};
 use vmm_cpu::exit::Exit;
 use vmm_cpu::{Backend, Event, Gpr, Reg, Seg, Segment, Window, svm};
 
 use crate::console::Console;
+use crate::control::CONTROL;
 
 /// A virtual CPU.
 pub struct NativeVcpu<'a> {
@@ -18,6 +19,21 @@ pub struct NativeVcpu<'a> {
     deadline: u64,
     /// Ticks that the machine's time is behind the host's.
     behind: u64,
+    /// What the kernel is told of halts, if nothing else prevents it from waiting.
+    halts: u64,
+    stolen: Stolen,
+}
+
+/// Time that others took from the thread of a virtual CPU, in ticks.
+#[derive(Default)]
+struct Stolen {
+    /// Which CPU it is, and what its thread runs on.
+    of: Option<(usize, SchedContext)>,
+    /// What the thread had missed when the machine started.
+    before: u64,
+    /// `preemptions` of the state page, and stolen time, when they were looked at.
+    preemptions: u64,
+    ticks: u64,
 }
 
 impl<'a> NativeVcpu<'a> {
@@ -26,7 +42,24 @@ impl<'a> NativeVcpu<'a> {
         // Nothing is in the kernel that is not zero: everything here is valid, and must be taken over.
         let state = vcpu.state();
         state.valid = group::ALL;
-        Self { vcpu, console, deadline: abi::FOREVER, behind: 0 }
+        Self {
+            vcpu,
+            console,
+            deadline: abi::FOREVER,
+            behind: 0,
+            halts: 1,
+            stolen: Stolen::default(),
+        }
+    }
+
+    /// The machine starts, with this as its virtual CPU `index`; its thread runs on `context`.
+    pub fn start(&mut self, index: usize, context: SchedContext) {
+        self.stolen = Stolen {
+            of: Some((index, context)),
+            before: CONTROL.missed(index, context).wrapping_sub(self.halted()),
+            preemptions: self.vcpu.state().preemptions,
+            ticks: 0,
+        };
     }
 
     /// World switches and exits that the kernel settled.
@@ -235,6 +268,30 @@ impl Backend for NativeVcpu<'_> {
         self.deadline = tsc.saturating_add(self.behind);
     }
 
+    #[inline]
+    fn stolen(&mut self) -> u64 {
+        let (preemptions, halted) = (self.vcpu.state().preemptions, self.halted());
+        let stolen = &mut self.stolen;
+        // To ask for the time used takes a system call.
+        if let (true, Some((index, context))) = (preemptions != stolen.preemptions, stolen.of) {
+            stolen.preemptions = preemptions;
+            let missed = CONTROL.missed(index, context).wrapping_sub(halted);
+            let missed = missed.wrapping_sub(stolen.before);
+            // It is composed of several clocks, none of which stands still meanwhile.
+            stolen.ticks = stolen.ticks.max(missed);
+        }
+        stolen.ticks
+    }
+
+    fn set_halts(&mut self, exit: bool) {
+        self.halts = u64::from(!exit);
+    }
+
+    fn flush_tlb(&mut self) {
+        // The kernel flushes it when control registers change, also if they become what they were.
+        self.change(group::CONTROL);
+    }
+
     /// Runs the guest. Output that has waited too long is flushed on the way: a guest that computes without ever
     /// being idle gives the VMM no other occasion.
     #[inline(always)]
@@ -244,7 +301,7 @@ impl Backend for NativeVcpu<'_> {
             let flush_at = self.console.flush_at();
             state.deadline = self.deadline.min(flush_at);
             // Output does not wait until the guest goes on.
-            state.halt = u64::from(flush_at == abi::FOREVER);
+            state.halt = if flush_at == abi::FOREVER { self.halts } else { 0 };
             if let Err(status) = self.vcpu.run() {
                 return Exit::HostError(status as u64);
             }

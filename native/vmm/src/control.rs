@@ -130,6 +130,13 @@ impl Control {
         self.orders.load(Ordering::Relaxed)
     }
 
+    /// Ticks in which the thread of virtual CPU `index` neither ran, on `context`, nor was idle here or paused, since some moment
+    /// in the past.
+    pub fn missed(&self, index: usize, context: SchedContext) -> u64 {
+        let rest = context.used() + self.idle[index].ticks.load(Ordering::Relaxed) + self.behind();
+        time::tsc().wrapping_sub(rest)
+    }
+
     /// Waits for events of an idle virtual CPU until `deadline`, a TSC value of the host's.
     pub fn idle(&self, index: usize, of: Notification, deadline: u64) -> Result<u64, Status> {
         let since = time::tsc();
@@ -137,8 +144,13 @@ impl Control {
         idle.since.store(since, Ordering::Relaxed);
         let result = of.wait(deadline);
         idle.since.store(0, Ordering::Relaxed);
+        // After the deadline it was ready.
+        let until = match result {
+            Err(Status::Timeout) => time::tsc().min(deadline),
+            _ => time::tsc(),
+        };
         // Nobody else writes it.
-        let ticks = idle.ticks.load(Ordering::Relaxed) + time::tsc().saturating_sub(since);
+        let ticks = idle.ticks.load(Ordering::Relaxed) + until.saturating_sub(since);
         idle.ticks.store(ticks, Ordering::Relaxed);
         result
     }

@@ -257,6 +257,8 @@ fn run(
         xcr0_mask: plan.xcr0_mask,
         start_unix: time::unix_seconds(&start.clock),
         kvmclock: plan.kvmclock,
+        // Linux reads it at every switch of processes: too dear for what a lone CPU has of it.
+        steal_time: count > 1,
         id: plan.id,
     };
     let pc = Machine::with_functions(config, memory, host_cpuid, devices);
@@ -265,7 +267,9 @@ fn run(
         let behind = CONTROL.behind();
         let mut host = NativeHost { console, notifications, listeners, behind };
         let mut cpu = pc.cpu(index);
-        let outcome = drive(&pc, &mut cpu, &mut vcpus[index].lock(), &mut host);
+        let mut vcpu = vcpus[index].lock();
+        vcpu.start(index, context(index));
+        let outcome = drive(&pc, &mut cpu, &mut vcpu, &mut host);
         // The others end too.
         pc.end(outcome, &mut host);
         CONTROL.close(index, cpu.exits());

@@ -219,6 +219,14 @@ pub trait Backend {
     /// The host's time-stamp counter value at which to leave the guest with [`Exit::Deadline`];
     /// `u64::MAX` for none. Stays set until changed.
     fn set_deadline(&mut self, tsc: u64);
+    /// Time in which the host had other things to do than to run this CPU, which was not idle: in ticks of the time-stamp
+    /// counter, up to when it was last taken away.
+    fn stolen(&mut self) -> u64;
+    /// Whether each `HLT` of the guest is an exit at once. If not, the host may wait for it ([`Exit::Halted`]), as it may in the
+    /// beginning.
+    fn set_halts(&mut self, exit: bool);
+    /// Empties the guest's TLB, global entries too, before the next entry.
+    fn flush_tlb(&mut self);
     /// Runs the guest until it exits.
     fn run(&mut self) -> Exit;
 }

@@ -1,12 +1,13 @@
 //! What a virtual CPU needs of the machine around it.
 
-use vmm_bus::Nanos;
+use vmm_bus::{InterruptMessage, Nanos};
 use vmm_mem::GuestMemory;
 
 use crate::backend::{Backend, Event};
 use crate::clock::TscClock;
 use crate::cpuid::CpuidTable;
 use crate::exit::{IoExit, MemoryFault};
+use crate::pv::ApicIds;
 
 /// How a machine ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -142,6 +143,9 @@ pub trait Board {
 
     /// A hypercall of the guest's kernel, its number in `rax`: what is to be in `rax`; `None`: it does not exist.
     fn hypercall<B: Backend>(&mut self, vcpu: &mut B) -> Option<u64>;
+
+    /// Gives a message to the CPUs with these APIC ids, whatever its destination. Says how many there are.
+    fn multicast(&mut self, to: ApicIds, message: InterruptMessage) -> u32;
 
     /// Whether [`Board::settle`] has something to do or to tell since it was last called for this CPU.
     fn attention(&self, cpu: usize) -> bool;

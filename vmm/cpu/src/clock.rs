@@ -46,6 +46,11 @@ impl TscClock {
         scale(tsc.saturating_sub(self.base), self.to_nanos, self.to_shift)
     }
 
+    /// A length of time in ticks.
+    pub const fn duration(&self, ticks: u64) -> Nanos {
+        scale(ticks, self.to_nanos, self.to_shift)
+    }
+
     /// The first host tick at which machine time has reached `nanos`; `u64::MAX` for [`NEVER`].
     pub const fn tsc(&self, nanos: Nanos) -> u64 {
         if nanos == NEVER {

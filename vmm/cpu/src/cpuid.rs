@@ -35,6 +35,8 @@ pub struct CpuidConfig {
     pub apic_khz: u32,
     /// Offer the KVM paravirtual clock.
     pub kvmclock: bool,
+    /// Offer the KVM record of stolen time, and with it the flush of other CPUs' TLBs.
+    pub steal_time: bool,
 }
 
 /// What an answer depends on beside the table.
@@ -362,7 +364,9 @@ impl CpuidTable {
         self.signature = [leaf::HYPERVISOR_TIMING, name(0), name(4), name(8)];
         let clock =
             if config.kvmclock { kvm_a::CLOCKSOURCE2 | kvm_a::CLOCKSOURCE_STABLE } else { 0 };
-        self.paravirtual = [kvm_a::NOP_IO_DELAY | kvm_a::PV_EOI | clock, 0, 0, 0];
+        let steal = if config.steal_time { kvm_a::STEAL_TIME | kvm_a::PV_TLB_FLUSH } else { 0 };
+        let always = kvm_a::NOP_IO_DELAY | kvm_a::PV_EOI | kvm_a::PV_SEND_IPI;
+        self.paravirtual = [always | clock | steal, 0, 0, 0];
         self.timing = [config.tsc_khz, config.apic_khz, 0, 0];
     }
 
@@ -530,7 +534,14 @@ mod tests {
     }
 
     fn config(vcpus: u8) -> CpuidConfig {
-        CpuidConfig { vcpus, xcr0_mask: 7, tsc_khz: 2_000_000, apic_khz: 1_000_000, kvmclock: true }
+        CpuidConfig {
+            vcpus,
+            xcr0_mask: 7,
+            tsc_khz: 2_000_000,
+            apic_khz: 1_000_000,
+            kvmclock: true,
+            steal_time: true,
+        }
     }
 
     #[test]
@@ -553,7 +564,7 @@ mod tests {
             (0xd, 9, [0; 4]),
             (0xe, 0, [0; 4]),
             (0x4000_0000, 0, [0x4000_0010, 0x4b4d_564b, 0x564b_4d56, 0x4d]),
-            (0x4000_0001, 0, [0x0100_004a, 0, 0, 0]),
+            (0x4000_0001, 0, [0x0100_0a6a, 0, 0, 0]),
             (0x4000_0010, 0, [2_000_000, 1_000_000, 0, 0]),
             (0x8000_0000, 0, [0x8000_001e, 0x6874_7541, 0x444d_4163, 0x6974_6e65]),
             (0x8000_0001, 0, [0x0080_0f12, 0, 0x0000_0171, 0x2fd3_fbff]),

@@ -234,6 +234,7 @@ impl Cpu {
             FS_BASE => return Some(vcpu.segment(Seg::Fs).base),
             GS_BASE => return Some(vcpu.segment(Seg::Gs).base),
             kvm::EOI => return Some(self.eoi.get()),
+            kvm::STEAL_TIME => return Some(self.steal.get()),
             _ => {}
         }
         let value = self.msrs.read(msr);
@@ -282,6 +283,13 @@ impl Cpu {
                 Some(())
             }
             kvm::EOI => self.eoi.set(board.memory(), value),
+            kvm::STEAL_TIME => {
+                let stolen = vcpu.stolen();
+                let done = self.steal.set(board.memory(), board.clock(), value, stolen);
+                // The record says when it waits.
+                vcpu.set_halts(self.steal.is_on());
+                done
+            }
             kvm::WALL_CLOCK => {
                 self.msrs.wall_clock = value;
                 write_wall_clock(board, value)

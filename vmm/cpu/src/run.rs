@@ -6,8 +6,11 @@
 //! interrupt of the local APIC by itself, which is accepted after the exit at which it is found to be taken; for the
 //! others it exits. So nothing is dropped and nothing is delivered twice.
 
+use hw_x86::apic::local;
 use hw_x86::cpuid::leaf;
+use hw_x86::kvm::hypercall;
 use hw_x86::paging::{cr0, xcr0};
+use vmm_bus::InterruptMessage;
 
 use crate::MAX_VCPUS;
 use crate::backend::{Backend, Event, Gpr, Reg, Seg, Segment, Window};
@@ -16,7 +19,7 @@ use crate::cpuid::{CpuView, Patch, Values};
 use crate::exit::{EXIT_NAMES, Exit, IoExit, MemoryFault};
 use crate::length::{FetchCache, Pattern, prefixes};
 use crate::msr::Msrs;
-use crate::pv::EoiWord;
+use crate::pv::{ApicIds, EoiWord, StealRecord};
 use crate::walk::{CodeSize, CodeView};
 
 /// `RFLAGS.IF`.
@@ -31,9 +34,6 @@ const DEBUG: u8 = 1;
 const UNDEFINED: Event = Event::exception(6);
 /// General protection, error code 0.
 const PROTECTION: Event = Event::exception_code(13, 0);
-/// `rax` of a hypercall that does not exist, and of one from user mode (`KVM_ENOSYS`, `KVM_EPERM`).
-const HYPERCALL_UNKNOWN: i64 = -1000;
-const HYPERCALL_REFUSED: i64 = -1;
 
 /// Why [`Cpu::run`] returned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -70,6 +70,7 @@ pub struct Cpu {
     /// The window that the back end was asked for.
     window: Window,
     pub(crate) eoi: EoiWord,
+    pub(crate) steal: StealRecord,
     /// The guest may have taken the interrupt, or ended one, without an exit.
     left: bool,
     /// The deadline that the back end was told, in machine time.
@@ -95,6 +96,7 @@ impl Cpu {
             nmi: false,
             window: Window::Nothing,
             eoi: EoiWord::OFF,
+            steal: StealRecord::OFF,
             left: false,
             deadline: 0,
             attention: true,
@@ -186,6 +188,7 @@ impl Cpu {
             // The back end may have run another machine before.
             vcpu.set_event(Event::NONE);
             vcpu.set_window(Window::Nothing);
+            vcpu.set_halts(false);
             vcpu.set(Reg::TscOffset, board.clock().base().wrapping_neg());
             vcpu.set(Reg::Xcr0, xcr0::X87);
         }
@@ -198,6 +201,8 @@ impl Cpu {
             self.nmi = false;
             self.activity = Activity::Parked;
             self.eoi = EoiWord::OFF;
+            self.steal.reset();
+            vcpu.set_halts(false);
             vcpu.set_event(Event::NONE);
             start_up(vcpu, 0, signature(board));
         }
@@ -211,11 +216,15 @@ impl Cpu {
         self.nmi |= signals.nmi;
         self.deliver(vcpu, board, signals.interrupt);
         if self.activity != Activity::Running {
+            self.steal.leave(board.memory());
             return Err(Pause::Idle { deadline_tsc: board.clock().tsc(signals.deadline) });
         }
         if signals.deadline != self.deadline {
             self.deadline = signals.deadline;
             vcpu.set_deadline(board.clock().tsc(signals.deadline));
+        }
+        if self.steal.is_on() && self.steal.enter(board.memory(), board.clock(), vcpu.stolen()) {
+            vcpu.flush_tlb();
         }
         Ok(())
     }
@@ -453,13 +462,13 @@ impl Cpu {
         if !self.skip(vcpu, board, Pattern::VMMCALL) {
             return;
         }
-        let result = if vcpu.get(Reg::Cpl) == 0 {
-            board.hypercall(vcpu).unwrap_or_else(|| {
+        let result = match number {
+            _ if vcpu.get(Reg::Cpl) != 0 => hypercall::NOT_PERMITTED as u64,
+            hypercall::SEND_IPI => send_ipi(vcpu, board) as u64,
+            _ => board.hypercall(vcpu).unwrap_or_else(|| {
                 board.unknown(Unknown::Hypercall(number));
-                HYPERCALL_UNKNOWN as u64
-            })
-        } else {
-            HYPERCALL_REFUSED as u64
+                hypercall::UNKNOWN as u64
+            }),
         };
         vcpu.set_gpr(Gpr::Rax, result);
     }
@@ -583,6 +592,29 @@ fn retire_marked(vcpu: &mut impl Backend) {
     }
 }
 
+/// [`hypercall::SEND_IPI`]: what is to be in `rax`.
+fn send_ipi<B: Backend, M: Board>(vcpu: &mut B, board: &mut M) -> i64 {
+    const DELIVERY: u32 = 7 << 8;
+    let command = vcpu.gpr(Gpr::Rsi) as u32;
+    let delivery = command & DELIVERY;
+    let to_few = command & (local::ICR_LOGICAL | local::ICR_SHORTHAND) == 0;
+    if !to_few || delivery != 0 && delivery != local::DELIVER_NMI {
+        return hypercall::INVALID;
+    }
+    // The second half begins at 32 in a 32-bit guest: no machine has so many CPUs.
+    const { assert!(MAX_VCPUS <= 32) };
+    let [low, high] = [Gpr::Rbx, Gpr::Rcx].map(|half| u128::from(vcpu.gpr(half)));
+    let to = ApicIds { first: vcpu.gpr(Gpr::Rdx) as u32, set: low | high << 64 };
+    let message = InterruptMessage {
+        destination: 0,
+        logical: false,
+        delivery: (delivery >> 8) as u8,
+        vector: command as u8,
+        level: false,
+    };
+    board.multicast(to, message).into()
+}
+
 #[inline]
 fn mask(size: u8) -> u32 {
     u32::MAX >> (32 - 8 * u32::from(size.clamp(1, 4)))
@@ -629,6 +661,7 @@ mod tests {
     use crate::cpuid::{CpuidConfig, CpuidTable};
     use crate::testing::ScriptedVcpu;
     use crate::walk::{Intent, Paging};
+    use hw_x86::kvm::steal_time;
     use hw_x86::msr::kvm;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
@@ -655,6 +688,7 @@ mod tests {
         startup: Option<u8>,
         ports: Vec<(u16, u8, u32)>,
         unknown: Vec<Unknown>,
+        multicasts: Vec<(ApicIds, InterruptMessage)>,
         tsc_written: Vec<u64>,
         cr8: u8,
         emulated: Emulated,
@@ -668,6 +702,7 @@ mod tests {
                 tsc_khz: 1_000_000,
                 apic_khz: 1_000_000,
                 kvmclock: true,
+                steal_time: true,
             };
             let cpuid = CpuidTable::new(&config, |number, _| match number {
                 0 => [0xd, 1, 2, 3],
@@ -694,6 +729,7 @@ mod tests {
                 startup: None,
                 ports: Vec::new(),
                 unknown: Vec::new(),
+                multicasts: Vec::new(),
                 tsc_written: Vec::new(),
                 cr8: 0,
                 emulated: Emulated::Unknown,
@@ -766,6 +802,10 @@ mod tests {
         }
         fn hypercall<B: Backend>(&mut self, vcpu: &mut B) -> Option<u64> {
             (vcpu.gpr(Gpr::Rax) == KNOWN_HYPERCALL).then_some(77)
+        }
+        fn multicast(&mut self, to: ApicIds, message: InterruptMessage) -> u32 {
+            self.multicasts.push((to, message));
+            (0..8).filter(|&id| to.contains(id)).count() as u32
         }
         fn attention(&self, _: usize) -> bool {
             self.attention
@@ -941,6 +981,107 @@ mod tests {
             Exit::Spurious
         });
         play(&mut cpu, &mut vcpu, &mut board);
+    }
+
+    #[test]
+    fn interrupts_to_several_by_hypercall() {
+        // VMMCALL.
+        let (mut cpu, mut vcpu, mut board) = guest(&[0x0f, 0x01, 0xd9]);
+        let mut call = |board: &mut TestBoard, [low, high, first, command]: [u64; 4]| {
+            vcpu.set(Reg::Rip, CODE);
+            vcpu.set_gpr(Gpr::Rax, hypercall::SEND_IPI);
+            for (register, value) in
+                [(Gpr::Rbx, low), (Gpr::Rcx, high), (Gpr::Rdx, first), (Gpr::Rsi, command)]
+            {
+                vcpu.set_gpr(register, value);
+            }
+            vcpu.then(|_| Exit::Hypercall);
+            play(&mut cpu, &mut vcpu, board);
+            assert_eq!(vcpu.get(Reg::Rip), CODE + 3);
+            vcpu.gpr(Gpr::Rax) as i64
+        };
+        assert_eq!(call(&mut board, [0b101, 0, 2, 0x4031]), 2, "ids 2 and 4");
+        assert_eq!(call(&mut board, [0, 1, 0, 0x400]), 0, "id 64");
+        // Shorthands, logical destinations, INIT and start-up are not for this.
+        for command in [0x4_0031, 0xc_0031, 0x831, 0x500, 0x604, 0x131] {
+            assert_eq!(call(&mut board, [1, 0, 0, command]), hypercall::INVALID);
+        }
+        let message = InterruptMessage {
+            destination: 0,
+            logical: false,
+            delivery: 0,
+            vector: 0x31,
+            level: false,
+        };
+        let nmi = InterruptMessage { delivery: 4, vector: 0, ..message };
+        let expected = [
+            (ApicIds { first: 2, set: 0b101 }, message),
+            (ApicIds { first: 0, set: 1 << 64 }, nmi),
+        ];
+        assert_eq!(board.multicasts, expected);
+        let ids = ApicIds { first: 250, set: u128::MAX };
+        assert_eq!(
+            [249, 250, 377, 378, 0].map(|id| ids.contains(id)),
+            [false, true, true, false, false]
+        );
+    }
+
+    #[test]
+    fn stolen_time_and_flushes_by_the_record() {
+        const RECORD: u64 = 0x2000;
+        const STATE: u64 = RECORD + steal_time::STATE;
+        let (mut cpu, mut vcpu, mut board) = guest(&[0xf4]);
+        let write = |cpu: &mut Cpu, vcpu: &mut ScriptedVcpu, board: &mut TestBoard, value| {
+            cpu.write_msr(vcpu, board, kvm::STEAL_TIME, value)
+        };
+        let memory = board.memory;
+        let record = || {
+            let word = |field| memory.read::<u32>(RECORD + field).unwrap();
+            let steal = memory.read::<u64>(RECORD + steal_time::STEAL).unwrap();
+            (steal, word(steal_time::VERSION), word(steal_time::STATE))
+        };
+        for bad in [RECORD | 3, RECORD | 0x21, 0x1_0001, 0xffc1 + 0x40] {
+            assert_eq!(write(&mut cpu, &mut vcpu, &mut board, bad), None);
+        }
+        // What was stolen before is nobody's business.
+        vcpu.stolen = 500;
+        assert!(write(&mut cpu, &mut vcpu, &mut board, RECORD | 1).is_some());
+        assert_eq!(cpu.read_msr(&mut vcpu, &mut board, kvm::STEAL_TIME), Some(RECORD | 1));
+        assert_eq!((record(), vcpu.halts), ((0, 2, 0), true));
+        play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!(record(), (0, 2, 0), "nothing was stolen, nothing is written");
+        vcpu.stolen = 800;
+        play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!(record(), (300, 4, 0));
+        // It sleeps, and is woken: by itself, or after somebody asked for a flush.
+        for (asks, flushes) in [(false, 0), (true, 1), (false, 1)] {
+            vcpu.set(Reg::Rip, CODE);
+            interrupts(&mut vcpu, true);
+            vcpu.then(|_| Exit::Hlt);
+            assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }));
+            assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }), "still");
+            assert_eq!(record().2, steal_time::PREEMPTED);
+            if asks {
+                memory.write(STATE, steal_time::PREEMPTED | steal_time::FLUSH_TLB).unwrap();
+            }
+            board.request(0x31);
+            vcpu.then(move |vcpu| {
+                assert_eq!((vcpu.flushes, memory.read(STATE)), (flushes, Ok(0_u32)));
+                Exit::Spurious
+            });
+            play(&mut cpu, &mut vcpu, &mut board);
+        }
+        // A guest that plays with the word gets what it deserves.
+        cpu.steal.leave(&memory);
+        memory.write(STATE, u32::MAX).unwrap();
+        play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!((vcpu.flushes, record()), (2, (300, 4, 0)));
+        // Another record goes on; none is none.
+        assert!(write(&mut cpu, &mut vcpu, &mut board, RECORD | 1).is_some());
+        assert_eq!(record(), (300, 6, 0));
+        board.init = true;
+        assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }));
+        assert_eq!((record(), cpu.steal.get(), vcpu.halts), ((300, 6, 0), 0, false));
     }
 
     #[test]

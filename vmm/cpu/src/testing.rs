@@ -44,6 +44,12 @@ pub struct ScriptedVcpu {
     pub window: Window,
     /// The deadline.
     pub deadline: u64,
+    /// What [`Backend::stolen`] says.
+    pub stolen: u64,
+    /// What [`Backend::set_halts`] has set.
+    pub halts: bool,
+    /// Flushes of the TLB.
+    pub flushes: u32,
     /// What the guest does.
     pub script: VecDeque<Step>,
     /// Every entry.
@@ -136,6 +142,18 @@ impl Backend for ScriptedVcpu {
 
     fn set_deadline(&mut self, tsc: u64) {
         self.deadline = tsc;
+    }
+
+    fn stolen(&mut self) -> u64 {
+        self.stolen
+    }
+
+    fn set_halts(&mut self, exit: bool) {
+        self.halts = exit;
+    }
+
+    fn flush_tlb(&mut self) {
+        self.flushes += 1;
     }
 
     /// An empty script ends with [`Exit::HostError`] 0.

@@ -50,6 +50,8 @@ pub struct PcConfig {
     pub start_unix: u64,
     /// Offer the KVM paravirtual clock.
     pub kvmclock: bool,
+    /// Offer the KVM record of stolen time, and with it the flush of other CPUs' TLBs.
+    pub steal_time: bool,
     /// Number of the machine among all of its host, from 1.
     pub id: u32,
 }

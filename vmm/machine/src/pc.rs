@@ -10,6 +10,7 @@ use hw_x86::cpuid::leaf;
 use vmm_bus::{Access, Device, InterruptMessage, Map, Piece, Region, WAKE_CHANGE, WAKE_INPUT};
 use vmm_cpu::board::Emulated;
 use vmm_cpu::cpuid::{CpuidConfig, CpuidTable, Values};
+use vmm_cpu::pv::ApicIds;
 
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
@@ -197,6 +198,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
             tsc_khz,
             apic_khz: (lapic::spec::BUS_HZ / 1000) as u32,
             kvmclock: config.kvmclock,
+            steal_time: config.steal_time,
         };
         let cpuid = CpuidTable::new(&cpuid, host_cpuid);
         let physical_bits = (cpuid.lookup(leaf::SIZES, 0).0[0] & 0xff).clamp(36, 52);
@@ -600,6 +602,21 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
                 self.alert(cpu);
             }
         }
+    }
+
+    /// Gives a message to the local APICs with these ids, the sender's too if it is among them; how many there are.
+    fn multicast(&mut self, to: ApicIds, message: &InterruptMessage) -> u32 {
+        let mut count = 0;
+        for cpu in 0..self.fixed.vcpus {
+            if to.contains(self.machine.apics[cpu].id()) {
+                count += 1;
+                if self.machine.apics[cpu].deliver(message) {
+                    self.take_events_of(cpu);
+                    self.alert(cpu);
+                }
+            }
+        }
+        count
     }
 
     /// The CPU has to look at what waits for it.
@@ -1048,6 +1065,10 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
         self.locked(|board| hypercalls::serve(vcpu, id, &mut board.machine.pci.functions))
     }
 
+    fn multicast(&mut self, to: ApicIds, message: InterruptMessage) -> u32 {
+        self.locked(|board| board.multicast(to, &message))
+    }
+
     #[inline]
     fn attention(&self, _: usize) -> bool {
         self.attention
@@ -1170,6 +1191,7 @@ mod tests {
                 xcr0_mask: 7,
                 start_unix: 1_700_000_000,
                 kvmclock: true,
+                steal_time: true,
                 id: 5,
             };
             let mut vcpu = ScriptedVcpu::flat32();
@@ -1446,6 +1468,36 @@ mod tests {
         second.then(|_| Exit::Recall { events: 1 });
         rig.pc.run(&mut cpu, &mut second, &mut rig.host);
         assert_eq!(second.gpr(Gpr::Rbx) >> 24, 1);
+    }
+
+    #[test]
+    fn a_hypercall_interrupts_several() {
+        let memory = memory();
+        memory.write_slice(0x1000, &[0x0f, 0x01, 0xd9]).unwrap();
+        let mut rig = Rig::new(&memory, 3);
+        let mut call = |low: u64, first: u64, command: u64| {
+            use hw_x86::kvm::hypercall::SEND_IPI;
+            let arguments = [
+                (Gpr::Rax, SEND_IPI),
+                (Gpr::Rbx, low),
+                (Gpr::Rcx, 0),
+                (Gpr::Rdx, first),
+                (Gpr::Rsi, command),
+            ];
+            for (register, value) in arguments {
+                rig.vcpu.set_gpr(register, value);
+            }
+            rig.host.kicks.clear();
+            rig.exit(Exit::Hypercall);
+            let events: Vec<_> = rig.vcpu.entries.drain(..).map(|entry| entry.event).collect();
+            (rig.vcpu.gpr(Gpr::Rax), rig.host.kicks.clone(), events.contains(&Event::NMI))
+        };
+        const NMI: u64 = 0x400;
+        // The sender may be meant too; others are kicked once until they have looked.
+        assert_eq!(call(0b111, 0, NMI), (3, [1, 2].into(), true));
+        assert_eq!(call(0b11, 1, NMI), (2, [].into(), false));
+        assert_eq!(call(!0, 3, NMI), (0, [].into(), false));
+        assert_eq!(call(1, 0, 0x31), (1, [].into(), false), "its local APIC is off");
     }
 
     /// Entropy of a test: always the same.

@@ -1,5 +1,6 @@
 //! Several processors: all start, have ids and clocks, get messages of all kinds, sleep and are woken, and can be
-//! started again. Passes with one processor too.
+//! started again. Where there is KVM's paravirtual interface: messages by hypercall, and records of stolen time.
+//! Passes with one processor too.
 #![no_std]
 #![no_main]
 
@@ -10,6 +11,7 @@ use guests_micro::trap::{Frame, NMI};
 use guests_micro::{apic, boot, check, cpu, guest, println};
 use hw_x86::apic::local;
 use hw_x86::cpuid::{features_c, kvm_a, leaf};
+use hw_x86::kvm::{hypercall, steal_time};
 use hw_x86::msr::kvm;
 
 guest!(main, trap);
@@ -23,6 +25,8 @@ const SHOOTDOWN: u8 = 0x42;
 /// The receiver switches to x2APIC mode.
 const SWITCH: u8 = 0x43;
 const REPLY: u8 = 0x44;
+/// The receiver says what its record of stolen time says ([`STATES`]).
+const LOOK: u8 = 0x45;
 
 const ROUNDS: u32 = 10_000;
 /// Rounds in xAPIC mode, which takes more work, if there is x2APIC mode.
@@ -43,6 +47,7 @@ static PLAINS: Counters = Counters::new();
 static NMIS: Counters = Counters::new();
 static SWITCHED: Counters = Counters::new();
 static REPLIES: AtomicU32 = AtomicU32::new(0);
+static STATES: AtomicU32 = AtomicU32::new(0);
 static ROUND: AtomicU32 = AtomicU32::new(0);
 static SEEN: [AtomicU32; MOST] = [const { AtomicU32::new(0) }; MOST];
 static LEFT: AtomicU32 = AtomicU32::new(0);
@@ -74,6 +79,7 @@ fn trap(frame: &mut Frame) {
             check!(apic::switch_to_x2apic().is_ok(), "a processor cannot enter x2APIC mode");
             return SWITCHED.count();
         }
+        LOOK => STATES.store(RECORDS[smp::index()].state().load(SeqCst), SeqCst),
         REPLY => {
             REPLIES.fetch_add(1, SeqCst);
         }
@@ -88,6 +94,7 @@ fn other() -> ! {
     let index = smp::index();
     IDS[index].store(apic::id(), SeqCst);
     read_clocks(index);
+    RECORDS[index].name();
     BEGUN.count();
     loop {
         cpu::enable_and_halt();
@@ -112,6 +119,8 @@ fn main() {
         start(index, id, 1);
     }
     messages(ids, "xAPIC");
+    by_hypercall(ids);
+    flushes(ids);
     let x2apic = cpu::cpuid(leaf::FEATURES, 0).ecx & features_c::X2APIC != 0;
     let rounds = if x2apic { FEW_ROUNDS } else { ROUNDS };
     ping_pong(ids, rounds);
@@ -124,6 +133,7 @@ fn main() {
         }
         check!(apic::enter_x2apic().is_ok(), "the first processor cannot enter x2APIC mode");
         messages(ids, "x2APIC");
+        by_hypercall(ids);
         ping_pong(ids, FEW_ROUNDS);
         shootdowns(ids, ROUNDS);
     }
@@ -177,6 +187,109 @@ fn messages(ids: &[u32], mode: &str) {
     cpu::take_interrupts();
     expected[..count].iter_mut().for_each(|expected| *expected += 1);
     all_there(&PLAINS, &expected[..count], mode);
+}
+
+/// Fixed interrupts and NMIs by hypercall: to each, to all, to nobody.
+fn by_hypercall(ids: &[u32]) {
+    if cpu::kvm_features() & kvm_a::PV_SEND_IPI == 0 {
+        return;
+    }
+    let send = |set: u128, first: u32, command: u32| {
+        let words = [(set >> 64) as u64, first.into(), command.into(), 0, 0];
+        cpu::hypercall_with(hypercall::SEND_IPI, set as u64, words).0 as i64
+    };
+    let mut expected: [u32; MOST] = core::array::from_fn(|index| PLAINS.get(index));
+    let mut nmis: [u32; MOST] = core::array::from_fn(|index| NMIS.get(index));
+    let lowest = ids.iter().copied().min().unwrap_or(0);
+    let all = ids.iter().fold(0, |set, id| set | 1 << (id - lowest));
+    for round in 0..100 {
+        // Also to the sender, and by turns from the lowest id on and from below.
+        let first = if lowest > 0 && round % 2 == 0 { lowest - 1 } else { lowest };
+        let sent = send(all << (lowest - first), first, PLAIN.into());
+        check!(sent == ids.len() as i64, "{sent} processors get an interrupt");
+        cpu::take_interrupts();
+        expected[..ids.len()].iter_mut().for_each(|expected| *expected += 1);
+        all_there(&PLAINS, &expected[..ids.len()], "hypercall");
+    }
+    for (index, &id) in ids.iter().enumerate() {
+        let sent = send(1, id, local::DELIVER_NMI);
+        check!(sent == 1, "{sent} processors get an NMI");
+        nmis[index] += 1;
+        all_there(&NMIS, &nmis[..ids.len()], "hypercall");
+    }
+    let sent = send(0, lowest, PLAIN.into());
+    check!(sent == 0, "{sent} processors get what is for none");
+    for command in [local::ICR_ALL_OTHERS | u32::from(PLAIN), local::ICR_LOGICAL | u32::from(PLAIN)]
+    {
+        let sent = send(1, lowest, command);
+        check!(sent == hypercall::INVALID, "command {command:#x} gives {sent}");
+    }
+    all_there(&PLAINS, &expected[..ids.len()], "hypercall");
+}
+
+/// A record of stolen time.
+#[repr(C, align(64))]
+struct Record([AtomicU32; steal_time::LENGTH as usize / 4]);
+static RECORDS: [Record; MOST] = [const { Record([const { AtomicU32::new(0) }; _]) }; MOST];
+
+impl Record {
+    /// Names it to the hypervisor, for the processor that asks, if that knows such a thing.
+    fn name(&self) {
+        const ENABLE: u64 = 1;
+        if cpu::kvm_features() & kvm_a::STEAL_TIME != 0 {
+            let address = self.0.as_ptr().addr() as u64;
+            // SAFETY: the record is the hypervisor's from now on, and holds atomics only.
+            let named = unsafe { cpu::write_msr(kvm::STEAL_TIME, address | ENABLE) };
+            check!(named.is_ok(), "no record of stolen time: {named:?}");
+        }
+    }
+
+    /// What it says about whether the processor runs.
+    fn state(&self) -> &AtomicU32 {
+        &self.0[steal_time::STATE as usize / 4]
+    }
+
+    /// The stolen time.
+    fn stolen(&self) -> u64 {
+        let version = &self.0[steal_time::VERSION as usize / 4];
+        let half =
+            |index: usize| u64::from(self.0[steal_time::STEAL as usize / 4 + index].load(SeqCst));
+        loop {
+            let before = version.load(SeqCst);
+            let value = half(0) | half(1) << 32;
+            if before.is_multiple_of(2) && version.load(SeqCst) == before {
+                return value;
+            }
+        }
+    }
+}
+
+/// A processor that sleeps says so in its record; what others want of its TLB it finds there when it is woken.
+fn flushes(ids: &[u32]) {
+    if cpu::kvm_features() & kvm_a::PV_TLB_FLUSH == 0 {
+        return;
+    }
+    for (record, &id) in RECORDS.iter().zip(ids).skip(1) {
+        let state = record.state();
+        let mut stolen = 0;
+        for _ in 0..100 {
+            let sleeps = smp::wait(PATIENCE, || state.load(SeqCst) == steal_time::PREEMPTED);
+            check!(sleeps, "{id} sleeps, but its record says {}", state.load(SeqCst));
+            let wish = steal_time::PREEMPTED | steal_time::FLUSH_TLB;
+            let asked = state.compare_exchange(steal_time::PREEMPTED, wish, SeqCst, SeqCst);
+            check!(asked.is_ok(), "{id} wakes up by itself: {asked:?}");
+            STATES.store(u32::MAX, SeqCst);
+            apic::send(id, u32::from(LOOK) | local::ICR_ASSERT);
+            let looked = smp::wait(PATIENCE, || STATES.load(SeqCst) != u32::MAX);
+            check!(
+                looked && STATES.load(SeqCst) == 0,
+                "{id} runs in state {:#x}",
+                STATES.load(SeqCst)
+            );
+            check!(record.stolen() >= stolen, "stolen time of {id} goes back");
+            stolen = record.stolen();
+        }
+    }
 }
 
 /// Waits until the counts are these, and checks that none is more a moment later.

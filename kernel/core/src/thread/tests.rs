@@ -8,7 +8,7 @@ use super::*;
 use crate::pool::testing::all;
 use crate::sched::SchedState;
 use crate::space::Extent;
-use crate::testing::{Fake, World, check, machine, on_cpu, set_time, translate};
+use crate::testing::{Fake, NORMAL, World, check, machine, on_cpu, set_time, translate};
 
 type T = Handle<Thread<Fake>>;
 
@@ -391,6 +391,37 @@ fn one_thread_sleeps_on_a_notification() {
     assert_eq!(world.state(first), ThreadState::Sleeping, "no event, no wake-up");
     world.drop_slot(selector);
     assert_eq!(outcome(&world, first), Some(Status::Aborted));
+    world.end();
+}
+
+#[test]
+fn a_vcpu_is_told_that_its_thread_had_to_wait() {
+    let mut world = start();
+    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
+    world.give(ObjectRef::Vm(vm));
+    let (events, _) = world.notification();
+    let (factory, task) = (Some(world.factory), world.task);
+    let vcpu = world.kernel.new_vcpu(factory, task, vm, 0x5000, events).unwrap();
+    let slot = world.give(ObjectRef::Vcpu(vcpu));
+    let preemptions = || machine(|machine| machine.preemptions.get());
+    let runner = world.thread(0);
+    world.call(runner, Op::VcpuRun, &[slot]);
+    // Alone it goes on, however often the choice is made.
+    world.kernel.request_schedule(0);
+    world.finish();
+    assert!(world.current(0) == Some(runner) && preemptions() == 0);
+    let urgent = world.passive(0);
+    let (sched, _) = world.sched(NORMAL + 1, 100_000, 0);
+    world.kernel.bind_sched(urgent, sched).unwrap();
+    world.start(urgent);
+    assert!(world.current(0) == Some(urgent) && preemptions() == 1);
+    // It comes back; who waits of his own will has not been made to.
+    world.kernel.stop_thread(urgent);
+    world.finish();
+    assert!(world.current(0) == Some(runner) && preemptions() == 1);
+    world.kernel.stop_thread(runner);
+    world.finish();
+    assert!(world.current(0).is_none() && preemptions() == 1);
     world.end();
 }
 

@@ -80,8 +80,6 @@ pub mod spec {
     /// Delivery mode: the 8259 has the vector.
     pub const EXT_INT: u8 = 7;
 
-    /// [`ICR_LOW`]: logical destination.
-    pub const ICR_LOGICAL: u32 = 1 << 11;
     /// [`ICR_LOW`]: the bits that are kept.
     pub const ICR_MASK: u32 = 0x000c_cfff;
     /// [`ICR_LOW`], bits 19:18: no shorthand.
