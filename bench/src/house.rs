@@ -5,9 +5,10 @@ use crate::counted::{Counter, Counts};
 use crate::guest::{Tree, folder};
 use crate::linux::{Linux, output};
 use crate::report::Figure;
-use crate::runs::{self, Bare, COMMAND_LINE, NO_SLEEP, SLEEP};
+use crate::runs::{self, Bare, COMMAND_LINE, NO_SLEEP, Output, SLEEP};
 use crate::statistics::Statistics;
 use anyhow::{Context, Result, ensure};
+use parador_tests::system::artifacts;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,6 +21,8 @@ const MIB: u32 = 32;
 const ROUNDS: u32 = 400;
 /// Guests at once; one of them works.
 const GUESTS: usize = 16;
+/// Messages that the two virtual CPUs of guest `ipi` send, with those before it measures.
+const MESSAGES: f64 = 10_200.0;
 /// Seconds after its start when the working guest begins: the others have booted and are idle.
 const SETTLED: u32 = 90;
 /// Seconds after which an idle guest ends.
@@ -30,6 +33,8 @@ const DISK_RATE: u32 = 100;
 const MOST_BYTES: f64 = 384.0 * 1024.0;
 /// Most that an idle guest takes of a working one's instructions.
 const MOST_IDLE: f64 = 0.002;
+/// Most instructions from a message to its handler.
+const MOST_IPI: f64 = 3_000.0;
 
 /// Modules of guests, and of the peer's host.
 const VIRTIO: [&str; 6] = [
@@ -45,7 +50,7 @@ const KVM: [&str; 3] = ["irqbypass", "kvm", "kvm-amd"];
 const BRIDGE: [&str; 8] =
     ["tun", "llc", "stp", "bridge", "vhost_iotlb", "vhost", "tap", "vhost_net"];
 /// Firmware that QEMU loads for its guests.
-const FIRMWARE: [&str; 3] = ["bios-256k.bin", "linuxboot_dma.bin", "kvmvapic.bin"];
+const FIRMWARE: [&str; 4] = ["bios-256k.bin", "linuxboot_dma.bin", "kvmvapic.bin", "pvh.bin"];
 const FIRMWARE_FOLDERS: [&str; 2] = ["/usr/share/qemu", "/usr/share/seabios"];
 
 /// What everything here runs on.
@@ -72,6 +77,9 @@ impl House {
     pub fn figures(&self, part: &str) -> Result<Vec<Figure>> {
         let is_wanted = |name| part.is_empty() || part == name;
         let mut figures = Vec::new();
+        if is_wanted("ipi") {
+            figures.push(self.ipi()?);
+        }
         if is_wanted("disk") {
             figures.push(self.disk()?);
         }
@@ -101,13 +109,18 @@ impl House {
 
     /// One run of a row, by KVM.
     fn peer(&self, name: &str, line: &str, icount: &str, arguments: &[String]) -> Result<Counts> {
-        println!("running under KVM: {name}");
         let counter = Counter::new(&format!("kvm-{name}"))?;
+        let arguments = [&counter.arguments(), arguments].concat();
+        let output = self.kvm(name, line, icount, &arguments)?;
+        counter.read().with_context(|| output.console)
+    }
+
+    /// Runs the peer's host.
+    fn kvm(&self, name: &str, line: &str, icount: &str, arguments: &[String]) -> Result<Output> {
+        println!("running under KVM: {name}");
         let (kernel, ram_disk) = (self.linux.as_path(), self.host.as_path());
         // For QEMU, its programs and two guests.
-        let host = Bare { memory: "1024", kernel, ram_disk, more: line, icount };
-        let output = host.run(&[&counter.arguments(), arguments].concat())?;
-        counter.read().with_context(|| output.console)
+        Bare { memory: "1024", kernel, ram_disk, more: line, icount }.run(arguments)
     }
 
     /// One run of a row, by Parador, and the log.
@@ -145,6 +158,31 @@ impl House {
             peer: Some(peer.instructions / count),
             limit: peer.instructions / count,
             spread: difference / first.instructions,
+        })
+    }
+
+    /// A message from a virtual CPU to another one, which sleeps. Both are on one CPU, and the way from one to the other is
+    /// part of it: QEMU 7.2 hangs when it counts instructions of several CPUs.
+    fn ipi(&self) -> Result<Figure> {
+        let peer = self.kvm("ipi", " what=ipi", NO_SLEEP, &[])?.value("ipi")?;
+        let description = self.head("cpus = 1")
+            + "\n[[vm]]\nname = \"ipi\"\nmemory = \"16M\"\nkernel = \"{artifacts}/guest-ipi\"\n\
+               cpus = 2\nconsole = \"com1\"\n";
+        let run = || {
+            println!("running: ipi");
+            runs::system(&description)
+        };
+        let (first, second) = (run()?, run()?);
+        let value = first.value("ipi")?;
+        Ok(Figure {
+            key: "ipi",
+            title: "message to a sleeping vCPU on the same CPU",
+            value,
+            unit: "instructions",
+            world_switches: Some(Statistics::read(&first.log)?.entries / MESSAGES),
+            peer: Some(peer),
+            limit: MOST_IPI,
+            spread: (second.value("ipi")? - value).abs() / value,
         })
     }
 
@@ -253,6 +291,7 @@ fn host_disk(linux: &Linux, kernel: &Path, guest: &Path) -> Result<PathBuf> {
     linux.modules(&tree, &[&VIRTIO[..], &KVM, &BRIDGE].concat())?;
     tree.file(kernel, "vmlinuz")?;
     tree.file(guest, "data.cpio")?;
+    tree.file(&artifacts().join("guest-ipi"), "ipi")?;
     let qemu = output(Command::new("sh").args(["-c", "command -v qemu-system-x86_64"]))?;
     let qemu = Path::new(qemu.trim());
     tree.file(qemu, "bin/qemu")?;

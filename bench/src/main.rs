@@ -173,7 +173,7 @@ fn measure_house(part: &str) -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
     let figures = House::new()?.figures(part)?;
     if figures.is_empty() {
-        bail!("no part `{part}`: disk, net, many");
+        bail!("no part `{part}`: ipi, disk, net, many");
     }
     report::print(&figures);
     Ok(())
