@@ -5,7 +5,7 @@ mod driver;
 use driver::{Rig, breaks};
 use vmm_bus::outside::{BlockInfo, BlockOp, BlockStatus};
 use vmm_bus::testing::Disk;
-use vmm_dev::virtio::blk::{Blk, spec::*};
+use vmm_dev::virtio::blk::{Blk, PATIENCE, spec::*};
 use vmm_dev::virtio::pci::spec::CONFIG;
 use vmm_dev::virtio::spec::F_EVENT_IDX;
 
@@ -215,6 +215,52 @@ fn without_room_requests_wait() {
     script.rig.wake();
     assert_eq!(script.status(second), S_OK);
     assert_eq!(script.rig.used(0).len(), 2);
+}
+
+#[test]
+fn a_disk_that_does_not_answer() {
+    let mut script = Script::new(info(), 4);
+    let first = script.start(T_OUT, 0, Some((DATA, 512)));
+    script.rig.env.now += PATIENCE / 2;
+    let second = script.start(T_IN, 1, Some((DATA + 512, 512)));
+    assert_eq!(script.rig.timer(), Some(PATIENCE), "of the first");
+    script.rig.env.now = PATIENCE - 1;
+    script.rig.tick();
+    assert_eq!((script.status(first), script.status(second)), (0xee, 0xee));
+    script.rig.env.now = PATIENCE;
+    script.rig.tick();
+    assert_eq!((script.status(first), script.status(second)), (S_IOERR, 0xee));
+    assert_eq!((script.rig.used(0), script.rig.interrupts()), (vec![(0, 1)], vec![0x41]));
+    assert_eq!(script.rig.timer(), Some(PATIENCE + PATIENCE / 2));
+    // Nothing new goes out, as long as the write may still come.
+    script.ends(T_OUT, 0, Some((DATA, 512)), S_IOERR);
+    script.ends(T_FLUSH, 0, None, S_IOERR);
+    // The read answers in time, the write late: it tells nobody.
+    script.disk().complete(1);
+    script.rig.wake();
+    assert_eq!(script.status(second), S_OK);
+    assert_eq!(script.rig.used(0).len(), 1);
+    script.rig.put(first, &[0xee]);
+    script.disk().complete(0);
+    script.rig.wake();
+    assert_eq!((script.status(first), script.rig.used(0)), (0xee, vec![]));
+    assert_eq!(script.rig.interrupts(), [0x41]);
+    // It works again, and the timer stops by itself.
+    script.does(T_IN, 2, Some((DATA, 512)));
+    script.rig.env.now = 3 * PATIENCE;
+    script.rig.tick();
+    script.does(T_IN, 3, Some((DATA, 512)));
+    assert_eq!(script.rig.timer(), Some(4 * PATIENCE));
+    // A read that comes late brings nothing.
+    script.rig.put(DATA, &[0; 512]);
+    let status = script.start(T_IN, 4, Some((DATA, 512)));
+    script.rig.env.now += PATIENCE;
+    script.rig.tick();
+    script.disk().complete(0);
+    script.rig.wake();
+    assert_eq!((script.status(status), script.rig.get(DATA, 512)), (S_IOERR, vec![0; 512]));
+    assert_eq!((script.rig.used(0).len(), script.rig.interrupts()), (1, vec![0x41]));
+    script.does(T_FLUSH, 0, None);
 }
 
 #[test]

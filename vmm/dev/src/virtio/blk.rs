@@ -3,14 +3,16 @@
 //! State: one queue, and which chains are on their way outside.
 //! Features: read, write, flush, discard, write-zeroes (one range each), identification, read-only disks, up to
 //! [`IN_FLIGHT`] requests at a time that end in any order. The number and size of segments are limited so that
-//! a request fits what the outside takes at once.
+//! a request fits what the outside takes at once. A request that the outside has not answered after [`PATIENCE`] has failed for
+//! the driver. From then on, all others fail at once, until the outside has answered those: a write that is
+//! carried out late must not undo a later one.
 //! Missing: several queues, secure erase, zones, a write-through mode, lifetime.
 //! Documentation: VIRTIO 1.2, section 5.2 "Block Device".
 
 use super::queue::{Chain, Queue, RingError, with_readable, with_writable};
-use super::{BATCH, CONFIG_LEN, Kind, VirtioDevice, more};
+use super::{BATCH, CONFIG_LEN, Kind, MORE, VirtioDevice, more};
 use vmm_bus::outside::{BlockInfo, BlockOp, BlockStatus, Part, SECTOR};
-use vmm_bus::{Data, Env};
+use vmm_bus::{Data, Env, Nanos};
 
 /// Features, configuration, requests.
 pub mod spec {
@@ -89,11 +91,16 @@ const SEGMENT: u32 = 4096;
 /// Most sectors of one discard or write-zeroes.
 const MOST_SECTORS: u32 = 1 << 22;
 
+/// Longest time for a request, as Linux gives a disk of its own.
+pub const PATIENCE: Nanos = 30_000_000_000;
+
 /// A request that is outside. The index in the table is its number there.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Request {
-    chain: Chain,
+    /// `None`: the driver has its answer, the outside has not given one.
+    chain: Option<Chain>,
     read: bool,
+    deadline: Nanos,
 }
 
 /// A block device.
@@ -102,6 +109,10 @@ pub struct Blk {
     info: BlockInfo,
     queues: [Queue; 1],
     requests: [Option<Request>; IN_FLIGHT],
+    /// The timer is armed for a request, not for a later one.
+    is_watched: bool,
+    /// Requests whose patience is over.
+    lost: usize,
 }
 
 /// What the head of a request comes to.
@@ -118,7 +129,13 @@ const UNKNOWN: Verdict = Verdict::End(S_UNSUPP, 0);
 impl Blk {
     /// The device after power-on.
     pub const fn new(info: BlockInfo) -> Self {
-        Self { info, queues: [Queue::new(ENTRIES)], requests: [None; IN_FLIGHT] }
+        Self {
+            info,
+            queues: [Queue::new(ENTRIES)],
+            requests: [None; IN_FLIGHT],
+            is_watched: false,
+            lost: 0,
+        }
     }
 
     /// Most segments and greatest segment, which together the outside takes at once.
@@ -159,7 +176,11 @@ impl Blk {
             data.read(&mut range);
         });
         let op = match self.judge(chain, &head, &range) {
-            Verdict::Start(op) => op,
+            Verdict::Start(op) if self.lost == 0 => op,
+            Verdict::Start(_) => {
+                self.end(chain, S_IOERR, 0, env);
+                return Ok(true);
+            }
             Verdict::End(status, wanted) => {
                 let done = with_writable(&queue, env.memory(), chain, |mut data| {
                     data.truncate(wanted);
@@ -190,9 +211,39 @@ impl Blk {
             _ => outside.start(id, op, &mut Data::new(memory, &mut core::iter::empty(), 0)),
         };
         if started {
-            self.requests[number] = Some(Request { chain, read });
+            let deadline = env.now().saturating_add(PATIENCE);
+            self.requests[number] = Some(Request { chain: Some(chain), read, deadline });
+            // Seldom: the timer runs on when the request has ended.
+            if !self.is_watched {
+                self.watch(env);
+            }
         }
         Ok(started)
+    }
+
+    /// Arms the timer for the request that has waited longest.
+    fn watch(&mut self, env: &mut dyn Env) {
+        let waiting = self.requests.iter().flatten().filter(|request| request.chain.is_some());
+        let first = waiting.map(|request| request.deadline).min();
+        self.is_watched = first.is_some();
+        if let Some(first) = first {
+            env.arm(MORE, first);
+        }
+    }
+
+    /// Ends requests whose time is over. The outside still has them, and their numbers.
+    fn expire(&mut self, env: &mut dyn Env) {
+        let now = env.now();
+        for number in 0..IN_FLIGHT {
+            let over = self.requests[number].as_mut().filter(|request| request.deadline <= now);
+            if let Some(chain) = over.and_then(|request| request.chain.take()) {
+                if self.lost == 0 {
+                    env.missing("virtio-blk: a request gets no answer", number as u64);
+                }
+                self.lost += 1;
+                self.end(chain, S_IOERR, 0, env);
+            }
+        }
     }
 
     fn judge(&self, chain: Chain, head: &[u8; HEAD], range: &[u8; RANGE]) -> Verdict {
@@ -268,14 +319,15 @@ impl Blk {
             let Some((outside, memory)) = env.block() else { return };
             let Some((id, status)) = outside.completed() else { return };
             let request = self.requests.get_mut(usize::from(id)).and_then(Option::take);
+            let chain = request.and_then(|request| request.chain);
+            if request.is_some() && chain.is_none() {
+                self.lost -= 1;
+            }
             let queue = self.queues[0];
-            let data_length = |request: &Request| match status {
-                BlockStatus::Done if request.read => request.chain.writable - 1,
-                _ => 0,
-            };
-            let length = request.as_ref().map_or(0, data_length);
+            let brings = status == BlockStatus::Done && request.is_some_and(|request| request.read);
+            let length = if brings { chain.map_or(0, |chain| chain.writable - 1) } else { 0 };
             let mut none = core::iter::empty::<Part>();
-            let mut parts = request.as_ref().map(|r| queue.writable(memory, r.chain.head));
+            let mut parts = chain.map(|chain| queue.writable(memory, chain.head));
             let parts: &mut dyn Iterator<Item = Part> = match &mut parts {
                 Some(parts) => parts,
                 None => &mut none,
@@ -286,7 +338,7 @@ impl Blk {
                 BlockStatus::Failed => S_IOERR,
                 BlockStatus::Unsupported => S_UNSUPP,
             };
-            if let Some(Request { chain, .. }) = request {
+            if let Some(chain) = chain {
                 self.end(chain, status, length, env);
             }
         }
@@ -347,14 +399,20 @@ impl VirtioDevice for Blk {
         self.begin(env)
     }
 
-    fn wake(&mut self, _: u8, env: &mut dyn Env) -> Result<bool, RingError> {
+    fn wake(&mut self, timer: u8, env: &mut dyn Env) -> Result<bool, RingError> {
         self.complete(env);
+        if timer == MORE {
+            self.expire(env);
+            self.watch(env);
+        }
         self.begin(env)?;
         Ok(false)
     }
 
     fn reset(&mut self, env: &mut dyn Env) {
         self.requests = [None; IN_FLIGHT];
+        self.is_watched = false;
+        self.lost = 0;
         if let Some((outside, _)) = env.block() {
             outside.forget();
         }

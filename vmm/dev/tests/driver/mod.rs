@@ -171,6 +171,21 @@ impl<D: VirtioDevice> Rig<D> {
         self.function.wake(vmm_bus::WAKE_INPUT, &mut self.env);
     }
 
+    /// When the device's timer ends.
+    #[allow(dead_code, reason = "scripts of devices with a timer know it")]
+    pub fn timer(&self) -> Option<vmm_bus::Nanos> {
+        self.env.deadlines.get(&0).copied()
+    }
+
+    /// The device's timer ends, if it is time.
+    #[allow(dead_code, reason = "scripts of devices with a timer know it")]
+    pub fn tick(&mut self) {
+        if self.timer().is_some_and(|deadline| deadline <= self.env.now) {
+            self.env.deadlines.remove(&0);
+            self.function.wake(0, &mut self.env);
+        }
+    }
+
     /// Chains that came back since the last look: head and bytes written.
     pub fn used(&mut self, queue: usize) -> Vec<(u16, u32)> {
         let memory = self.memory();
