@@ -163,23 +163,45 @@ impl Mux {
         }
         match new.life {
             Life::Unknown => (new.life, new.number) = (Life::Expected, free),
-            Life::Ended => new.life = Life::Expected,
+            Life::Ended => {
+                new.life = Life::Expected;
+                new.input.clear();
+            }
             Life::Expected | Life::Open => return,
         }
         if first && self.many {
+            self.inherit(client);
             self.select(client);
         }
     }
 
-    /// A client opens its session, or opens it anew.
+    /// Keys that came before anybody was there are this client's.
+    fn inherit(&mut self, client: usize) {
+        let selected = &self.clients[self.selected];
+        if selected.life == Life::Unknown || self.selected == LOG_SESSION {
+            while let Some(key) = self.clients[self.selected].input.take() {
+                self.clients[client].input.put(key);
+            }
+        }
+    }
+
+    /// A client opens its session, or opens it anew. It finds the keys that came for it since it was expected.
     pub fn open(&mut self, client: usize, name: &str) {
         let again = self.clients[client].ended;
+        if self.clients[client].life == Life::Open {
+            self.clients[client].input.clear();
+        }
         self.expect(client, name);
+        if !self.many {
+            self.inherit(client);
+        }
         let new = &mut self.clients[client];
         (new.life, new.ended) = (Life::Open, false);
-        new.input.clear();
         new.cook = Cook::new();
         (new.wants_room, new.hidden) = (false, 0);
+        if new.input.len() != 0 {
+            self.wakes |= 1 << client;
+        }
         if !self.many {
             self.selected = client;
         } else if client == self.selected && again {
@@ -389,13 +411,13 @@ impl Mux {
         }
     }
 
-    /// Gives a key to the selected client; one too many is lost.
+    /// Gives a key to the selected client, also if it has yet to come; one too many is lost.
     fn pass(&mut self, byte: u8) {
         let client = &mut self.clients[self.selected];
-        if client.life == Life::Open {
-            if client.input.len() == 0 {
-                self.wakes |= 1 << self.selected;
-            }
+        if client.life == Life::Open && client.input.len() == 0 {
+            self.wakes |= 1 << self.selected;
+        }
+        if client.life != Life::Ended {
             client.input.put(byte);
         }
     }

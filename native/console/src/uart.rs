@@ -25,8 +25,8 @@ const IER_RECEIVED: u8 = 1 << 0;
 const IER_TRANSMITTED: u8 = 1 << 1;
 /// Set: no interrupt is pending.
 const IIR_NONE: u8 = 1 << 0;
-/// FIFOs on and emptied, receive interrupt at one byte: nobody types faster than we read.
-const FCR_START: u8 = 0x07;
+/// FIFOs on, with what is in them since the last server, receive interrupt at one byte: nobody types faster than we read.
+const FCR_START: u8 = 0x01;
 const LCR_8N1: u8 = 0x03;
 const LCR_DIVISOR: u8 = 1 << 7;
 /// DTR, RTS, and OUT2, which connects the interrupt on a PC.

@@ -293,3 +293,39 @@ fn whatever_comes_nothing_breaks() {
         assert!(rig.0.input_room() > 0);
     }
 }
+
+#[test]
+fn keys_wait_for_who_has_yet_to_come() {
+    // The server has just been started again: root names the clients, and they open their sessions later.
+    let mut rig = Rig::single();
+    rig.0.multiplex();
+    rig.keys("li");
+    rig.0.expect(STEWARD, "steward");
+    rig.0.expect(LINUX, "linux");
+    rig.keys("st\r\x1d2ls\r");
+    rig.0.open(STEWARD, "steward");
+    rig.0.open(LINUX, "linux");
+    assert!(rig.wakes().ends_with(&[STEWARD, LINUX]));
+    assert_eq!((&*rig.read(STEWARD), &*rig.read(LINUX)), ("list\r", "ls\r"));
+    // As many as fit.
+    rig.0.close(LINUX);
+    rig.keys("nobody");
+    rig.0.expect(LINUX, "linux");
+    (0..2 * INPUT).for_each(|_| rig.0.key(b'k'));
+    rig.0.open(LINUX, "linux");
+    let read = core::iter::from_fn(|| Some(rig.read(LINUX).len()).filter(|&length| length > 0));
+    assert_eq!(read.sum::<usize>(), INPUT, "not those that came when it had ended");
+    // Those of an earlier life are not the next one's.
+    rig.keys("old");
+    rig.0.open(LINUX, "linux");
+    assert_eq!(rig.read(LINUX), "");
+}
+
+#[test]
+fn keys_wait_for_the_only_client() {
+    let mut rig = Rig::single();
+    rig.keys("early");
+    rig.0.open(LINUX, "linux");
+    rig.keys("late");
+    assert_eq!((rig.wakes(), &*rig.read(LINUX)), (vec![LINUX], "earlylate"));
+}
