@@ -18,7 +18,7 @@
 use core::sync::atomic::AtomicU64;
 
 use crate::ring::{self, Broken, Consumer, Producer};
-use crate::session::{ClientLink, Connection, HEADER, INFO, ServerLink};
+use crate::session::{ClientLink, Connection, HEADER, INFO, Link, ServerLink};
 
 /// Bytes of a sector.
 pub const SECTOR: u64 = 512;
@@ -464,7 +464,7 @@ impl<'m> Session<'m> {
                 return None;
             }
             let Ok(taken) = self.take_raw() else {
-                self.link.close();
+                self.link.give_up();
                 return None;
             };
             let words = taken?;
@@ -508,7 +508,7 @@ impl<'m> Session<'m> {
             match self.completions.put([u64::from(id) | (status as u64) << 16]) {
                 Ok(true) => self.must_signal |= self.completions.must_signal(),
                 // There was a place when the request was taken.
-                Ok(false) | Err(Broken) => self.link.close(),
+                Ok(false) | Err(Broken) => self.link.give_up(),
             }
         }
         self.connect();
@@ -524,7 +524,7 @@ impl<'m> Session<'m> {
             Ok(sleeps || self.completions.room()? <= self.under_way)
         });
         sleeps.unwrap_or_else(|Broken| {
-            self.link.close();
+            self.link.give_up();
             true
         })
     }

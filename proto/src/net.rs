@@ -16,7 +16,7 @@
 use core::sync::atomic::AtomicU64;
 
 use crate::ring::{self, Broken, Consumer, Producer};
-use crate::session::{ClientLink, Connection, HEADER, INFO, ServerLink};
+use crate::session::{ClientLink, Connection, HEADER, INFO, Link, ServerLink};
 
 /// Frames of a ring.
 pub const FRAMES: usize = 128;
@@ -298,56 +298,38 @@ impl<'m> Receiver<'m> {
     }
 }
 
-/// The client's side: a network card's connection.
-pub struct Client<'m> {
-    link: ClientLink<'m>,
+/// A side of a session: what both do with frames. See [`Client`] and [`Port`].
+pub struct End<'m, L> {
+    link: L,
     sender: Sender<'m>,
     receiver: Receiver<'m>,
     must_signal: bool,
 }
 
-impl<'m> Client<'m> {
-    /// The client of a session of `length` bytes whose first words are `memory`. `None` if it is too short.
-    pub fn new(memory: &'m [AtomicU64], length: u64) -> Option<Self> {
-        let (to_switch, to_client) = areas(length)?;
-        let mut link = ClientLink::new(memory)?;
-        link.tell(Takes::default().pack());
-        Some(Self {
-            link,
-            sender: Sender::new(memory.get(TO_SWITCH..)?, to_switch)?,
-            receiver: Receiver::new(memory.get(TO_CLIENT..)?, to_client)?,
-            must_signal: false,
-        })
+/// The client's side: a network card's connection.
+pub type Client<'m> = End<'m, ClientLink<'m>>;
+/// The switch's side of one client's session.
+pub type Port<'m> = End<'m, PortLink<'m>>;
+
+/// The switch's side of a connection.
+pub struct PortLink<'m> {
+    link: ServerLink<'m>,
+    memory: &'m [AtomicU64],
+    info: Info,
+}
+
+impl Link for PortLink<'_> {
+    fn is_connected(&self) -> bool {
+        self.link.is_connected()
     }
 
-    /// Looks after the connection; to be called when the switch has signalled, and before sending. `false`: there is
-    /// none, and frames to be sent are to be dropped.
-    pub fn poll(&mut self) -> bool {
-        match self.link.poll() {
-            Connection::Down => false,
-            Connection::Asked => {
-                self.must_signal = true;
-                false
-            }
-            Connection::Fresh => {
-                self.sender.restart();
-                self.receiver.ring.restart();
-                true
-            }
-            Connection::Up => true,
-        }
+    fn give_up(&mut self) {
+        self.link.give_up();
     }
+}
 
-    /// Says what frames the client takes from now on; at first, whole ones only.
-    pub fn set_takes(&mut self, takes: Takes) {
-        self.link.tell(takes.pack());
-    }
-
-    /// What the switch tells, if connected.
-    pub fn info(&self) -> Option<Info> {
-        self.link.info().map(Info::unpack)
-    }
-
+impl<'m, L: Link> End<'m, L> {
+    /// What `body` gives, if there is a connection; it ends if the other side has broken the rules.
     fn connected<T>(
         &mut self,
         otherwise: T,
@@ -390,32 +372,70 @@ impl<'m> Client<'m> {
         self.must_signal |= signal;
     }
 
-    /// Asks the switch to signal the next frame. `false`: [`receive`](Self::receive) again first.
+    /// Asks the other side to signal the next frame. `false`: [`receive`](Self::receive) again first.
     pub fn sleep(&mut self) -> bool {
         self.connected(true, |_, receiver| receiver.sleep())
     }
 
-    /// Asks the switch to signal when it has taken frames, after [`place`](Self::place) found no room. `false`: it has
+    /// Asks the other side to signal when it has taken frames, after [`place`](Self::place) found no room. `false`: it has
     /// taken all already.
     pub fn sleep_for_room(&mut self) -> bool {
         self.connected(true, |sender, _| sender.sleep())
     }
 
-    /// Whether the switch is to be signalled now; asked after everything else.
+    /// Whether the other side is to be signalled now; asked after everything else.
     #[must_use]
     pub fn take_signal(&mut self) -> bool {
         core::mem::take(&mut self.must_signal)
     }
+
+    /// Begins a connection with empty rings.
+    fn restart(&mut self) {
+        self.sender.restart();
+        self.receiver.ring.restart();
+    }
 }
 
-/// The switch's side of one client's session.
-pub struct Port<'m> {
-    link: ServerLink<'m>,
-    memory: &'m [AtomicU64],
-    sender: Sender<'m>,
-    receiver: Receiver<'m>,
-    info: Info,
-    must_signal: bool,
+impl<'m> Client<'m> {
+    /// The client of a session of `length` bytes whose first words are `memory`. `None` if it is too short.
+    pub fn new(memory: &'m [AtomicU64], length: u64) -> Option<Self> {
+        let (to_switch, to_client) = areas(length)?;
+        let mut link = ClientLink::new(memory)?;
+        link.tell(Takes::default().pack());
+        Some(Self {
+            link,
+            sender: Sender::new(memory.get(TO_SWITCH..)?, to_switch)?,
+            receiver: Receiver::new(memory.get(TO_CLIENT..)?, to_client)?,
+            must_signal: false,
+        })
+    }
+
+    /// Looks after the connection; to be called when the switch has signalled, and before sending. `false`: there is
+    /// none, and frames to be sent are to be dropped.
+    pub fn poll(&mut self) -> bool {
+        match self.link.poll() {
+            Connection::Down => false,
+            Connection::Asked => {
+                self.must_signal = true;
+                false
+            }
+            Connection::Fresh => {
+                self.restart();
+                true
+            }
+            Connection::Up => true,
+        }
+    }
+
+    /// Says what frames the client takes from now on; at first, whole ones only.
+    pub fn set_takes(&mut self, takes: Takes) {
+        self.link.tell(takes.pack());
+    }
+
+    /// What the switch tells, if connected.
+    pub fn info(&self) -> Option<Info> {
+        self.link.info().map(Info::unpack)
+    }
 }
 
 impl<'m> Port<'m> {
@@ -424,90 +444,33 @@ impl<'m> Port<'m> {
     pub fn new(memory: &'m [AtomicU64], length: u64, info: Info) -> Option<Self> {
         let (to_switch, to_client) = areas(length)?;
         Some(Self {
-            link: ServerLink::new(memory)?,
-            memory,
+            link: PortLink { link: ServerLink::new(memory)?, memory, info },
             sender: Sender::new(memory.get(TO_CLIENT..)?, to_client)?,
             receiver: Receiver::new(memory.get(TO_SWITCH..)?, to_switch)?,
-            info,
             must_signal: true,
         })
     }
 
     /// Looks after the connection; to be called when the client has signalled.
     pub fn poll(&mut self) -> bool {
-        if let Some(request) = self.link.request() {
-            ring::clear(&self.memory[TO_SWITCH..]);
-            ring::clear(&self.memory[TO_CLIENT..]);
-            self.sender.restart();
-            self.receiver.ring.restart();
-            self.link.accept(request, self.info.pack());
+        if let Some(request) = self.link.link.request() {
+            ring::clear(&self.link.memory[TO_SWITCH..]);
+            ring::clear(&self.link.memory[TO_CLIENT..]);
+            self.restart();
+            self.link.link.accept(request, self.link.info.pack());
             self.must_signal = true;
         }
         self.link.is_connected()
     }
 
-    fn connected<T>(
-        &mut self,
-        otherwise: T,
-        body: impl FnOnce(&mut Sender<'m>, &mut Receiver<'m>) -> Result<T, Broken>,
-    ) -> T {
-        if !self.link.is_connected() {
-            return otherwise;
-        }
-        body(&mut self.sender, &mut self.receiver).unwrap_or_else(|Broken| {
-            self.link.close();
-            otherwise
-        })
-    }
-
-    /// The oldest frame from the client; it stays where it is until [`done`](Self::done).
-    pub fn receive(&mut self) -> Option<Frame> {
-        self.connected(None, |_, receiver| receiver.peek())
-    }
-
-    /// Gives the place of the oldest frame back.
-    pub fn done(&mut self) {
-        let signal = self.connected(false, |_, receiver| {
-            receiver.done();
-            Ok(receiver.must_signal())
-        });
-        self.must_signal |= signal;
-    }
-
-    /// A place for a frame of `length` bytes to the client, as an offset in the session's memory; `None` if there is no
-    /// room.
-    pub fn place(&mut self, length: u64) -> Option<u64> {
-        self.connected(None, |sender, _| sender.place(length))
-    }
-
-    /// Sends the frame whose [place](Self::place) was asked for last, after its data was copied there.
-    pub fn send(&mut self, frame: Frame) {
-        let signal = self.connected(false, |sender, _| {
-            sender.send(frame)?;
-            Ok(sender.must_signal())
-        });
-        self.must_signal |= signal;
-    }
-
-    /// Asks the client to signal the next frame. `false`: [`receive`](Self::receive) again first.
-    pub fn sleep(&mut self) -> bool {
-        self.connected(true, |_, receiver| receiver.sleep())
-    }
-
-    /// Whether the client is to be signalled now; asked after everything else.
-    #[must_use]
-    pub fn take_signal(&mut self) -> bool {
-        core::mem::take(&mut self.must_signal)
-    }
-
     /// What frames the client takes.
     pub fn takes(&self) -> Takes {
-        Takes::unpack(self.link.client_info())
+        Takes::unpack(self.link.link.client_info())
     }
 
     /// The client's address.
     pub fn mac(&self) -> Mac {
-        self.info.mac
+        self.link.info.mac
     }
 }
 

@@ -65,6 +65,16 @@ pub enum Connection {
     Up,
 }
 
+/// A side of a connection, for what is the same on both.
+pub trait Link {
+    /// Whether there is a connection: the client asked for it, and the server has accepted.
+    fn is_connected(&self) -> bool;
+
+    /// Ends the connection because the other side broke the rules of the rings. The client asks for another one when it
+    /// polls next.
+    fn give_up(&mut self);
+}
+
 /// The client's side.
 pub struct ClientLink<'m> {
     header: Header<'m>,
@@ -106,25 +116,25 @@ impl<'m> ClientLink<'m> {
         }
     }
 
-    /// Gives the connection up because the server broke the rules of the rings; the next [`poll`](Self::poll) asks anew.
-    pub fn give_up(&mut self) {
-        self.connected = false;
-        self.request &= u64::from(u32::MAX);
-    }
-
     /// Tells the server something about the client.
     pub fn tell(&mut self, word: u64) {
         self.header.write(CLIENT_INFO, word);
     }
 
-    /// Whether the last look found a connection.
-    pub fn is_connected(&self) -> bool {
-        self.connected
-    }
-
     /// What the server tells of itself, if connected.
     pub fn info(&self) -> Option<[u64; INFO]> {
         self.connected.then(|| core::array::from_fn(|index| self.header.read(FIRST_INFO + index)))
+    }
+}
+
+impl Link for ClientLink<'_> {
+    fn is_connected(&self) -> bool {
+        self.connected
+    }
+
+    fn give_up(&mut self) {
+        self.connected = false;
+        self.request &= u64::from(u32::MAX);
     }
 }
 
@@ -158,7 +168,7 @@ impl<'m> ServerLink<'m> {
         let new = request != self.accepted && request != self.broken;
         let asks = new && request >> 32 == u64::from(self.generation);
         if new && self.accepted != 0 {
-            self.close();
+            self.give_up();
         }
         asks.then_some(request)
     }
@@ -172,21 +182,21 @@ impl<'m> ServerLink<'m> {
         self.header.write(ACCEPTED, request);
     }
 
-    /// Ends the connection because the client broke the rules. It may ask for another one.
-    pub fn close(&mut self) {
-        self.broken = self.accepted;
-        self.accepted = 0;
-        self.header.write(ACCEPTED, 0);
-    }
-
     /// What the client tells about itself.
     pub fn client_info(&self) -> u64 {
         self.header.read(CLIENT_INFO)
     }
+}
 
-    /// Whether a request is in force.
-    pub fn is_connected(&self) -> bool {
+impl Link for ServerLink<'_> {
+    fn is_connected(&self) -> bool {
         self.accepted != 0
+    }
+
+    fn give_up(&mut self) {
+        self.broken = self.accepted;
+        self.accepted = 0;
+        self.header.write(ACCEPTED, 0);
     }
 }
 
@@ -246,7 +256,7 @@ mod tests {
         let mut client = ClientLink::new(&memory).unwrap();
         let mut server = ServerLink::new(&memory).unwrap();
         connect(&mut client, &mut server);
-        server.close();
+        server.give_up();
         assert_eq!(server.request(), None, "the same request is not accepted again");
         connect(&mut client, &mut server);
         client.give_up();
