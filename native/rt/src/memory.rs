@@ -110,15 +110,8 @@ impl Window {
         address: u64,
         length: u64,
     ) -> bool {
-        let Some(part) = self.part(offset, length).filter(|_| self.writable) else { return false };
-        let mut to = part.base;
-        let copied = guest.for_each_part(address, length, |from, length| {
-            // SAFETY: the source is guest memory, the destination in the window: both are ours and without Rust objects.
-            // The lengths of the parts add up to no more than the window's part.
-            unsafe { copy(from.expose_provenance() as u64, to, length as u64) };
-            to += length as u64;
-        });
-        copied.is_ok()
+        let part = self.part(offset, length).filter(|_| self.writable);
+        part.is_some_and(|part| part.exchange(guest, address, |ours, guest| (guest, ours)))
     }
 
     /// Copies `length` bytes from `offset` to guest memory at `address`; `false` as for
@@ -132,12 +125,26 @@ impl Window {
         address: u64,
         length: u64,
     ) -> bool {
-        let Some(part) = self.part(offset, length) else { return false };
-        let mut from = part.base;
-        let copied = guest.for_each_part(address, length, |to, length| {
-            // SAFETY: as above, the other way round.
-            unsafe { copy(from, to.expose_provenance() as u64, length as u64) };
-            from += length as u64;
+        let part = self.part(offset, length);
+        part.is_some_and(|part| part.exchange(guest, address, |ours, guest| (ours, guest)))
+    }
+
+    /// Copies between all of the window, which must be writable if it is the destination, and guest memory at `address`.
+    /// `way` makes source and destination of an address in the window and one of the guest's.
+    #[cfg(feature = "guest")]
+    fn exchange(
+        self,
+        guest: &vmm_mem::GuestMemory,
+        address: u64,
+        way: impl Fn(u64, u64) -> (u64, u64),
+    ) -> bool {
+        let mut ours = self.base;
+        let copied = guest.for_each_part(address, self.length, |theirs, length| {
+            let (from, to) = way(ours, theirs.expose_provenance() as u64);
+            // SAFETY: one is guest memory, the other in the window: both are ours and without Rust objects. The
+            // lengths of the parts add up to no more than the window's.
+            unsafe { copy(from, to, length as u64) };
+            ours += length as u64;
         });
         copied.is_ok()
     }
