@@ -9,6 +9,7 @@ pub mod board;
 #[path = "../../vmm/dev/tests/driver/mod.rs"]
 mod driver;
 pub mod input;
+pub mod kernel;
 pub mod proto;
 pub mod virtio;
 
@@ -26,10 +27,11 @@ pub struct Target {
 }
 
 /// All targets.
-pub const TARGETS: [Target; 3] = [
+pub const TARGETS: [Target; 4] = [
     Target { name: "virtio", run: virtio::run, seeds: virtio::seeds },
     Target { name: "board", run: board::run, seeds: board::seeds },
     Target { name: "proto", run: proto::run, seeds: proto::seeds },
+    Target { name: "kernel", run: kernel::run, seeds: kernel::seeds },
 ];
 
 /// The target with a name.

@@ -58,6 +58,11 @@ fn proto() {
     replay("proto");
 }
 
+#[test]
+fn kernel() {
+    replay("kernel");
+}
+
 /// The files `seed-*` are those that the sources describe. With `PARADOR_WRITE_SEEDS` in the environment they are written
 /// (`cargo xtask fuzz --seeds`).
 #[test]

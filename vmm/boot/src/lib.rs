@@ -22,8 +22,8 @@ mod error;
 mod layout;
 mod pvh;
 mod start;
-#[cfg(test)]
-mod testing;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 
 pub use bzimage::BzImage;
 pub use error::BootError;

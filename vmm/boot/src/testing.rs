@@ -1,13 +1,10 @@
 //! For tests: a machine, and kernels that are nothing but valid headers.
 
 use crate::PcLayout;
-use crate::{BootConfig, Kernel, load};
-use proptest::prelude::*;
-use std::sync::OnceLock;
-use std::vec;
-use std::vec::Vec;
-use vmm_mem::{GuestMemory, testing::memory};
+use alloc::vec;
+use alloc::vec::Vec;
 
+/// Where the machine has its chips.
 pub const LAYOUT: PcLayout = PcLayout {
     hole_start: 0xc000_0000,
     local_apic: 0xfee0_0000,
@@ -71,52 +68,4 @@ pub fn elf_kernel(address: u64, code: &[u8], memsz: u64, entry: u32) -> Vec<u8> 
     assert_eq!(image.len() as u64, CODE_AT);
     image.extend(code);
     image
-}
-
-/// 40 MiB of RAM, the same for all random tests.
-fn shared_ram() -> &'static GuestMemory {
-    static RAM: OnceLock<GuestMemory> = OnceLock::new();
-    RAM.get_or_init(|| memory(&[(0, 40 << 20)]))
-}
-
-fn boot(kernel: &[u8], initrd: usize, command_line: &[u8]) {
-    let initrd = vec![1; initrd];
-    let config =
-        BootConfig { layout: &LAYOUT, vcpus: 1, kernel, initrd: Some(&initrd), command_line };
-    if let Ok(kernel) = Kernel::detect(kernel) {
-        kernel.memory_needed(initrd.len() as u64);
-        kernel.memory_needed(u64::MAX);
-    }
-    let _ = load(shared_ram(), &config);
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(200))]
-
-    /// Valid kernels with some bytes changed and the end cut off: an error or a machine that
-    /// starts, never a panic.
-    #[test]
-    fn damaged_kernels(
-        elf in any::<bool>(),
-        changes in proptest::collection::vec((0..0x300usize, any::<u8>()), 0..12),
-        cut in prop_oneof![Just(0usize), 0..2000usize],
-        initrd in prop_oneof![Just(0usize), 1..20_000usize],
-        command_line in proptest::collection::vec(any::<u8>(), 0..64),
-    ) {
-        let mut image = if elf { elf_kernel(0x10_0000, &[0x90; 600], 700, 0x10_0000) } else { bzimage(900) };
-        for (at, byte) in changes {
-            // Most bytes of a bzImage's head are boot sector that nobody reads.
-            let at = if elf { at } else { at / 3 + 0x1f0 };
-            if let Some(slot) = image.get_mut(at) {
-                *slot = byte;
-            }
-        }
-        image.truncate(image.len().saturating_sub(cut));
-        boot(&image, initrd, &command_line);
-    }
-
-    #[test]
-    fn random_kernels(kernel in proptest::collection::vec(any::<u8>(), 0..2048)) {
-        boot(&kernel, 1, b"");
-    }
 }

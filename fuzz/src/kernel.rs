@@ -1,0 +1,110 @@
+//! Target `kernel`: a kernel image, as a user gives it, with a command line and an initial RAM disk.
+//!
+//! Two bytes: length of the RAM disk; one byte: length of the command line, which follows. The rest is the image. It is
+//! refused, or a machine is ready to start in which nothing was put over anything else.
+
+use hw_tables::pvh::{Module, StartInfo};
+use vmm_boot::testing::{bzimage, elf_kernel};
+use vmm_boot::{BootConfig, InitialState, Kernel, load};
+use vmm_machine::layout_with_pci;
+use vmm_mem::GuestMemory;
+use vmm_mem::testing::memory;
+
+use crate::input::{Input, Seed};
+
+/// RAM at 0, and some above 4 GiB.
+const RAM: [(u64, u64); 2] = [(0, 4 << 20), (4 << 30, 1 << 20)];
+const MIB: u64 = 1 << 20;
+
+thread_local! {
+    /// Made once. What is not loaded is not looked at, so no input sees what another one has left.
+    static MEMORY: GuestMemory = memory(&RAM);
+}
+
+/// Takes an input.
+pub fn run(bytes: &[u8]) {
+    let mut input = Input::new(bytes);
+    let initrd: Vec<u8> = (0..input.half()).map(|index| (index % 251) as u8).collect();
+    let length = input.byte();
+    let command_line = input.bytes(length.into());
+    let config = BootConfig {
+        layout: &layout_with_pci(),
+        vcpus: 2,
+        kernel: input.rest(),
+        initrd: Some(&initrd),
+        command_line,
+    };
+    MEMORY.with(|ram| {
+        let loaded = load(ram, &config);
+        match Kernel::detect(config.kernel) {
+            Ok(kernel) => {
+                let needed = kernel.memory_needed(initrd.len() as u64);
+                assert!(kernel.memory_needed(u64::MAX) >= needed);
+                if let Ok(state) = &loaded {
+                    assert!(needed <= RAM[0].1);
+                    check(ram, &kernel, state, &config);
+                }
+            }
+            Err(error) => assert_eq!(loaded.as_ref().err(), Some(&error)),
+        }
+        if let Err(error) = loaded {
+            assert!(!error.to_string().is_empty());
+        }
+    });
+}
+
+/// The guest finds everything, and it is whole.
+fn check(ram: &GuestMemory, kernel: &Kernel<'_>, state: &InitialState, config: &BootConfig<'_>) {
+    let read = |address: u64, length: usize| {
+        let mut bytes = vec![0; length];
+        ram.read_slice(address, &mut bytes).expect("what is told is in memory");
+        bytes
+    };
+    let (line, rsdp, disk) = match kernel {
+        // `boot_params`: the fields of Linux's boot.rst and zero-page.rst.
+        Kernel::BzImage(_) => {
+            assert!((MIB..RAM[0].1).contains(&state.rip));
+            let word = |offset| u64::from(ram.read::<u32>(state.rsi + offset).expect("in memory"));
+            let rsdp = ram.read::<u64>(state.rsi + 0x70).expect("in memory");
+            (word(0x228), rsdp, (word(0x218), word(0x21c)))
+        }
+        Kernel::Pvh(_) => {
+            let info = StartInfo::parse(&read(state.rbx, StartInfo::LENGTH)).expect("it is whole");
+            let modules = read(info.module_list, info.modules as usize * Module::LENGTH);
+            let disk = Module::list(&modules).next().map(|module| (module.address, module.size));
+            (info.command_line, info.rsdp, disk.unwrap_or_default())
+        }
+    };
+    let text = read(line, config.command_line.len() + 1);
+    assert_eq!(text.split_last(), Some((&0, config.command_line)));
+    assert_eq!(read(rsdp, 8), b"RSD PTR ");
+    let initrd = config.initrd.unwrap_or_default();
+    assert_eq!(disk.1, initrd.len() as u64);
+    assert!(initrd.is_empty() || disk.0 >= MIB);
+    assert_eq!(read(disk.0, initrd.len()), initrd);
+}
+
+/// The inputs to begin with.
+pub fn seeds() -> Vec<(&'static str, Seed)> {
+    let seed = |initrd, line: &str, image: &[u8]| {
+        Seed::new().half(initrd).byte(line.len() as u8).bytes(line.as_bytes()).bytes(image)
+    };
+    // It wants 64 KiB from 1 MiB on.
+    let mut linux = bzimage(96);
+    linux[0x258..0x260].copy_from_slice(&MIB.to_le_bytes());
+    linux[0x260..0x264].copy_from_slice(&(64_u32 << 10).to_le_bytes());
+    // The RAM disk may only be right behind it.
+    let mut narrow = linux.clone();
+    narrow[0x22c..0x230].copy_from_slice(&0x11_1fff_u32.to_le_bytes());
+    let elf = elf_kernel(MIB, b"\xf4\xeb\xfd", 0x3000, MIB as u32);
+    // Its memory ends where that below the hole ends.
+    let large = elf_kernel(2 * MIB, &[0x90; 64], 2 * MIB, 2 * MIB as u32);
+    vec![
+        ("linux", seed(5000, "console=ttyS0", &linux)),
+        ("linux-cut-short", seed(0, "", &linux[..1040])),
+        ("linux-narrow", seed(0x1000, "quiet", &narrow)),
+        ("pvh", seed(100, "quiet", &elf)),
+        ("pvh-cut-short", seed(0, "", &elf[..100])),
+        ("pvh-large", seed(0, "", &large)),
+    ]
+}
