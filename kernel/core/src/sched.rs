@@ -269,6 +269,22 @@ impl<A: Arch> Kernel<A> {
         cpu.ready.set(cpu.ready.get() | 1 << sched.priority.get());
     }
 
+    /// Takes the first context, `sched`, out of a ready queue.
+    #[inline(always)]
+    fn pop(&self, cpu: &Cpu<A>, priority: usize, sched: &SchedContext<A>) {
+        let queue = &cpu.queues[priority];
+        let next = sched.next.get();
+        queue.head.set(next);
+        match next {
+            Some(next) => self.memory.at(next).prev.set(None),
+            None => {
+                queue.tail.set(None);
+                cpu.ready.set(cpu.ready.get() & !(1 << priority));
+            }
+        }
+        sched.state.set(SchedState::Idle);
+    }
+
     /// Takes a context out of the ready queue or the refills.
     fn unready(&self, handle: Handle<SchedContext<A>>) {
         let sched = self.memory.at(handle);
@@ -416,7 +432,7 @@ impl<A: Arch> Kernel<A> {
             let priority = 63 - cpu.ready.get().leading_zeros() as usize;
             let Some(handle) = cpu.queues[priority].head.get() else { break };
             let sched = self.memory.at(handle);
-            self.unready(handle);
+            self.pop(cpu, priority, sched);
             let Some(holder) = sched.holder.get() else { continue };
             if self.memory.get(holder).is_none_or(|holder| holder.state.get() != ThreadState::Ready)
             {

@@ -584,23 +584,25 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
 
     /// Gives a message to the local APICs that it is for, except the sender.
     fn deliver(&mut self, message: InterruptMessage, sender: Option<usize>) {
-        let machine = &mut *self.machine;
-        let matching = |cpu: &usize| Some(*cpu) != sender && machine.apics[*cpu].matches(&message);
-        let mut all = 0_u32;
-        for cpu in (0..self.fixed.vcpus).filter(matching) {
-            all |= 1 << cpu;
-        }
         if message.delivery == lapic::spec::LOWEST {
-            let lowest = (0..self.fixed.vcpus)
-                .filter(|cpu| all & 1 << cpu != 0)
-                .min_by_key(|&cpu| machine.apics[cpu].ppr());
-            all = lowest.map_or(0, |cpu| 1 << cpu);
+            return self.deliver_lowest(message, sender);
         }
         for cpu in 0..self.fixed.vcpus {
-            if all & 1 << cpu != 0 && self.machine.apics[cpu].deliver(&message) {
-                self.take_events_of(cpu);
-                self.alert(cpu);
+            if Some(cpu) != sender && self.machine.apics[cpu].matches(&message) {
+                self.deliver_to(cpu, &message);
             }
+        }
+    }
+
+    /// Gives a message to the one that has the lowest priority of those that it is for.
+    #[cold]
+    fn deliver_lowest(&mut self, message: InterruptMessage, sender: Option<usize>) {
+        let apics = &self.machine.apics;
+        let lowest = (0..self.fixed.vcpus)
+            .filter(|&cpu| Some(cpu) != sender && apics[cpu].matches(&message))
+            .min_by_key(|&cpu| apics[cpu].ppr());
+        if let Some(cpu) = lowest {
+            self.deliver_to(cpu, &message);
         }
     }
 
@@ -610,13 +612,17 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         for cpu in 0..self.fixed.vcpus {
             if to.contains(self.machine.apics[cpu].id()) {
                 count += 1;
-                if self.machine.apics[cpu].deliver(message) {
-                    self.take_events_of(cpu);
-                    self.alert(cpu);
-                }
+                self.deliver_to(cpu, message);
             }
         }
         count
+    }
+
+    fn deliver_to(&mut self, cpu: usize, message: &InterruptMessage) {
+        if self.machine.apics[cpu].deliver(message) {
+            self.take_events_of(cpu);
+            self.alert(cpu);
+        }
     }
 
     /// The CPU has to look at what waits for it.
@@ -633,11 +639,18 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         any
     }
 
+    #[inline]
     fn take_events_of(&mut self, cpu: usize) -> bool {
-        let machine = &mut *self.machine;
-        if !machine.apics[cpu].has_events() {
-            return false;
+        let any = self.machine.apics[cpu].has_events();
+        if any {
+            self.take_known_events_of(cpu);
         }
+        any
+    }
+
+    #[inline(never)]
+    fn take_known_events_of(&mut self, cpu: usize) {
+        let machine = &mut *self.machine;
         let events = machine.apics[cpu].take_events();
         let bit = 1 << cpu;
         if events.nmi {
@@ -664,7 +677,6 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         if events.nmi || events.init || events.startup.is_some() || events.ext_int {
             self.alert(cpu);
         }
-        true
     }
 
     /// The 8259 has an interrupt for this CPU.

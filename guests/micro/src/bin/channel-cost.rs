@@ -4,10 +4,12 @@
 //!
 //! - `message_noswitch`: from before a message is written to after the doorbell. The peer is ready to run and will find it.
 //! - `message_wake`: the same; the peer has halted, and is woken.
-//! - `message_switch`: from before a message is written, by way of `HLT`, to the beginning of the peer's handler. The
-//!   machines' counters differ; what they differ by cancels out between there and back.
-//! - `world_switch`: from before a `HLT` to the next instruction of the other machine, which was ready. Measured in both
-//!   directions, so that it cancels out if the two ways of a message do not take as long.
+//! - `message_switch`: from before a message is written, by way of `HLT`, to the beginning of the handler of the peer, which
+//!   was ready.
+//! - `message_wake_switch`: the same; the peer has halted, and is woken.
+//! - `world_switch`: from before a `HLT` to the next instruction of the other machine, which was ready.
+//!
+//! The machines' counters differ; what they differ by cancels out between there and back.
 #![no_std]
 #![no_main]
 
@@ -30,10 +32,11 @@ const WARM: u64 = 200;
 const ALL: u64 = 5_200;
 /// Messages to a peer that does not run, in one turn of the CPU and in all. They have room in the ring.
 const BATCH: u64 = 32;
-const BATCHES: u64 = 20;
-/// Switches before measuring, in which what the machines have printed leaves them, and with them.
-const WARM_SWITCHES: u64 = 10;
-const ALL_SWITCHES: u64 = 60;
+const BATCHES: u64 = 5;
+/// Switches before measuring, in which what the machines have printed leaves them, and with them. Few, since the one that
+/// has halted gets the CPU again only at the end of the other one's turn.
+const WARM_SWITCHES: u64 = 3;
+const ALL_SWITCHES: u64 = 8;
 /// A longer time between two looks at the counter is a switch, or an interrupt of the host's.
 const GAP: u64 = 400;
 /// A still longer time is one in which the other machine had the CPU.
@@ -44,15 +47,27 @@ const PAUSE: u32 = 1_000_000;
 /// When the last doorbell's handler began.
 static RUNG: AtomicU64 = AtomicU64::new(0);
 
-/// Words of the free area: what the follower's counter is ahead, and for each side what it writes while it halts and what
-/// the other finds.
+/// Words of the free area: what the follower's counter is ahead.
 const OFFSET: usize = 0;
 const OFFSET_KNOWN: usize = 1;
 /// Messages that the follower has taken while it did not sleep.
 const TAKEN: usize = 2;
-const STAMP: [usize; 2] = [8, 16];
-const SWITCH_TICKS: [usize; 2] = [9, 17];
-const SWITCHED: [usize; 2] = [10, 18];
+
+/// What is measured of a switch to a machine that is ready.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// Until its next instruction.
+    Plain = 0,
+    /// Until its handler of a message that was sent before.
+    Message = 1,
+}
+
+/// The words of the free area for the switches in which `side` halts: when it did, how long they took, and how many
+/// there were.
+fn words(area: &[AtomicU64], way: Way, side: usize) -> &[AtomicU64] {
+    let first = 8 * (1 + 2 * way as usize + side);
+    &area[first..first + 3]
+}
 
 fn trap(frame: &mut Frame) {
     match frame.vector() {
@@ -74,7 +89,8 @@ struct Pair {
 }
 
 impl Pair {
-    /// Sends two words; gives when that began.
+    /// Sends two words; gives when that began. One and the same code in all measurements.
+    #[inline(never)]
     fn send(&mut self, words: [u64; 2]) -> u64 {
         let [first, second] = words;
         let begin = cpu::tsc();
@@ -134,6 +150,9 @@ fn lead(pair: &mut Pair) {
     let area = pair.channel.free_area();
     for batch in 0..BATCHES {
         wait_for_turn();
+        if batch == 1 {
+            pair.sending = 0;
+        }
         for _ in 0..BATCH {
             pair.send([0; 2]);
         }
@@ -141,7 +160,8 @@ fn lead(pair: &mut Pair) {
             core::hint::spin_loop();
         }
     }
-    print("message_noswitch", pair.sending, BATCHES * BATCH);
+    // Without the first one.
+    print("message_noswitch", pair.sending, (BATCHES - 1) * BATCH);
     let (mut there_and_back, mut difference) = (0, 0u64);
     for round in 0..ALL {
         if round == WARM {
@@ -159,14 +179,17 @@ fn lead(pair: &mut Pair) {
     }
     let count = ALL - WARM;
     print("message_wake", pair.sending, count);
-    print("message_switch", there_and_back, 2 * count);
+    print("message_wake_switch", there_and_back, 2 * count);
     let ahead = (difference as i64 / (2 * count) as i64) as u64;
     area[OFFSET].store(ahead, SeqCst);
     area[OFFSET_KNOWN].store(1, SeqCst);
-    halt(area, 0);
-    watch(area, 1, ahead.wrapping_neg());
-    let ticks = SWITCH_TICKS.map(|word| area[word].load(SeqCst));
-    print("world_switch", ticks[0].wrapping_add(ticks[1]), 2 * (ALL_SWITCHES - WARM_SWITCHES));
+    for (way, name) in [(Way::Plain, "world_switch"), (Way::Message, "message_switch")] {
+        halt(pair, way, 0);
+        watch(pair, way, 1, ahead.wrapping_neg());
+        let ticks = [0, 1].map(|side| words(area, way, side)[1].load(SeqCst));
+        // In both directions, so that it cancels out if `ahead` is not right.
+        print(name, ticks[0].wrapping_add(ticks[1]), 2 * (ALL_SWITCHES - WARM_SWITCHES));
+    }
 }
 
 fn follow(pair: &mut Pair) {
@@ -186,8 +209,10 @@ fn follow(pair: &mut Pair) {
     while area[OFFSET_KNOWN].load(SeqCst) == 0 {
         core::hint::spin_loop();
     }
-    watch(area, 0, area[OFFSET].load(SeqCst));
-    halt(area, 1);
+    for way in [Way::Plain, Way::Message] {
+        watch(pair, way, 0, area[OFFSET].load(SeqCst));
+        halt(pair, way, 1);
+    }
 }
 
 /// Waits until the other machine has had the CPU, so that a whole turn is left.
@@ -203,40 +228,66 @@ fn wait_for_turn() {
 }
 
 /// Halts again and again, as `side`, until the other one has seen it often enough.
-fn halt(area: &[AtomicU64], side: usize) {
-    while area[SWITCHED[side]].load(SeqCst) < ALL_SWITCHES {
+fn halt(pair: &mut Pair, way: Way, side: usize) {
+    let [stamp, _, seen] = words(pair.channel.free_area(), way, side) else { return };
+    while seen.load(SeqCst) < ALL_SWITCHES {
         apic::start_timer(TIMER_ONE_SHOT, TIMER, PAUSE);
-        area[STAMP[side]].store(cpu::tsc(), SeqCst);
+        stamp.store(cpu::tsc(), SeqCst);
+        if way == Way::Message {
+            pair.send([0; 2]);
+        }
         cpu::enable_and_halt();
         cpu::disable_interrupts();
     }
 }
 
 /// Finds how long after the other one, `side`, has halted this one goes on. `ahead`: what this one's counter is ahead.
-fn watch(area: &[AtomicU64], side: usize, ahead: u64) {
-    let stamp = &area[STAMP[side]];
-    let (mut sum, mut count, mut seen) = (0u64, 0, stamp.load(SeqCst));
-    let mut last = cpu::tsc();
+fn watch(pair: &mut Pair, way: Way, side: usize, ahead: u64) {
+    let [stamp, ticks, seen] = words(pair.channel.free_area(), way, side) else { return };
+    let (mut sum, mut count, mut last) = (0u64, 0, stamp.load(SeqCst));
     while count < ALL_SWITCHES {
-        let now = cpu::tsc();
-        let gap = now - last;
-        last = now;
-        if gap < GAP {
+        let began = match way {
+            Way::Plain => after_gap(),
+            Way::Message => handled(&mut pair.receiver),
+        };
+        let stamp = stamp.load(SeqCst);
+        // An interrupt of the host's makes a gap too.
+        if stamp == last {
             continue;
         }
-        let stamp = stamp.load(SeqCst);
-        if stamp != seen {
-            seen = stamp;
-            if count == WARM_SWITCHES {
-                sum = 0;
-            }
-            sum = sum.wrapping_add(now.wrapping_sub(stamp.wrapping_add(ahead)));
-            count += 1;
+        last = stamp;
+        if count == WARM_SWITCHES {
+            sum = 0;
         }
-        last = cpu::tsc();
+        sum = sum.wrapping_add(began.wrapping_sub(stamp.wrapping_add(ahead)));
+        count += 1;
     }
-    area[SWITCH_TICKS[side]].store(sum, SeqCst);
-    area[SWITCHED[side]].store(count, SeqCst);
+    ticks.store(sum, SeqCst);
+    seen.store(count, SeqCst);
+}
+
+/// Waits until this machine has not had the CPU for some time, and then has it.
+fn after_gap() -> u64 {
+    let mut last = cpu::tsc();
+    loop {
+        let now = cpu::tsc();
+        if now - last > GAP {
+            return now;
+        }
+        last = now;
+    }
+}
+
+/// Waits, ready to run, for the next message: when its handler began.
+fn handled(receiver: &mut Receiver<'static>) -> u64 {
+    let before = RUNG.load(SeqCst);
+    cpu::enable_interrupts();
+    while RUNG.load(SeqCst) == before {
+        core::hint::spin_loop();
+    }
+    cpu::disable_interrupts();
+    while let Ok(Some(_)) = receiver.receive() {}
+    RUNG.load(SeqCst)
 }
 
 fn print(name: &str, ticks: u64, count: u64) {
