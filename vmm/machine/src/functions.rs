@@ -142,7 +142,7 @@ pub enum Model {
 }
 
 /// A device.
-// One size for all slots; the largest is about a kilobyte.
+// One size for all slots; the largest, a disk with all its requests, has several kilobytes.
 #[expect(clippy::large_enum_variant, reason = "there is no heap")]
 enum Card {
     Block(Pci<Blk>),
