@@ -66,8 +66,8 @@ const SMALL_STACK: u64 = 48 << 10;
 /// The whole machine of a VMM is on its stack.
 const VMM_STACK: u64 = 32 << 10;
 /// So are its devices with their sessions: for each, and while they are made.
-const DEVICE_STACK: u64 = 14 << 10;
-const MAKING_STACK: u64 = 20 << 10;
+const DEVICE_STACK: u64 = 16 << 10;
+const MAKING_STACK: u64 = 12 << 10;
 const TASK_STACK: u64 = 64 << 10;
 /// Private memory of a native program.
 const TASK_MEMORY: u64 = 256 << 10;
