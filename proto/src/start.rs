@@ -227,6 +227,8 @@ pub struct Vmm<'a> {
     pub on_reset: OnReset,
     /// The paravirtual clock of KVM is offered.
     pub kvmclock: bool,
+    /// The guest also has the console as a virtio device, behind the others.
+    pub virtio_console: bool,
     /// `XCR0` bits that the guest may enable.
     pub xcr0_mask: u64,
     /// Disks and network cards, in the order in which the guest sees them.
@@ -298,6 +300,7 @@ mod tests {
                 console: true,
                 on_reset: OnReset::Reset,
                 kvmclock: true,
+                virtio_console: true,
                 xcr0_mask: u64::MAX,
                 attachments: Vec::from_iter([attachment; MAX_SESSIONS]),
                 channels: Vec::from_iter([end; MAX_VM_CHANNELS]),

@@ -174,6 +174,8 @@ pub struct Vm<'a> {
     pub on_reset: OnReset,
     /// The paravirtual clock of KVM is offered to the guest.
     pub kvmclock: bool,
+    /// The guest also has the console as a virtio device.
+    pub virtio_console: bool,
     /// The system ends when every essential virtual machine and task has ended.
     pub essential: bool,
     /// Not started: virtual machines are made after it at run time.
@@ -319,6 +321,7 @@ mod tests {
                 restart: Restart::OnCrash,
                 on_reset: OnReset::Exit,
                 kvmclock: true,
+                virtio_console: true,
                 essential: true,
                 template: false,
                 disks: Vec::from_iter([VmDisk {

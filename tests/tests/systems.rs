@@ -435,6 +435,28 @@ fn linux_scenarios() -> Vec<Scenario> {
             ..base("linux-code", linux("linux", r#"parador.run=\"exit 47\""#, on_console))
         },
         Scenario {
+            // Two ways to one console: keys go to the one that was written to last.
+            cpus: &[1, 2],
+            steps: vec![
+                Step::Console(" # "),
+                Step::Type(
+                    "(echo ready $((3 * 5)); read key; echo \"hvc has $key\") <>/dev/hvc0 >&0\n",
+                ),
+                Step::Console("ready 15"),
+                Step::Type("seven\n"),
+                Step::Console("hvc has seven"),
+                Step::Console(" # "),
+                Step::Type("seq 3000 >/dev/hvc0; echo serial $((6 * 7))\n"),
+                Step::Console("\n3000"),
+                Step::Console("serial 42"),
+                Step::Type("poweroff\n"),
+            ],
+            ..base(
+                "linux-virtio-console",
+                linux("linux", "", "console = \"com1\"\nvirtio_console = true"),
+            )
+        },
+        Scenario {
             machine: Machine { disc: true, ..Machine::default() },
             steps: vec![Step::Console(" # "), Step::Type("poweroff\n")],
             ..base("linux-from-disc", linux("linux", "", on_console))

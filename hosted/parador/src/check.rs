@@ -183,6 +183,7 @@ pub struct Vm {
     pub restart: Restart,
     on_reset: OnReset,
     kvmclock: bool,
+    virtio_console: bool,
     essential: bool,
     /// Virtual machines are made after it at run time.
     pub template: bool,
@@ -515,6 +516,7 @@ impl Checker<'_> {
             restart: vm.restart,
             on_reset: vm.on_reset,
             kvmclock: vm.kvmclock.unwrap_or(true),
+            virtio_console: vm.virtio_console,
             essential: vm.essential.unwrap_or(!vm.template),
             template: vm.template,
             disks: Vec::new(),
@@ -1180,6 +1182,7 @@ impl Plan {
                 OnReset::Reset => compiled::OnReset::Reset,
             },
             kvmclock: vm.kvmclock,
+            virtio_console: vm.virtio_console,
             essential: vm.essential,
             template: vm.template,
             disks: vm.disks.iter().copied().collect(),

@@ -157,6 +157,9 @@ pub struct Vm {
     pub cmdline: Option<Spanned<String>>,
     /// What the first serial port is connected to.
     pub console: Option<Spanned<Console>>,
+    /// The guest also has the console as a virtio device (`hvc0` in Linux).
+    #[serde(default)]
+    pub virtio_console: bool,
     /// A program of the build that serves as its VMM instead of Parador's own.
     pub vmm: Option<Spanned<String>>,
     /// 0 to 63.

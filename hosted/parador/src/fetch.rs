@@ -21,7 +21,7 @@ const BUSYBOX_PACKAGE: &str = "busybox-static";
 const INSTALLED_BUSYBOX: &str = "/bin/busybox";
 /// Drivers of what a guest may have, in the order in which they are loaded: to report a panic, then for virtio, last
 /// for the power button. The kernel has them as modules.
-const MODULES: [&str; 14] = [
+const MODULES: [&str; 15] = [
     "pvpanic.ko",
     "pvpanic-mmio.ko",
     "virtio_ring.ko",
@@ -30,6 +30,7 @@ const MODULES: [&str; 14] = [
     "virtio_pci_modern_dev.ko",
     "virtio_pci.ko",
     "virtio-rng.ko",
+    "virtio_console.ko",
     "virtio_blk.ko",
     "failover.ko",
     "net_failover.ko",
@@ -38,7 +39,7 @@ const MODULES: [&str; 14] = [
     "evdev.ko",
 ];
 /// Changes when other files of packages are kept than before.
-const KEPT: u32 = 3;
+const KEPT: u32 = 4;
 
 /// Something from a package.
 pub struct Fetched {

@@ -82,6 +82,7 @@ mod tests {
             restart: Restart::Never,
             on_reset: OnReset::Exit,
             kvmclock: true,
+            virtio_console: false,
             essential: true,
             template,
             disks: heapless::Vec::new(),

@@ -377,12 +377,13 @@ impl<'a> Manager<'a> {
             return Err(StartError::Cpu(cpu));
         }
         let channels = self.channels.count(self.system, vm);
-        let devices = match vm.disks.len() + vm.nets.len() + channels {
+        let consoles = usize::from(vm.virtio_console);
+        let devices = match vm.disks.len() + vm.nets.len() + channels + consoles {
             0 => 0,
             // The VMM has room for these numbers, and an entropy source.
             few @ 1..=2 => few + 1,
             3..=4 => 5,
-            _ => MAX_VM_DISKS + MAX_VM_NETS + MAX_VM_CHANNELS + 1,
+            _ => MAX_VM_DISKS + MAX_VM_NETS + MAX_VM_CHANNELS + 2,
         } as u64;
         let making = if devices == 0 { 0 } else { MAKING_STACK };
         let shape = Shape {
@@ -416,6 +417,7 @@ impl<'a> Manager<'a> {
                 console: vm.console.is_some(),
                 on_reset: vm.on_reset,
                 kvmclock: vm.kvmclock,
+                virtio_console: vm.virtio_console,
                 xcr0_mask: machine.xcr0_mask,
                 attachments,
                 channels,

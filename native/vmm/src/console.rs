@@ -1,9 +1,10 @@
-//! The guest's serial line: a session of a console server, with buffers that save calls.
+//! The guest's serial line, and the virtio console beside it: one session of a console server for both, with buffers that save
+//! calls. Input goes to the line to which the guest has written last.
 //!
 //! A server that does not answer has ended. Output waits, as if the server had no room, until root signals
 //! [`event::CONSOLE`]: then either another server is there, or none will come and output is discarded from now on.
 
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use abi::{FOREVER, rights};
 use native_rt::{Gate, Message, Notification, Page, time, warn};
@@ -58,12 +59,26 @@ impl Buffer {
     }
 }
 
-/// The serial line's outside, for all threads of the VMM. Without a server, output is discarded and nothing is typed.
+/// A way from the guest to its console.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Line {
+    /// The first serial port.
+    Serial,
+    /// The virtio device.
+    Virtio,
+}
+
+/// The console of this program's machine.
+pub static CONSOLE: Console = Console::closed();
+
+/// The outside of both lines, for all threads of the VMM. Without a server, output is discarded and nothing is typed.
 pub struct Console {
     /// TSC value at which the output has waited long enough.
     flush_at: AtomicU64,
-    ticks: u64,
-    last_ticks: u64,
+    ticks: AtomicU64,
+    last_ticks: AtomicU64,
+    /// The guest has written to the virtio device last.
+    virtio: AtomicBool,
     session: SpinMutex<Session, Yielding>,
 }
 
@@ -81,23 +96,32 @@ struct Session {
 }
 
 impl Console {
-    /// Opens the session, if the VMM has been given one.
-    pub fn open(present: bool, clock: &Clock) -> Self {
-        let mut session = Session {
-            gate: present.then(|| Gate::at(slot::DEVICE)),
-            lost: false,
-            output: Buffer::EMPTY,
-            input: Buffer::EMPTY,
-            blocked: false,
-            may_read: true,
-        };
-        session.open();
+    /// No server yet.
+    const fn closed() -> Self {
         Self {
             flush_at: AtomicU64::new(FOREVER),
-            ticks: time::ticks(clock.tsc_khz, PATIENCE),
-            last_ticks: time::ticks(clock.tsc_khz, LAST_PATIENCE),
-            session: SpinMutex::new(session),
+            ticks: AtomicU64::new(0),
+            last_ticks: AtomicU64::new(0),
+            virtio: AtomicBool::new(false),
+            session: SpinMutex::new(Session {
+                gate: None,
+                lost: false,
+                output: Buffer::EMPTY,
+                input: Buffer::EMPTY,
+                blocked: false,
+                may_read: true,
+            }),
         }
+    }
+
+    /// Opens the session, if the VMM has been given one.
+    pub fn open(&self, present: bool, clock: &Clock) {
+        let ticks = |nanos| time::ticks(clock.tsc_khz, nanos);
+        self.ticks.store(ticks(PATIENCE), Ordering::Relaxed);
+        self.last_ticks.store(ticks(LAST_PATIENCE), Ordering::Relaxed);
+        let mut session = self.session.lock();
+        session.gate = present.then(|| Gate::at(slot::DEVICE));
+        session.open();
     }
 
     /// TSC value at which [`Console::flush`] is due.
@@ -107,7 +131,8 @@ impl Console {
     }
 
     /// Takes a byte of output, unless the server has had no room for long.
-    pub fn put(&self, byte: u8) -> bool {
+    pub fn put(&self, line: Line, byte: u8) -> bool {
+        self.virtio.store(line == Line::Virtio, Ordering::Relaxed);
         let session = &mut *self.session.lock();
         if session.gate.is_none() {
             return true;
@@ -118,7 +143,8 @@ impl Console {
             if byte == b'\n' || length >= FULL {
                 self.send(session);
             } else if length == 1 {
-                self.flush_at.store(time::tsc().saturating_add(self.ticks), Ordering::Relaxed);
+                let ticks = self.ticks.load(Ordering::Relaxed);
+                self.flush_at.store(time::tsc().saturating_add(ticks), Ordering::Relaxed);
             }
         }
         taken || session.output.put(byte)
@@ -147,14 +173,15 @@ impl Console {
         self.send(session);
     }
 
-    /// Takes a byte of input.
-    pub fn take(&self) -> Option<u8> {
-        self.session.lock().take()
+    /// Takes a byte of input, if it is for this line.
+    pub fn take(&self, line: Line) -> Option<u8> {
+        let is_meant = self.virtio.load(Ordering::Relaxed) == (line == Line::Virtio);
+        is_meant.then(|| self.session.lock().take()).flatten()
     }
 
     /// Sends the last output, waiting for room if need be.
     pub fn finish(&self, notification: Notification) {
-        let deadline = time::tsc().saturating_add(self.last_ticks);
+        let deadline = time::tsc().saturating_add(self.last_ticks.load(Ordering::Relaxed));
         self.flush();
         while self.session.lock().has_output()
             && let Ok(events) = notification.wait(deadline)

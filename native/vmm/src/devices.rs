@@ -1,12 +1,13 @@
 //! Virtio devices of the guest, and their sessions with servers.
 //!
 //! A machine with attachments has a PCI bus with a device for each of them, in their order, and an entropy source
-//! behind them. Data is copied once between guest memory and the session's; requests that are under way when a
+//! behind them; then come its channels and, if it has one, the console. Data is copied once between guest memory and the session's; requests that are under way when a
 //! server is restarted are sent again by the session. Everything here is used under the machine's lock.
 
 use core::fmt;
 
 use crate::channel::Peer;
+use crate::console::{CONSOLE, Line};
 use heapless::Vec;
 use native_rt::device::{Shared, channels, sessions};
 use native_rt::{Notification, Window, random, time};
@@ -25,7 +26,7 @@ use vmm_machine::{Model, Outside, Slots};
 /// Most attachments of a machine.
 const MAX_ATTACHMENTS: usize = MAX_VM_DISKS + MAX_VM_NETS;
 /// Most devices of a machine.
-pub const MAX_DEVICES: usize = MAX_ATTACHMENTS + 1 + MAX_VM_CHANNELS;
+pub const MAX_DEVICES: usize = MAX_ATTACHMENTS + 1 + MAX_VM_CHANNELS + 1;
 /// Time in which servers have to answer when the machine starts, in ns.
 const PATIENCE: u64 = 10_000_000_000;
 /// Most bytes of one request to a disk: several of them are to fit a session.
@@ -79,6 +80,8 @@ pub enum Link {
     Entropy,
     /// Another machine.
     Channel(Peer),
+    /// The console, which the serial line has too.
+    Console,
 }
 
 impl Outside for Link {
@@ -103,6 +106,14 @@ impl Outside for Link {
         }
     }
 
+    fn put(&mut self, byte: u8) -> bool {
+        CONSOLE.put(Line::Virtio, byte)
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        CONSOLE.take(Line::Virtio)
+    }
+
     fn entropy(&mut self, to: &mut [u8]) -> bool {
         random::fill(to)
     }
@@ -115,8 +126,8 @@ impl Link {
             Self::Disk(disk) => disk.look().map(Model::Block),
             Self::Net(port) => port.look().map(Model::Net),
             Self::Entropy => Some(Model::Entropy),
-            // It is not asked: nobody need answer.
-            Self::Channel(_) => None,
+            // They are not asked: nobody need answer.
+            Self::Channel(_) | Self::Console => None,
         }
     }
 }
@@ -179,9 +190,22 @@ pub fn open_channels<const N: usize>(
     Ok(())
 }
 
+/// Fills a further slot with the console, if the guest is to have it as a device.
+// Not inlined, for the same reason.
+#[inline(never)]
+pub fn open_console<const N: usize>(
+    devices: &mut Slots<Link, N>,
+    plan: &Vmm,
+) -> Result<(), Problem> {
+    if plan.virtio_console {
+        devices.add(Model::Console, Link::Console).map_err(|_| Problem::TooMany)?;
+    }
+    Ok(())
+}
+
 /// Number of devices of a machine; 0: it has no PCI bus.
 pub fn count(plan: &Vmm) -> usize {
-    match plan.attachments.len() + plan.channels.len() {
+    match plan.attachments.len() + plan.channels.len() + usize::from(plan.virtio_console) {
         0 => 0,
         others => others + 1,
     }
@@ -192,12 +216,19 @@ pub fn count(plan: &Vmm) -> usize {
 pub struct Listeners {
     attachments: usize,
     channels: usize,
+    console: bool,
 }
 
 impl Listeners {
     /// The devices of a machine.
     pub fn new(plan: &Vmm) -> Self {
-        Self { attachments: plan.attachments.len(), channels: plan.channels.len() }
+        let (attachments, channels) = (plan.attachments.len(), plan.channels.len());
+        Self { attachments, channels, console: plan.virtio_console }
+    }
+
+    /// Slot of the console, if the guest has it as a device.
+    pub fn console(self) -> Option<usize> {
+        self.console.then_some(self.attachments + 1 + self.channels)
     }
 
     /// Slots of the devices whose servers have something to say, and of the channels whose peers ring.

@@ -6,7 +6,7 @@ use native_rt::{Notification, log, time};
 use proto::start::event;
 use vmm_machine::{Host, Level};
 
-use crate::console::Console;
+use crate::console::{Console, Line};
 use crate::devices::Listeners;
 
 /// The outside of the machine as one thread reaches it: clock, console, log, other threads.
@@ -28,11 +28,11 @@ impl Host for NativeHost<'_> {
     }
 
     fn put(&mut self, byte: u8) -> bool {
-        self.console.put(byte)
+        self.console.put(Line::Serial, byte)
     }
 
     fn take(&mut self) -> Option<u8> {
-        self.console.take()
+        self.console.take(Line::Serial)
     }
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {

@@ -37,7 +37,7 @@ use vmm_machine::{Functions, Outcome, Pause, Pc, PcConfig, Slots};
 use vmm_mem::GuestMemory;
 
 use crate::backend::NativeVcpu;
-use crate::console::Console;
+use crate::console::{CONSOLE, Console};
 use crate::control::{CONTROL, ORDERS, Share};
 use crate::devices::{Listeners, MAX_DEVICES};
 use crate::host::NativeHost;
@@ -89,7 +89,8 @@ fn main(start: &Start<'static>) -> u64 {
 fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
     let mut devices = Slots::<_, N>::new();
     let opened = devices::open(&mut devices, start, plan);
-    match opened.and_then(|()| devices::open_channels(&mut devices, start, plan)) {
+    let opened = opened.and_then(|()| devices::open_channels(&mut devices, start, plan));
+    match opened.and_then(|()| devices::open_console(&mut devices, plan)) {
         Ok(()) => serve(start, plan, Some(&mut devices)),
         Err(problem) => {
             error!("the devices cannot be connected: {problem}");
@@ -110,8 +111,9 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
         error!("guest memory is not {} bytes", plan.memory);
         return code::BAD_CONFIG;
     };
-    let console = Console::open(plan.console, &start.clock);
-    let mut guest = match Guest::new(start, plan, &console) {
+    let console = &CONSOLE;
+    console.open(plan.console, &start.clock);
+    let mut guest = match Guest::new(start, plan, console) {
         Ok(made) => made,
         Err(status) => {
             error!("the kernel makes no guest: {status:?}");
@@ -133,7 +135,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
             plan,
             &memory,
             &mut guest,
-            &console,
+            console,
             &statistics,
             devices.as_deref_mut(),
         ) {
@@ -327,6 +329,9 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
         }
         if events & event::CONSOLE != 0 {
             host.console.wake();
+            if let Some(slot) = host.listeners.console() {
+                pc.function_input(slot, Some(cpu), host);
+            }
             pc.input(Some(cpu), host);
         }
         for slot in host.listeners.called(events) {

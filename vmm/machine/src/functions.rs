@@ -16,7 +16,7 @@ use vmm_dev::virtio::pci::{Pci, spec};
 use crate::layout;
 
 /// Most functions of a board, without the host bridge.
-pub const MAX_FUNCTIONS: usize = 13;
+pub const MAX_FUNCTIONS: usize = 14;
 
 /// The functions of a board.
 pub trait Functions {

@@ -17,7 +17,7 @@ fn content<'a>(bundle: &'a [u8], name: &str) -> &'a [u8] {
 
 #[test]
 fn a_whole_image() {
-    let second = "initrd = \"kernel\"\ncmdline = \"quiet\"\nrestart = \"on-crash\"\non_reset = \"reset\"\nkvmclock = false\n\
+    let second = "initrd = \"kernel\"\ncmdline = \"quiet\"\nrestart = \"on-crash\"\non_reset = \"reset\"\nkvmclock = false\nvirtio_console = true\n\
         [[vm]]\nname = \"b\"\nmemory = \"1G\"\nkernel = \"kernel\"\ncpus = { pin = [2] }\nessential = false\n\
         [[task]]\nname = \"t\"\nbinary = \"check-hostile\"\nargs = [\"1\", \"two\"]\ncpu = 3\npriority = 63\n";
     let folder = Folder::new(&format!("{ONE_VM}{second}"));
@@ -40,6 +40,7 @@ fn a_whole_image() {
     assert_eq!((linux.console, linux.command_line), (Some(0), "quiet"));
     assert_eq!((linux.restart, linux.on_reset), (Restart::OnCrash, OnReset::Reset));
     assert!(!linux.kvmclock && b.kvmclock);
+    assert!(linux.virtio_console && !b.virtio_console);
     assert_eq!((&b.pins[..], b.essential, b.console), (&[2][..], false, None));
     assert_eq!(b.command_line, "console=ttyS0");
     // One file, used three times, is in the bundle once.
