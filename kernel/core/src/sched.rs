@@ -384,21 +384,21 @@ impl<A: Arch> Kernel<A> {
         self.unready(handle);
     }
 
-    /// Charges the running context for the time since the last charge.
-    fn charge(&self, cpu: usize) {
+    /// Charges the running context, which it gives, for the time since the last charge.
+    #[inline(always)]
+    fn charge(&self, cpu: usize) -> Option<&SchedContext<A>> {
         let cpu = &self.cpus[cpu];
         let now = A::now();
         let elapsed = now.saturating_sub(cpu.charged.replace(now));
-        if let Some(sched) = cpu.sched.get().and_then(|sched| self.memory.get(sched)) {
-            sched.left.set(sched.left.get().saturating_sub(elapsed));
-            sched.used.set(sched.used.get().wrapping_add(elapsed));
-        }
+        let sched = self.memory.get(cpu.sched.get()?)?;
+        sched.left.set(sched.left.get().saturating_sub(elapsed));
+        sched.used.set(sched.used.get().wrapping_add(elapsed));
+        Some(sched)
     }
 
     /// The running context gives up the rest of its slice.
     pub fn yield_now(&self, cpu: usize) {
-        self.charge(cpu);
-        if let Some(sched) = self.cpus[cpu].sched.get().and_then(|sched| self.memory.get(sched)) {
+        if let Some(sched) = self.charge(cpu) {
             sched.left.set(0);
         }
         self.cpus[cpu].resched.set(true);
@@ -408,12 +408,9 @@ impl<A: Arch> Kernel<A> {
     pub fn schedule(&self, number: usize) {
         let cpu = &self.cpus[number];
         cpu.resched.set(false);
-        self.charge(number);
         self.counters.switches.set(self.counters.switches.get() + 1);
         let mut willing = None;
-        if let Some(handle) = cpu.sched.take()
-            && let Some(sched) = self.memory.get(handle)
-        {
+        if let (Some(sched), Some(handle)) = (self.charge(number), cpu.sched.take()) {
             sched.state.set(SchedState::Idle);
             sched.holder.set(cpu.current.get());
             willing = cpu.current.get().filter(|&holder| {

@@ -809,6 +809,7 @@ impl<A: Arch> Kernel<A> {
 
     /// The thread, whose guest halts, sleeps in `VcpuRun` until the notification of its vCPU has events or the deadline
     /// has passed. `false`: there are events, or somebody sleeps there already.
+    #[inline(always)]
     pub fn halt(
         &self,
         handle: Handle<Thread<A>>,
@@ -823,6 +824,7 @@ impl<A: Arch> Kernel<A> {
         can
     }
 
+    #[inline(always)]
     fn sleep(
         &self,
         handle: Handle<Thread<A>>,

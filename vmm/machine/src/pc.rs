@@ -411,6 +411,10 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         let chip = ChipEnv { wires, host: &mut *self.host, chip: FUNCTIONS + slot };
         let (function, outside) = pci.functions.get(slot)?;
         let result = call(function, &mut FunctionEnv { chip, outside });
+        // Most often nothing else.
+        while let Some(message) = self.machine.wires.take_message() {
+            self.deliver(message, None);
+        }
         if self.machine.wires.busy() {
             self.carry_on();
         }

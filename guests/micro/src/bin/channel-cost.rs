@@ -104,6 +104,11 @@ impl Pair {
         begin
     }
 
+    /// Takes all messages that there are.
+    fn drain(&mut self) {
+        while let Ok(Some(_)) = self.receiver.receive() {}
+    }
+
     /// Sleeps until there is a message: its words.
     fn receive(&mut self) -> [u64; 3] {
         loop {
@@ -231,24 +236,32 @@ fn wait_for_turn() {
 fn halt(pair: &mut Pair, way: Way, side: usize) {
     let [stamp, _, seen] = words(pair.channel.free_area(), way, side) else { return };
     while seen.load(SeqCst) < ALL_SWITCHES {
-        apic::start_timer(TIMER_ONE_SHOT, TIMER, PAUSE);
+        // The other one answers a message.
+        if way == Way::Plain {
+            apic::start_timer(TIMER_ONE_SHOT, TIMER, PAUSE);
+        }
         stamp.store(cpu::tsc(), SeqCst);
         if way == Way::Message {
             pair.send([0; 2]);
         }
         cpu::enable_and_halt();
         cpu::disable_interrupts();
+        pair.drain();
     }
 }
 
 /// Finds how long after the other one, `side`, has halted this one goes on. `ahead`: what this one's counter is ahead.
 fn watch(pair: &mut Pair, way: Way, side: usize, ahead: u64) {
     let [stamp, ticks, seen] = words(pair.channel.free_area(), way, side) else { return };
-    let (mut sum, mut count, mut last) = (0u64, 0, stamp.load(SeqCst));
+    let (mut sum, mut count, mut last) = (0u64, 0, 0);
+    if way == Way::Message {
+        // The first one may have been taken before.
+        pair.send([0; 2]);
+    }
     while count < ALL_SWITCHES {
         let began = match way {
             Way::Plain => after_gap(),
-            Way::Message => handled(&mut pair.receiver),
+            Way::Message => handled(pair),
         };
         let stamp = stamp.load(SeqCst);
         // An interrupt of the host's makes a gap too.
@@ -261,9 +274,12 @@ fn watch(pair: &mut Pair, way: Way, side: usize, ahead: u64) {
         }
         sum = sum.wrapping_add(began.wrapping_sub(stamp.wrapping_add(ahead)));
         count += 1;
+        ticks.store(sum, SeqCst);
+        seen.store(count, SeqCst);
+        if way == Way::Message {
+            pair.send([0; 2]);
+        }
     }
-    ticks.store(sum, SeqCst);
-    seen.store(count, SeqCst);
 }
 
 /// Waits until this machine has not had the CPU for some time, and then has it.
@@ -279,14 +295,14 @@ fn after_gap() -> u64 {
 }
 
 /// Waits, ready to run, for the next message: when its handler began.
-fn handled(receiver: &mut Receiver<'static>) -> u64 {
+fn handled(pair: &mut Pair) -> u64 {
     let before = RUNG.load(SeqCst);
     cpu::enable_interrupts();
     while RUNG.load(SeqCst) == before {
         core::hint::spin_loop();
     }
     cpu::disable_interrupts();
-    while let Ok(Some(_)) = receiver.receive() {}
+    pair.drain();
     RUNG.load(SeqCst)
 }
 
