@@ -174,6 +174,8 @@ pub struct Memory {
     generation: Cell<u64>,
     retired: Cell<u32>,
     retired_raw: Cell<u32>,
+    /// Either list has something.
+    has_retired: Cell<bool>,
     ended: Cell<u64>,
     root: Factory,
 }
@@ -190,6 +192,7 @@ impl Memory {
             generation: Cell::new(1),
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
+            has_retired: Cell::new(false),
             ended: Cell::new(0),
             root: Factory::new(0, u64::MAX, None),
         }
@@ -232,6 +235,7 @@ impl Memory {
             generation: Cell::new(1),
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
+            has_retired: Cell::new(false),
             ended: Cell::new(0),
             root: Factory::new(free, u64::MAX, None),
         })
@@ -337,6 +341,7 @@ impl Memory {
             assert!(self.class(frame).get() == CLASS_RAW);
             self.class(frame).set(CLASS_RAW_RETIRED);
             info.next.set(self.retired_raw.replace(frame));
+            self.has_retired.set(true);
         }
     }
 
@@ -488,6 +493,7 @@ impl Memory {
         let slot = self.slot::<T>(index);
         slot.name.set(0);
         slot.link.set(self.retired.replace(index));
+        self.has_retired.set(true);
         self.ended.set(self.ended.get() + 1);
     }
 
@@ -534,6 +540,7 @@ impl Memory {
 
     /// Makes retired memory usable again.
     pub fn reclaim(&mut self) {
+        self.has_retired.set(false);
         while self.retired_raw.get() != NONE {
             let frame = self.retired_raw.get();
             self.retired_raw.set(self.info(frame).next.get());
@@ -580,7 +587,7 @@ impl Memory {
 
     /// Whether anything waits for [`Memory::reclaim`].
     pub fn has_retired(&self) -> bool {
-        self.retired.get() != NONE || self.retired_raw.get() != NONE
+        self.has_retired.get()
     }
 }
 

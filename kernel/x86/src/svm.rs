@@ -111,6 +111,7 @@ pub fn init_cpu(number: usize, memory: &Memory, pages: Frame) {
         return;
     }
     let physical = memory.physical(pages);
+    local(number).guest.bit.set(1 << number);
     local(number).guest.host_state.set(physical + core::mem::offset_of!(HostPages, state) as u64);
     // SAFETY: SVM is there (`is_ready`); the host save area is a frame that nobody else uses.
     unsafe {
@@ -133,6 +134,8 @@ pub fn is_ready() -> bool {
 
 /// A CPU's part.
 pub struct Local {
+    /// The bit of the CPU in masks.
+    bit: Cell<u64>,
     /// Physical address of the page that VMSAVE keeps host state in.
     host_state: Cell<u64>,
     /// vCPU whose FPU, debug and auxiliary registers are in the CPU.
@@ -146,6 +149,7 @@ impl Local {
     /// Before the first guest.
     pub const fn new() -> Self {
         Self {
+            bit: Cell::new(0),
             host_state: Cell::new(0),
             owner: Cell::new(None),
             next_asid: Cell::new(1),
@@ -858,7 +862,7 @@ pub fn run(
             return (kernel, None);
         }
         let active = &seat.vm().space.active;
-        active.set(active.get() | 1 << number);
+        active.set(active.get() | local.guest.bit.get());
         arm(local, kernel.cpus[number].deadline().min(seat.vcpu.arch.state().deadline));
         let (frames, kept, ended) = (&raw const seat.vcpu.arch, seat.keep(), kernel.memory.ended());
         unlock(kernel);
@@ -877,7 +881,7 @@ pub fn run(
             }
         };
         let active = &seat.vm().space.active;
-        active.set(active.get() & !(1 << number));
+        active.set(active.get() & !local.guest.bit.get());
         let frames = &seat.vcpu.arch;
         let untaken = if frames.offered.get() != 0 { frames.take_back() } else { 0 };
         let (state, control) = (frames.state(), &mut frames.vmcb().control);
