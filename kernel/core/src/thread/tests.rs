@@ -426,6 +426,51 @@ fn a_vcpu_is_told_that_its_thread_had_to_wait() {
 }
 
 #[test]
+fn a_thread_sleeps_while_its_guest_is_halted() {
+    let mut world = start();
+    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
+    world.give(ObjectRef::Vm(vm));
+    let (events, selector) = world.notification();
+    let (factory, task) = (Some(world.factory), world.task);
+    let vcpu = world.kernel.new_vcpu(factory, task, vm, 0x5000, events).unwrap();
+    let slot = world.give(ObjectRef::Vcpu(vcpu));
+    let (runner, other) = (world.thread(0), world.thread(0));
+    let halt = |world: &mut World, deadline| {
+        world.choose(runner);
+        let notification = (events, world.kernel.memory.at(events));
+        let halts = world.kernel.halt(runner, world.at(runner), notification, deadline);
+        world.finish();
+        halts
+    };
+    world.call(runner, Op::VcpuRun, &[slot]);
+    assert!(halt(&mut world, FOREVER));
+    assert_eq!(world.state(runner), ThreadState::Sleeping);
+    check(&world.kernel);
+    // It goes on in its call, where it finds the events by itself.
+    world.call(other, Op::NotificationSignal, &[selector, 0b10]);
+    assert_eq!(world.state(runner), ThreadState::Ready);
+    assert!(world.at(runner).vcpu.get() == Some(vcpu));
+    assert!(!halt(&mut world, FOREVER), "there are events");
+    assert_eq!(world.kernel.memory.at(events).bits.take(), 0b10);
+    // Or after the deadline.
+    assert!(halt(&mut world, 500));
+    set_time(500);
+    world.kernel.timer(0);
+    world.finish();
+    assert_eq!(world.state(runner), ThreadState::Ready);
+    assert!(world.at(runner).vcpu.get() == Some(vcpu));
+    // Its virtual CPU ends meanwhile.
+    assert!(halt(&mut world, FOREVER));
+    world.drop_slot(slot);
+    assert_eq!(world.state(runner), ThreadState::Ready);
+    assert_eq!(outcome(&world, runner), Some(Status::Aborted));
+    // What its last call found is not there any more.
+    world.call(runner, Op::VcpuRun, &[slot]);
+    assert_eq!(outcome(&world, runner), Some(Status::BadCapability));
+    world.end();
+}
+
+#[test]
 fn a_vcpu_s_notification_reaches_its_cpu() {
     let mut world = start();
     let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
