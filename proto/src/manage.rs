@@ -147,7 +147,7 @@ impl Report {
 /// Figures of a listed thing. Times are in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Figures {
-    /// Since it was started.
+    /// From its start to the moment that the others are of; 0: it has told nothing yet.
     pub lived: u64,
     /// CPU time.
     pub run: u64,

@@ -240,9 +240,8 @@ impl Manager<'_> {
         child.signal(event::REPORT);
         let report = child.report().unwrap_or_default();
         let nanos = |ticks| time::nanos(self.clock.tsc_khz, ticks);
-        // The report is of one moment: its own time counts.
-        let until = if report.written == 0 { time::tsc() } else { report.written };
-        let lived = until.saturating_sub(child.made);
+        // The report is of one moment: its own time counts. Without one, that is the start.
+        let lived = report.written.saturating_sub(child.made);
         let vcpus =
             self.instances.get(number.saturating_sub(FIRST_VM)).map_or(1, |vm| vm.plan.vcpus);
         let all = (lived - report.paused.min(lived)).saturating_mul(vcpus.into());
@@ -250,7 +249,7 @@ impl Manager<'_> {
         Ok(answer(&Figures {
             lived: nanos(lived),
             run: nanos(report.used),
-            steal: nanos(if report.written == 0 { 0 } else { steal }),
+            steal: nanos(steal),
             halt: nanos(report.halted),
             paused: nanos(report.paused),
             bytes: child.bytes,

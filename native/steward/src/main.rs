@@ -29,6 +29,8 @@ use crate::screen::Screen;
 const SECOND: u64 = 1_000_000_000;
 /// Time that a VMM has for a report, in ns.
 const REPORT_TIME: u64 = 20_000_000;
+/// How often that is waited at most.
+const REPORT_TURNS: u32 = 10;
 /// Seconds that guests have to shut down.
 const PATIENCE: u32 = 20;
 
@@ -262,8 +264,18 @@ impl Steward {
             // Orders a report. One that has ended has no figures below.
             let _ = self.root.figures(*number);
         }
-        self.sleep(REPORT_TIME)
-            .then(|| of.iter().map(|(number, _)| self.root.figures(*number).ok()).collect())
+        let mut figures = heapless::Vec::new();
+        for _ in 0..REPORT_TURNS {
+            if !self.sleep(REPORT_TIME) {
+                return None;
+            }
+            figures = of.iter().map(|(number, _)| self.root.figures(*number).ok()).collect();
+            // On a busy machine the first report takes longer.
+            if figures.iter().flatten().all(|figures: &Figures| figures.lived != 0) {
+                break;
+            }
+        }
+        Some(figures)
     }
 
     fn top(&mut self, rounds: &str) -> Result<(), Refusal> {
