@@ -46,6 +46,16 @@ pub fn all() -> impl Iterator<Item = Channel> {
     })
 }
 
+/// The first channel, turned on as [`Channel::enable`] does; there has to be one.
+pub fn first(vector: u8) -> Option<Channel> {
+    let mut found = all().next();
+    check!(found.is_some(), "there is no channel");
+    if let Some(channel) = &mut found {
+        channel.enable(vector);
+    }
+    found
+}
+
 impl Channel {
     /// Turns the function on: doorbells come as interrupt `vector`, events as the next one, both on the first processor.
     pub fn enable(&mut self, vector: u8) {

@@ -469,8 +469,8 @@ impl<A: Arch> Kernel<A> {
         let next = timeout.unwrap_or(u64::MAX).min(refill.unwrap_or(u64::MAX));
         cpu.next_event.set(next);
         // Its timer is set for what was next before, or not at all.
-        if next < before && number != A::this_cpu() {
-            A::kick(number);
+        if next < before {
+            self.interrupt_if_other(number);
         }
     }
 

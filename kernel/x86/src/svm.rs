@@ -838,8 +838,8 @@ fn find(memory: &Memory, vcpu: &Vcpu<X86>) -> Option<()> {
     Some(())
 }
 
-/// Enters the vCPU `name` that the CPU's current thread, `thread_name`, is in `VcpuRun` on. Unless there is something for its VMM the
-/// thread stays in `VcpuRun`: it enters again when it is chosen again.
+/// Enters the vCPU `name` that the CPU's current thread, `thread_name`, is in `VcpuRun` on. Unless there is something for
+/// its VMM the thread stays in `VcpuRun`: it enters again when it is chosen again.
 #[inline(always)]
 pub fn run(
     mut kernel: Guard,

@@ -1,8 +1,9 @@
 //! Virtio devices of the guest, and their sessions with servers.
 //!
 //! A machine with attachments has a PCI bus with a device for each of them, in their order, and an entropy source
-//! behind them; then come its channels and, if it has one, the console. Data is copied once between guest memory and the session's; requests that are under way when a
-//! server is restarted are sent again by the session. Everything here is used under the machine's lock.
+//! behind them; then come its channels and, if it has one, the console. Data is copied once between guest memory and the
+//! session's; requests that are under way when a server is restarted are sent again by the session. Everything here is
+//! used under the machine's lock.
 
 use core::fmt;
 

@@ -389,9 +389,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         let mut env = ChipEnv { wires, host: &mut *self.host, chip: CHIPS.len() + cpu };
         let result = call(&mut apics[cpu], &mut env);
         // The sender of a message has served itself already.
-        while let Some(message) = self.machine.wires.take_message() {
-            self.deliver(message, Some(cpu));
-        }
+        self.deliver_all(Some(cpu));
         if self.machine.apics[cpu].has_events() || self.machine.wires.busy() {
             self.carry_on();
         }
@@ -412,9 +410,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         let (function, outside) = pci.functions.get(slot)?;
         let result = call(function, &mut FunctionEnv { chip, outside });
         // Most often nothing else.
-        while let Some(message) = self.machine.wires.take_message() {
-            self.deliver(message, None);
-        }
+        self.deliver_all(None);
         if self.machine.wires.busy() {
             self.carry_on();
         }
@@ -583,6 +579,14 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
             if self.interrupt_waits(cpu) {
                 self.alert(cpu);
             }
+        }
+    }
+
+    /// Gives all messages to the local APICs that they are for, except the sender.
+    #[inline]
+    fn deliver_all(&mut self, sender: Option<usize>) {
+        while let Some(message) = self.machine.wires.take_message() {
+            self.deliver(message, sender);
         }
     }
 

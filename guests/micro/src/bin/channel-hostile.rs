@@ -8,7 +8,7 @@ use guests_micro::channel::{self, Channel};
 use guests_micro::pci::base_address;
 use guests_micro::random::Random;
 use guests_micro::trap::{FIRST_INTERRUPT, Frame};
-use guests_micro::{apic, boot, check, cpu, guest, println};
+use guests_micro::{apic, boot, cpu, guest, println};
 use hw_tables::pci::{BARS, register};
 use proto::channel::register::*;
 use proto::channel::{ENTRIES, MAX_PAYLOAD, Message, SHARES, hypercall};
@@ -33,11 +33,7 @@ fn trap(frame: &mut Frame) {
 
 fn main() {
     apic::enable();
-    let Some(mut channel) = channel::all().next() else {
-        check!(false, "there is no channel");
-        return;
-    };
-    channel.enable(VECTOR);
+    let Some(mut channel) = channel::first(VECTOR) else { return };
     cpu::enable_interrupts();
     let mut random = Random(cpu::tsc());
     for _ in 0..STEPS {

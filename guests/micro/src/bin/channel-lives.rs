@@ -38,11 +38,7 @@ fn trap(frame: &mut Frame) {
 
 fn main() {
     apic::enable();
-    let Some(mut channel) = channel::all().next() else {
-        check!(false, "there is no channel");
-        return;
-    };
-    channel.enable(VECTOR);
+    let Some(channel) = channel::first(VECTOR) else { return };
     let Some(ends) = Ends::new(channel) else {
         check!(false, "the memory is too short");
         return;

@@ -394,15 +394,38 @@ fn one_thread_sleeps_on_a_notification() {
     world.end();
 }
 
+/// A guest with a vCPU, and what that is bound to.
+struct Guest {
+    vm: Handle<Vm<Fake>>,
+    events: Handle<Notification<Fake>>,
+    /// Selector of `events`.
+    selector: u64,
+    vcpu: Handle<Vcpu<Fake>>,
+    /// Selector of `vcpu`.
+    slot: u64,
+}
+
+fn new_vcpu(
+    world: &World,
+    vm: Handle<Vm<Fake>>,
+    events: Handle<Notification<Fake>>,
+) -> Result<Handle<Vcpu<Fake>>, Status> {
+    world.kernel.new_vcpu(Some(world.factory), world.task, vm, 0x5000, events)
+}
+
+fn guest(world: &mut World) -> Guest {
+    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
+    world.give(ObjectRef::Vm(vm));
+    let (events, selector) = world.notification();
+    let vcpu = new_vcpu(world, vm, events).unwrap();
+    let slot = world.give(ObjectRef::Vcpu(vcpu));
+    Guest { vm, events, selector, vcpu, slot }
+}
+
 #[test]
 fn a_vcpu_is_told_that_its_thread_had_to_wait() {
     let mut world = start();
-    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
-    world.give(ObjectRef::Vm(vm));
-    let (events, _) = world.notification();
-    let (factory, task) = (Some(world.factory), world.task);
-    let vcpu = world.kernel.new_vcpu(factory, task, vm, 0x5000, events).unwrap();
-    let slot = world.give(ObjectRef::Vcpu(vcpu));
+    let Guest { slot, .. } = guest(&mut world);
     let preemptions = || machine(|machine| machine.preemptions.get());
     let runner = world.thread(0);
     world.call(runner, Op::VcpuRun, &[slot]);
@@ -428,12 +451,7 @@ fn a_vcpu_is_told_that_its_thread_had_to_wait() {
 #[test]
 fn a_thread_sleeps_while_its_guest_is_halted() {
     let mut world = start();
-    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
-    world.give(ObjectRef::Vm(vm));
-    let (events, selector) = world.notification();
-    let (factory, task) = (Some(world.factory), world.task);
-    let vcpu = world.kernel.new_vcpu(factory, task, vm, 0x5000, events).unwrap();
-    let slot = world.give(ObjectRef::Vcpu(vcpu));
+    let Guest { events, selector, vcpu, slot, .. } = guest(&mut world);
     let (runner, other) = (world.thread(0), world.thread(0));
     let halt = |world: &mut World, deadline| {
         world.choose(runner);
@@ -473,16 +491,8 @@ fn a_thread_sleeps_while_its_guest_is_halted() {
 #[test]
 fn a_vcpu_s_notification_reaches_its_cpu() {
     let mut world = start();
-    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
-    world.give(ObjectRef::Vm(vm));
-    let (events, selector) = world.notification();
-    let new = |world: &World| {
-        let (factory, task) = (Some(world.factory), world.task);
-        world.kernel.new_vcpu(factory, task, vm, 0x5000, events)
-    };
-    let vcpu = new(&world).unwrap();
-    assert!(new(&world).is_err(), "the notification has its vCPU");
-    let slot = world.give(ObjectRef::Vcpu(vcpu));
+    let Guest { vm, events, selector, vcpu, slot } = guest(&mut world);
+    assert!(new_vcpu(&world, vm, events).is_err(), "the notification has its vCPU");
     let (runner, other) = (world.thread(1), world.thread(0));
     world.call(runner, Op::VcpuRun, &[slot]);
     assert!(world.at(runner).vcpu.get() == Some(vcpu));
