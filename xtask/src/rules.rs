@@ -118,8 +118,8 @@ pub fn size() -> Result<()> {
         kernel.code, kernel.total
     );
     for directory in [
-        "abi", "hw", "proto", "native", "vmm", "guests", "hosted", "tests", "bench", "fuzz",
-        "xtask",
+        "abi", "hw", "proto", "native", "vmm", "wedge", "guests", "hosted", "tests", "bench",
+        "fuzz", "xtask",
     ] {
         print_lines(directory)?;
     }
