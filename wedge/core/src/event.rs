@@ -1,0 +1,333 @@
+//! Interrupts and exceptions: delivery through the guest's table, and the way back.
+
+use core::mem::offset_of;
+
+use hw_x86::paging::TaskState;
+use hw_x86::vmcb::event;
+use vmm_mem::GuestMemory;
+
+use crate::cpu::{CS, SS, VirtualCpu, is_canonical, rflags};
+use crate::segment::{self, code_of};
+use crate::{Event, Exit, Outcome, Trouble, protection, vector};
+
+/// Types of gates (APM vol. 2, section 4.8.4).
+const INTERRUPT_GATE: u8 = 0xe;
+const TRAP_GATE: u8 = 0xf;
+/// Error-code bits: the event was external; the code names an entry of the interrupt table.
+const EXTERNAL: u32 = 1;
+const IN_IDT: u32 = 2;
+
+/// How an event came about.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Source {
+    /// Interrupt or exception.
+    Hardware,
+    /// `INT n`, `INT3`: the gate must be open to the caller.
+    Software,
+}
+
+/// Exceptions that make a double fault of a second one (APM vol. 2, table 8-3).
+fn is_contributory(vector: u8) -> bool {
+    matches!(vector, 0 | 10..=13)
+}
+
+impl VirtualCpu {
+    /// Delivers an interrupt or exception: the guest goes on in its handler.
+    ///
+    /// # Errors
+    /// [`Exit::Shutdown`]: a fault while a double fault was delivered.
+    pub fn deliver(&mut self, memory: &GuestMemory, event: Event) -> Result<(), Exit> {
+        let mut current = event;
+        // The event, a fault of its delivery, the double fault.
+        for _ in 0..3 {
+            let code = (current.0 & event::ERROR_VALID != 0).then_some((current.0 >> 32) as u32);
+            let Err(trouble) = self.through_gate(memory, current.vector(), code, Source::Hardware)
+            else {
+                return Ok(());
+            };
+            let second = match trouble {
+                Trouble::Page(fault) => self.page_fault(fault),
+                Trouble::Event(event) => event,
+            };
+            let (first, next) = (current.vector(), second.vector());
+            if current.is_exception() && first == vector::DOUBLE_FAULT {
+                return Err(Exit::Shutdown);
+            }
+            let page = vector::PAGE_FAULT;
+            let double = current.is_exception()
+                && (is_contributory(first) && is_contributory(next)
+                    || first == page && (next == page || is_contributory(next)));
+            current = if double {
+                Event::exception_code(vector::DOUBLE_FAULT, 0)
+            } else if current.is_exception() {
+                second
+            } else {
+                external(second)
+            };
+        }
+        Err(Exit::Shutdown)
+    }
+
+    /// `INT n`: to be called with the instruction pointer at the instruction, which is `length` long.
+    pub(crate) fn software_interrupt(
+        &mut self,
+        memory: &GuestMemory,
+        number: u8,
+        length: u64,
+    ) -> Result<Outcome, Trouble> {
+        let rip = self.frame.rip;
+        self.frame.rip = rip.wrapping_add(length);
+        match self.through_gate(memory, number, None, Source::Software) {
+            Ok(()) => Ok(Outcome::Jump),
+            Err(trouble) => {
+                self.frame.rip = rip;
+                Err(trouble)
+            }
+        }
+    }
+
+    /// An `INT n` or `INT3` that the host's processor has reported; the instruction pointer is behind it, the instruction `length` long.
+    ///
+    /// # Errors
+    /// As [`VirtualCpu::deliver`].
+    pub fn deliver_software(
+        &mut self,
+        memory: &GuestMemory,
+        number: u8,
+        length: u64,
+    ) -> Result<(), Exit> {
+        self.frame.rip = self.frame.rip.wrapping_sub(length);
+        match self.software_interrupt(memory, number, length) {
+            Ok(_) => Ok(()),
+            Err(Trouble::Page(fault)) => {
+                let event = self.page_fault(fault);
+                self.deliver(memory, event)
+            }
+            Err(Trouble::Event(event)) => self.deliver(memory, event),
+        }
+    }
+
+    /// APM vol. 2, section 8.9: nothing is changed if it fails.
+    fn through_gate(
+        &mut self,
+        memory: &GuestMemory,
+        number: u8,
+        error_code: Option<u32>,
+        source: Source,
+    ) -> Result<(), Trouble> {
+        let named = u32::from(number) * 8 | IN_IDT;
+        let offset = u64::from(number) * 16;
+        if offset + 15 > u64::from(self.idtr.limit) {
+            return Err(protection(named).into());
+        }
+        let mut gate = [0; 16];
+        self.read(memory, self.idtr.base.wrapping_add(offset), &mut gate)?;
+        let word = |at: usize| u16::from_le_bytes([gate[at], gate[at + 1]]);
+        let attributes = gate[5];
+        let kind = attributes & 0x1f;
+        if !matches!(kind, INTERRUPT_GATE | TRAP_GATE) {
+            return Err(protection(named).into());
+        }
+        if source == Source::Software && (attributes >> 5 & 3) < self.cpl {
+            return Err(protection(named).into());
+        }
+        if attributes & 0x80 == 0 {
+            return Err(Event::exception_code(vector::NOT_PRESENT, named).into());
+        }
+        let high = u32::from_le_bytes([gate[8], gate[9], gate[10], gate[11]]);
+        let target = u64::from(word(0)) | u64::from(word(6)) << 16 | u64::from(high) << 32;
+        let selector = word(2);
+        let code = self.gate_code(memory, selector)?;
+        let inward = self.cpl != 0;
+        let stack = gate[4] & 7;
+        let top = if stack != 0 {
+            self.task_word(memory, offset_of!(TaskState, ist) as u64 + 8 * (u64::from(stack) - 1))?
+        } else if inward {
+            self.task_word(memory, offset_of!(TaskState, rsp) as u64)?
+        } else {
+            self.frame.gpr[4]
+        };
+        let mut words = [0_u64; 6];
+        let frame = [
+            self.frame.rip,
+            self.segments[CS].selector.into(),
+            self.rflags(),
+            self.frame.gpr[4],
+            self.segments[SS].selector.into(),
+        ];
+        let from = usize::from(error_code.is_none());
+        words[0] = error_code.unwrap_or(0).into();
+        words[1..].copy_from_slice(&frame);
+        let words = &words[from..];
+        let length = 8 * words.len() as u64;
+        let bottom = (top & !0xf).wrapping_sub(length);
+        if !is_canonical(bottom) {
+            return Err(Event::exception_code(vector::STACK, 0).into());
+        }
+        let mut bytes = [0; 48];
+        for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
+            chunk.copy_from_slice(&word.to_le_bytes());
+        }
+        self.write(memory, bottom, &bytes[..length as usize])?;
+        self.frame.gpr[4] = bottom;
+        self.frame.rip = target;
+        self.segments[CS] = code;
+        if inward {
+            // The null selector of the new level.
+            self.segments[SS] = segment::null();
+            self.cpl = 0;
+        }
+        self.frame.rflags &= !(rflags::TF | rflags::NT | rflags::RF | rflags::VM);
+        if kind == INTERRUPT_GATE {
+            self.interrupts = 0;
+        }
+        Ok(())
+    }
+
+    /// The code segment of a gate. Gates of kernels go to the segment that `SYSCALL` goes to, which needs no look into the table.
+    fn gate_code(
+        &self,
+        memory: &GuestMemory,
+        selector: u16,
+    ) -> Result<vmm_cpu::backend::Segment, Trouble> {
+        if selector & !3 == (self.star >> 32) as u16 & !3 && selector & !3 != 0 {
+            return Ok(segment::kernel_code(selector));
+        }
+        let refuse = protection(code_of(selector));
+        if selector & !3 == 0 {
+            return Err(protection(0).into());
+        }
+        let code = self.descriptor(memory, selector)?;
+        if !segment::is_64_bit(&code) || segment::level(&code) != 0 {
+            return Err(refuse.into());
+        }
+        if !segment::is_present(&code) {
+            return Err(Event::exception_code(vector::NOT_PRESENT, code_of(selector)).into());
+        }
+        Ok(segment::kernel_code(selector))
+    }
+
+    /// A word of the task-state segment.
+    fn task_word(&self, memory: &GuestMemory, offset: u64) -> Result<u64, Trouble> {
+        if offset + 7 > self.tr.limit.into() {
+            let code = code_of(self.tr.selector);
+            return Err(Event::exception_code(vector::INVALID_TSS, code).into());
+        }
+        Ok(self.read_value(memory, self.tr.base.wrapping_add(offset), 8)?)
+    }
+
+    /// `IRETQ` (APM vol. 3): five words whatever the level it goes to.
+    pub(crate) fn interrupt_return(&mut self, memory: &GuestMemory) -> Result<Outcome, Trouble> {
+        if self.frame.rflags & rflags::NT != 0 {
+            return Err(protection(0).into());
+        }
+        let mut bytes = [0; 40];
+        self.read(memory, self.frame.gpr[4], &mut bytes)?;
+        let mut words = [0; 5];
+        for (word, chunk) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+            *word = u64::from_le_bytes(*chunk);
+        }
+        let [rip, cs, flags, rsp, ss] = words;
+        let (code, level) = self.return_segment(memory, cs as u16)?;
+        if segment::is_64_bit(&code) && !is_canonical(rip) {
+            return Err(protection(0).into());
+        }
+        let outward = level > self.cpl;
+        let stack = if ss as u16 & !3 == 0 && level != 3 {
+            vmm_cpu::backend::Segment { selector: ss as u16, ..segment::null() }
+        } else if self.segments[SS].selector == ss as u16 && !outward {
+            self.segments[SS]
+        } else if ss as u16 == segment::user_stack(self.star) && level == 3 {
+            segment::flat_data(ss as u16)
+        } else {
+            self.return_stack(memory, ss as u16, level)?
+        };
+        self.frame.rip = rip;
+        self.frame.gpr[4] = rsp;
+        self.segments[CS] = code;
+        self.segments[SS] = stack;
+        // IOPL and IF may be changed at level 0 only.
+        let kept = if self.cpl == 0 { 0 } else { rflags::IOPL | rflags::IF };
+        let flags = flags & !kept | self.rflags() & kept;
+        self.set_rflags(flags & !rflags::VM);
+        if outward {
+            self.cpl = level;
+            self.drop_inner_segments();
+        }
+        Ok(Outcome::Jump)
+    }
+
+    /// `LRETQ`, without parameters to drop.
+    pub(crate) fn far_return(
+        &mut self,
+        memory: &GuestMemory,
+        size: usize,
+        drop: u64,
+    ) -> Result<Outcome, Trouble> {
+        let rsp = self.frame.gpr[4];
+        let step = size as u64;
+        let rip = self.read_value(memory, rsp, size)?;
+        let cs = self.read_value(memory, rsp.wrapping_add(step), size)? as u16;
+        let (code, level) = self.return_segment(memory, cs)?;
+        if segment::is_64_bit(&code) && !is_canonical(rip) {
+            return Err(protection(0).into());
+        }
+        let mut top = rsp.wrapping_add(2 * step).wrapping_add(drop);
+        if level > self.cpl {
+            let outer = self.read_value(memory, top, size)?;
+            let ss = self.read_value(memory, top.wrapping_add(step), size)? as u16;
+            let stack = self.return_stack(memory, ss, level)?;
+            top = outer.wrapping_add(drop);
+            self.segments[SS] = stack;
+            self.cpl = level;
+            self.drop_inner_segments();
+        }
+        self.segments[CS] = code;
+        self.frame.rip = rip;
+        self.frame.gpr[4] = top;
+        Ok(Outcome::Jump)
+    }
+
+    fn return_stack(
+        &self,
+        memory: &GuestMemory,
+        selector: u16,
+        level: u8,
+    ) -> Result<vmm_cpu::backend::Segment, Trouble> {
+        let refuse = protection(code_of(selector));
+        if selector & !3 == 0 {
+            return Err(protection(0).into());
+        }
+        let stack = self.descriptor(memory, selector)?;
+        let suits = segment::is_writable_data(&stack)
+            && segment::level(&stack) == level
+            && (selector & 3) as u8 == level;
+        if !suits {
+            return Err(refuse.into());
+        }
+        if !segment::is_present(&stack) {
+            return Err(Event::exception_code(vector::STACK, code_of(selector)).into());
+        }
+        Ok(stack)
+    }
+
+    /// On the way out, data segments of the inner level become null (APM vol. 2, section 8.9.3).
+    fn drop_inner_segments(&mut self) {
+        for (number, segment) in self.segments.iter_mut().enumerate() {
+            let data = number != CS && number != SS;
+            if data && segment::is_inner_data(segment, self.cpl) {
+                *segment = segment::null();
+            }
+        }
+    }
+}
+
+/// The fault of delivering something external: its error code says so.
+fn external(event: Event) -> Event {
+    let selective = (10..=13).contains(&event.vector());
+    if selective && event.0 & event::ERROR_VALID != 0 {
+        Event(event.0 | u64::from(EXTERNAL) << 32)
+    } else {
+        event
+    }
+}

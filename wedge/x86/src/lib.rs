@@ -1,0 +1,77 @@
+//! Entry into the wedge and back, and rewriting of sites.
+//!
+//! A rewritten site jumps to its [`Stub`], which hands the guest's registers to the wedge. There is no stack that could be used at every
+//! site (system-call entry has none), so registers go to fixed addresses: the [`Cell`] of the virtual CPU. All of it is below 2 GiB,
+//! where kernels in the lower half of the address space reach it with 32-bit displacements and instructions with absolute addresses.
+//!
+//! The wedge runs on a stack of its own as a coroutine: [`enter`] goes to the guest and returns with the [`Cause`] of the next stop.
+//! Between the look for events in [`enter`] and the first guest instruction a signal finds the processor in [`entry_window`]; a handler that
+//! leaves an event then goes on at [`abort`], so that no event waits for the guest to stop by itself.
+#![cfg_attr(not(test), no_std)]
+
+#[cfg(not(test))]
+mod entry;
+mod rewrite;
+
+#[cfg(not(test))]
+pub use entry::{abort, enter, entry_window, leave};
+pub use rewrite::{MAX_SITE, Rewrite, SHORT_JUMP, Stub, decode_all};
+
+use core::sync::atomic::{AtomicU8, AtomicU32};
+
+use wedge_core::VirtualCpu;
+
+/// Address of the [`Cell`].
+pub const CELL: u64 = 0x7100_1000;
+/// Address of the [`Private`] page of the host's process.
+pub const PRIVATE: u64 = 0x7400_0000;
+
+/// What entry code shares with the wedge.
+#[repr(C)]
+pub struct Cell {
+    /// The virtual CPU; its registers come first.
+    pub cpu: VirtualCpu,
+    /// Stack pointer of the wedge while the guest runs.
+    pub wedge_rsp: u64,
+    /// Events that the wedge is to look at before the guest goes on; not 0 keeps [`enter`] from going there.
+    pub events: AtomicU32,
+    /// [`Private::dispatch`] while the guest runs.
+    pub dispatch: u8,
+    /// Stack of stubs: they push the address of what they are.
+    pub scratch: [u64; 8],
+}
+
+/// What each process of the host has for itself.
+#[repr(C)]
+pub struct Private {
+    /// Whether system calls are the guest's (1) or the host's (0): the selector of Syscall User Dispatch
+    /// (`Documentation/admin-guide/syscall-user-dispatch.rst` in Linux).
+    pub dispatch: AtomicU8,
+}
+
+/// Why the guest stopped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cause {
+    /// Events, before it went on at all.
+    Events,
+    /// A signal of the host, which is described elsewhere.
+    Signal,
+    /// A site: the address of its [`Stub`].
+    Site(u64),
+}
+
+impl Cause {
+    /// The number by which entry code says [`Cause::Events`].
+    pub const EVENTS: u64 = 0;
+    /// The number by which entry code says [`Cause::Signal`].
+    pub const SIGNAL: u64 = 1;
+
+    /// From entry code's number.
+    pub const fn from_code(code: u64) -> Self {
+        match code {
+            Self::EVENTS => Self::Events,
+            Self::SIGNAL => Self::Signal,
+            stub => Self::Site(stub),
+        }
+    }
+}
