@@ -23,6 +23,7 @@ pub mod start;
 pub mod system;
 #[cfg(test)]
 mod testing;
+pub mod wedge;
 
 /// Label of a reply to a message that the receiver understood.
 pub const DONE: u64 = 0;

@@ -46,6 +46,12 @@ pub const GROUPS: &[Group] = &[
         flags: &["-Crelocation-model=static", "-Ccode-model=small"],
     },
     Group {
+        name: "wedge",
+        directory: "programs",
+        packages: &["wedge-on-linux"],
+        flags: &["-Crelocation-model=static", "-Ccode-model=small"],
+    },
+    Group {
         name: "guests",
         directory: "programs",
         packages: &["guests-micro"],
@@ -145,6 +151,7 @@ fn collect(from: &Path, to: &Path) -> Result<()> {
 fn artifact_name(group: &Group, target: &str) -> String {
     match (group.name, target) {
         ("kernel", _) => "kernel.elf".to_owned(),
+        ("wedge", name) => name.to_owned(),
         ("guests", name) => match name.strip_prefix("guests-").or(name.strip_prefix("guest-")) {
             Some(rest) => format!("guest-{rest}"),
             None => format!("guest-{name}"),

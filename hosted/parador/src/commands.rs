@@ -8,6 +8,7 @@ use crate::graph::{self, Graph};
 use crate::image::{self, Image};
 use crate::programs::Programs;
 use crate::rootfs;
+use crate::run;
 use crate::steps::Steps;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
@@ -31,6 +32,12 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Run a pre-virtualized kernel as ordinary processes of this host.
+    #[command(after_help = "\
+Examples:
+  parador run vmlinux -i busybox
+  parador run -k vmlinux -i initrd.cpio -p \"root=/dev/ram0\" -m 512M --timeout 60s")]
+    Run(run::Options),
     /// Make, check and start bootable systems.
     #[command(subcommand)]
     System(SystemCommand),
@@ -220,6 +227,7 @@ const ISO: &str = "boot.iso";
 /// Does what the command line says and returns the exit code.
 pub fn run(cli: Cli) -> Result<u8, Failure> {
     match cli.command {
+        Command::Run(options) => run::run(&options),
         Command::System(command) => system(command),
         Command::Rootfs(RootfsCommand::Debian {
             output,
@@ -320,7 +328,7 @@ fn emulate(arguments: EmulateArguments) -> Result<u8, Failure> {
 }
 
 /// Reads a time: digits and s, m or h; seconds without a unit.
-fn parse_time(text: &str) -> Result<Duration, String> {
+pub fn parse_time(text: &str) -> Result<Duration, String> {
     let refuse = || format!("`{text}` is not a time: write digits and s, m or h, as in 60s");
     let (digits, unit) = match text.strip_suffix(['s', 'm', 'h']) {
         Some(digits) => (digits, &text[digits.len()..]),

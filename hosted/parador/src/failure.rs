@@ -50,6 +50,19 @@ pub const GUEST_RESET: u8 = 83;
 /// The time limit was reached.
 pub const TIMEOUT: u8 = 124;
 
+/// How a machine ended, by its exit code.
+pub fn meaning_of_end(code: u8) -> String {
+    match code {
+        0 => "the guest powered off".to_owned(),
+        1..=63 => format!("the guest ended with code {code}"),
+        GUEST_PANIC => "the guest's kernel panicked".to_owned(),
+        GUEST_FAULT => "the guest ended with a triple fault or unhandled fault".to_owned(),
+        WATCHDOG => "the guest's watchdog ended it".to_owned(),
+        GUEST_RESET => "the guest reset its machine".to_owned(),
+        _ => format!("the system ended with code {code}"),
+    }
+}
+
 /// Why a command failed.
 #[derive(Debug)]
 pub enum Failure {

@@ -139,9 +139,21 @@ pub fn load(
     let command_line = write_command_line(memory, command_line, kernel.command_line_limit)?;
     memory.write_slice(kernel.address, kernel.code)?;
 
+    boot_params(memory, kernel.header, command_line, initrd, rsdp)?;
+    InitialState::long_mode(memory, kernel.address + ENTRY_64, BOOT_PARAMS)
+}
+
+/// Fills `boot_params`, with `header_bytes` of an image's header, or none.
+pub(crate) fn boot_params(
+    memory: &GuestMemory,
+    header_bytes: &[u8],
+    command_line: u64,
+    initrd: Option<(u64, u64)>,
+    rsdp: u64,
+) -> Result<(), BootError> {
     let at = |offset: usize| BOOT_PARAMS + offset as u64;
     memory.fill(BOOT_PARAMS, PAGE, 0)?;
-    memory.write_slice(at(header::SETUP_SECTS), kernel.header)?;
+    memory.write_slice(at(header::SETUP_SECTS), header_bytes)?;
     memory.write(at(header::VID_MODE), VIDEO_NORMAL)?;
     memory.write(at(header::TYPE_OF_LOADER), LOADER)?;
     memory.write(at(header::CMD_LINE_PTR), command_line as u32)?;
@@ -160,7 +172,7 @@ pub fn load(
         entries += 1;
     }
     memory.write(BOOT_PARAMS + zero_page::E820_ENTRIES, entries)?;
-    InitialState::long_mode(memory, kernel.address + ENTRY_64, BOOT_PARAMS)
+    Ok(())
 }
 
 // The callers have checked that `at` and what follows lie in the header.

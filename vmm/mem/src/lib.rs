@@ -14,9 +14,11 @@
 //! a range, and is aligned in the window too.
 #![cfg_attr(not(test), no_std)]
 
-#[cfg(any(test, feature = "testing"))]
+#[cfg(any(test, feature = "testing", feature = "shared"))]
 extern crate std;
 
+#[cfg(feature = "shared")]
+pub mod shared;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 

@@ -120,14 +120,13 @@ global_asm!(
 
 unsafe extern "C" {
     fn parador_wedge_site();
-    fn parador_wedge_leave();
     fn parador_wedge_abort();
     fn parador_wedge_window();
     fn parador_wedge_window_end();
 }
 
 /// Address that stubs jump to.
-pub(crate) fn site() -> u64 {
+pub fn site_entry() -> u64 {
     parador_wedge_site as *const () as u64
 }
 

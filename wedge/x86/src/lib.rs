@@ -14,7 +14,7 @@ mod entry;
 mod rewrite;
 
 #[cfg(not(test))]
-pub use entry::{abort, enter, entry_window, leave};
+pub use entry::{abort, enter, entry_window, leave, site_entry};
 pub use rewrite::{MAX_SITE, Rewrite, SHORT_JUMP, Stub, decode_all};
 
 use core::sync::atomic::{AtomicU8, AtomicU32};

@@ -1,0 +1,279 @@
+//! A machine that is another program, and the terminal that is its console.
+//!
+//! The program talks to pipes, never to the terminal itself: whatever ends this program, the terminal's modes are restored here and the
+//! machine dies with it (parent-death signal). It runs in a process group of its own, so signals from the terminal reach this
+//! program only.
+
+use crate::failure::{self, Failure};
+use crate::interrupt::ENDING;
+use crate::terminal::{Keys, Raw};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::io::{Errno, read, write};
+use signal_hook::low_level::pipe;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+/// Bytes of messages that are kept.
+const KEPT_MESSAGES: usize = 16 << 10;
+
+/// How a machine ended.
+#[derive(Debug, PartialEq, Eq)]
+pub enum End {
+    /// Its program ended.
+    Exited(ExitStatus),
+    /// The time limit was reached.
+    Timeout,
+    /// This program got a signal that asks it to end.
+    Signal(i32),
+    /// The user pressed Ctrl-A X.
+    Keys,
+    /// Nobody reads the console any more.
+    OutputClosed,
+}
+
+/// A running machine. Dropping it ends it.
+pub struct Machine {
+    /// Its program's name, for messages.
+    name: &'static str,
+    child: Child,
+    /// One pipe for each of [`ENDING`], readable when the signal came.
+    signals: Vec<(i32, UnixStream)>,
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // Fails if it has ended, which is what is wanted.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Machine {
+    /// Starts the program, which is called `name` in messages.
+    pub fn start(name: &'static str, mut command: Command) -> Result<Self, Failure> {
+        let mut signals = Vec::new();
+        for signal in ENDING {
+            let registered = UnixStream::pair().and_then(|(ours, theirs)| {
+                pipe::register(signal, theirs)?;
+                Ok(ours)
+            });
+            let ours = registered.map_err(|error| Failure::os("listen to signals", &error))?;
+            signals.push((signal, ours));
+        }
+        let child = command
+            .process_group(0)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|error| Failure::program(name, &error))?;
+        Ok(Self { name, child, signals })
+    }
+
+    /// Carries bytes between terminal and machine until something ends. Returns the program's messages, too.
+    pub fn serve(
+        mut self,
+        timeout: Option<Duration>,
+        keys: &str,
+    ) -> Result<(End, String), Failure> {
+        let (Some(input), Some(output), Some(errors)) =
+            (self.child.stdin.take(), self.child.stdout.take(), self.child.stderr.take())
+        else {
+            return Err(Failure::new(failure::INTERNAL, format!("{} has no pipes", self.name)));
+        };
+        set_nonblocking(input.as_fd())?;
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let raw = Raw::enter();
+        if raw.is_some() {
+            eprint!("parador: {}\r\n", keys.replace('\n', "\r\n"));
+        }
+        let mut traffic = Traffic {
+            raw: raw.is_some(),
+            keys: Keys::default(),
+            input_open: true,
+            pending: Vec::new(),
+            messages: Vec::new(),
+        };
+        let end =
+            traffic.carry(&self.signals, [input.as_fd(), output.as_fd(), errors.as_fd()], deadline);
+        drop(raw);
+        let end = match end? {
+            Some(end) => end,
+            None => {
+                let status = self
+                    .child
+                    .wait()
+                    .map_err(|error| Failure::os("wait for the machine", &error))?;
+                End::Exited(status)
+            }
+        };
+        Ok((end, String::from_utf8_lossy(&traffic.messages).into_owned()))
+    }
+}
+
+fn set_nonblocking(pipe: BorrowedFd<'_>) -> Result<(), Failure> {
+    fcntl_getfl(pipe)
+        .and_then(|flags| fcntl_setfl(pipe, flags | OFlags::NONBLOCK))
+        .map_err(|error| Failure::os("set up a pipe", &error.into()))
+}
+
+/// Bytes on their way.
+struct Traffic {
+    raw: bool,
+    keys: Keys,
+    input_open: bool,
+    /// Keys that the machine has not taken yet; while there are any, no more are read.
+    pending: Vec<u8>,
+    messages: Vec<u8>,
+}
+
+/// What is watched while a machine runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Source {
+    Signal(i32),
+    Output,
+    Errors,
+    Keyboard,
+    Input,
+}
+
+impl Traffic {
+    /// `None`: the machine closed its pipes, so it has ended.
+    fn carry(
+        &mut self,
+        signals: &[(i32, UnixStream)],
+        [input, output, errors]: [BorrowedFd<'_>; 3],
+        deadline: Option<Instant>,
+    ) -> Result<Option<End>, Failure> {
+        let (mut output_open, mut errors_open) = (true, true);
+        while output_open || errors_open {
+            // A descriptor reports hang-ups even if nothing is wanted from it; so only those that
+            // matter now are listed.
+            let others = [
+                (output_open, Source::Output, output, PollFlags::IN),
+                (errors_open, Source::Errors, errors, PollFlags::IN),
+                (
+                    self.input_open && self.pending.is_empty(),
+                    Source::Keyboard,
+                    rustix::stdio::stdin(),
+                    PollFlags::IN,
+                ),
+                (!self.pending.is_empty(), Source::Input, input, PollFlags::OUT),
+            ];
+            let signals = signals
+                .iter()
+                .map(|(signal, pipe)| (Source::Signal(*signal), pipe.as_fd(), PollFlags::IN));
+            let others = others
+                .into_iter()
+                .filter(|other| other.0)
+                .map(|(_, source, fd, flags)| (source, fd, flags));
+            let (sources, mut fds): (Vec<Source>, Vec<PollFd<'_>>) = signals
+                .chain(others)
+                .map(|(source, fd, flags)| (source, PollFd::from_borrowed_fd(fd, flags)))
+                .unzip();
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                return Ok(Some(End::Timeout));
+            }
+            let left = left.and_then(|left| Timespec::try_from(left).ok());
+            match poll(&mut fds, left.as_ref()) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(Failure::os("wait for the machine", &error.into())),
+            }
+            let ready = sources.into_iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty());
+            for (source, _) in ready {
+                match source {
+                    Source::Signal(signal) => return Ok(Some(End::Signal(signal))),
+                    Source::Output => match self.output(output)? {
+                        Flow::Open => {}
+                        Flow::Closed => output_open = false,
+                        Flow::Ended(end) => return Ok(Some(end)),
+                    },
+                    Source::Errors => errors_open = self.errors(errors)?,
+                    Source::Keyboard => {
+                        if self.keyboard()? {
+                            return Ok(Some(End::Keys));
+                        }
+                    }
+                    Source::Input => self.input(input),
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// From the machine to standard output.
+    fn output(&mut self, from: BorrowedFd<'_>) -> Result<Flow, Failure> {
+        let mut buffer = [0; 4096];
+        let length = receive(from, &mut buffer)?;
+        if length == 0 {
+            return Ok(Flow::Closed);
+        }
+        let mut stdout = io::stdout().lock();
+        match stdout.write_all(&buffer[..length]).and_then(|()| stdout.flush()) {
+            Ok(()) => Ok(Flow::Open),
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                Ok(Flow::Ended(End::OutputClosed))
+            }
+            Err(error) => Err(Failure::os("write to standard output", &error)),
+        }
+    }
+
+    /// Messages are kept for the end, where they do not disturb the console.
+    fn errors(&mut self, from: BorrowedFd<'_>) -> Result<bool, Failure> {
+        let mut buffer = [0; 4096];
+        let length = receive(from, &mut buffer)?;
+        let room = KEPT_MESSAGES.saturating_sub(self.messages.len());
+        self.messages.extend_from_slice(&buffer[..length.min(room)]);
+        Ok(length != 0)
+    }
+
+    /// From standard input. `true`: the user ends the machine.
+    fn keyboard(&mut self) -> Result<bool, Failure> {
+        let mut buffer = [0; 4096];
+        // A terminal that went away is the same as the end of a file.
+        let length = receive(rustix::stdio::stdin(), &mut buffer).unwrap_or(0);
+        self.input_open = length != 0;
+        if self.raw {
+            return Ok(self.keys.pass(&buffer[..length], &mut self.pending));
+        }
+        self.pending.extend_from_slice(&buffer[..length]);
+        Ok(false)
+    }
+
+    /// To the machine, as much as it takes.
+    fn input(&mut self, to: BorrowedFd<'_>) {
+        match write(to, &self.pending) {
+            Ok(taken) => drop(self.pending.drain(..taken)),
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            // It has ended, or closed its side: nothing will be taken any more.
+            Err(_) => {
+                self.pending.clear();
+                self.input_open = false;
+            }
+        }
+    }
+}
+
+/// What became of the machine's output.
+enum Flow {
+    Open,
+    Closed,
+    Ended(End),
+}
+
+/// Reads what is there; 0 at the end of the file.
+fn receive(from: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<usize, Failure> {
+    loop {
+        match read(from, &mut *buffer) {
+            Ok(length) => return Ok(length),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(Failure::os("read", &error.into())),
+        }
+    }
+}

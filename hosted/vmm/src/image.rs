@@ -1,0 +1,297 @@
+//! A pre-virtualized kernel: what is in its file, and moving it to the lower half of the address space.
+//!
+//! The file has the linker's relocations (`--emit-relocs`), which say all that depends on where the kernel is. Rules for Linux as in its
+//! own tool for the randomised layout (`arch/x86/tools/relocs.c`): what is relative to the instruction needs nothing, except to
+//! per-CPU data, which is linked at 0 and stays there; absolute symbols stay, except those that the linker script defines by addresses.
+
+use object::elf;
+use object::read::elf::{ElfFile64, FileHeader, Rela, SectionHeader, Sym};
+use object::{LittleEndian, Object, ObjectSection, ObjectSymbol};
+use proto::wedge::layout;
+use wedge_sites::{ConstantId, Constants, Sites, Table, Width};
+
+use crate::Error;
+
+type File<'a> = ElfFile64<'a, LittleEndian>;
+
+/// Bytes of a table entry's page.
+const PAGE: u64 = 4096;
+const ENDIAN: LittleEndian = LittleEndian;
+/// Where an address of the image goes, from where it was linked: 2^64 - 2 GiB becomes [`layout::IMAGE`].
+const DELTA: u64 = layout::IMAGE.wrapping_sub(LINKED);
+/// Where the image's mapping begins, as linked (`__START_KERNEL_map`).
+const LINKED: u64 = 0xffff_ffff_8000_0000;
+/// Tables whose entries are guest-physical addresses: they do not move with the image.
+const PAGE_TABLES: [&str; 7] = [
+    "early_top_pgt",
+    "init_top_pgt",
+    "level3_ident_pgt",
+    "level2_ident_pgt",
+    "level3_kernel_pgt",
+    "level2_fixmap_pgt",
+    "level2_kernel_pgt",
+];
+
+/// A kernel, checked.
+pub struct Image<'a> {
+    file: File<'a>,
+    /// Address and length of the sites.
+    sites: (u64, u64),
+}
+
+/// A part of the kernel's memory.
+pub struct Part {
+    /// Guest-physical address.
+    pub address: u64,
+    /// Its first bytes.
+    pub bytes: Vec<u8>,
+    /// Its length; the rest is zero.
+    pub length: u64,
+    /// Linear address as linked.
+    linked: u64,
+}
+
+impl<'a> Image<'a> {
+    /// Checks a kernel's file.
+    ///
+    /// # Errors
+    /// It is no ELF file for this processor, has no sites or those of another version, or is cut short.
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, Error> {
+        if !bytes.starts_with(b"\x7fELF") {
+            return Err(Error::Kernel(
+                "the kernel is no ELF file",
+                "take the `vmlinux` that `parador kernel build` made, not a bzImage",
+            ));
+        }
+        let file = File::parse(bytes)?;
+        if file.elf_header().e_machine(ENDIAN) != elf::EM_X86_64 {
+            return Err(Error::Kernel(
+                "the kernel is for another processor",
+                "this version runs x86-64 kernels",
+            ));
+        }
+        let mut sites = None;
+        for section in file.sections() {
+            let (name, address) = (section.name()?, section.address());
+            match wedge_sites::section(name).transpose()? {
+                Some(Table::Sites) => {
+                    let table = Sites::parse(section.data()?, address)?;
+                    sites = Some((address, (table.count() * wedge_sites::RECORD) as u64));
+                }
+                Some(Table::Constants) => drop(Constants::parse(section.data()?, address)?),
+                None => {}
+            }
+        }
+        let Some(sites) = sites else {
+            return Err(Error::Kernel(
+                "the kernel is not pre-virtualized: it has no table of sites",
+                "build one with `parador kernel build`; unmodified kernels need --backend kvm",
+            ));
+        };
+        Ok(Self { file, sites })
+    }
+
+    /// Address of a symbol as linked.
+    pub fn symbol(&self, name: &'static str) -> Result<u64, Error> {
+        let found = self.file.symbols().find(|symbol| symbol.name() == Ok(name));
+        found.map(|symbol| symbol.address()).ok_or(Error::Symbol(name))
+    }
+
+    /// Where the table of sites is once the image is moved, and its length.
+    pub fn sites(&self) -> (u64, u64) {
+        (moved(self.sites.0), self.sites.1)
+    }
+
+    /// The kernel's memory, moved.
+    ///
+    /// # Errors
+    /// The file is not sound, or something does not fit.
+    pub fn moved(&self) -> Result<Vec<Part>, Error> {
+        let mut parts = Vec::new();
+        for segment in self.file.elf_program_headers() {
+            if segment.p_type.get(ENDIAN) != elf::PT_LOAD || segment.p_memsz.get(ENDIAN) == 0 {
+                continue;
+            }
+            let (offset, size) = (segment.p_offset.get(ENDIAN), segment.p_filesz.get(ENDIAN));
+            let length = segment.p_memsz.get(ENDIAN);
+            let address = segment.p_paddr.get(ENDIAN);
+            let cut = || Error::Kernel("the kernel's file is cut short", "build or copy it again");
+            let bytes = offset.checked_add(size).and_then(|end| {
+                self.file.data().get(usize::try_from(offset).ok()?..usize::try_from(end).ok()?)
+            });
+            let fits = address.checked_add(length).is_some_and(|end| end <= layout::IMAGE_LENGTH);
+            if !fits || size > length {
+                return Err(Error::Kernel(
+                    "the kernel's image is larger than 256 MiB, or not at the beginning of memory",
+                    "take the `vmlinux` that `parador kernel build` made",
+                ));
+            }
+            let linked = segment.p_vaddr.get(ENDIAN);
+            let bytes = bytes.ok_or_else(cut)?.to_vec();
+            parts.push(Part { address, bytes, length, linked });
+        }
+        self.relocate(&mut parts)?;
+        self.set_constants(&mut parts)?;
+        Ok(parts)
+    }
+
+    /// First guest-physical address behind the kernel.
+    pub fn end(&self) -> u64 {
+        let ends = self.file.elf_program_headers().iter().filter_map(|segment| {
+            let load = segment.p_type.get(ENDIAN) == elf::PT_LOAD;
+            load.then(|| segment.p_paddr.get(ENDIAN).saturating_add(segment.p_memsz.get(ENDIAN)))
+        });
+        // Memory that Linux reserves behind `_end` is part of the segment.
+        ends.max().unwrap_or(0).next_multiple_of(PAGE)
+    }
+
+    fn relocate(&self, parts: &mut [Part]) -> Result<(), Error> {
+        let sections = self.file.elf_section_table();
+        let symbols = self.file.elf_symbol_table();
+        let per_cpu = sections
+            .enumerate()
+            .find(|(_, section)| sections.section_name(ENDIAN, section) == Ok(b".data..percpu"))
+            .map(|(index, _)| index.0);
+        let tables: Vec<u64> =
+            PAGE_TABLES.iter().filter_map(|&name| self.symbol(name).ok()).collect();
+        let mut any = false;
+        for section in sections.iter() {
+            let Some((relocations, _)) = section.rela(ENDIAN, self.file.data())? else { continue };
+            let target = sections.section(section.info_link(ENDIAN))?;
+            let loaded = target.sh_flags(ENDIAN).0 & elf::SHF_ALLOC.0 != 0;
+            if !loaded || target.sh_type(ENDIAN) == elf::SHT_NOBITS {
+                continue;
+            }
+            let in_per_cpu = Some(section.info_link(ENDIAN).0) == per_cpu;
+            for relocation in relocations {
+                any = true;
+                let at = relocation.r_offset(ENDIAN);
+                if tables.iter().any(|&table| at.wrapping_sub(table) < PAGE) {
+                    continue;
+                }
+                let Some(index) = relocation.symbol(ENDIAN, false) else { continue };
+                let symbol = symbols.symbol(index)?;
+                let name = symbols.symbol_name(ENDIAN, symbol).unwrap_or_default();
+                let to_per_cpu = Some(usize::from(symbol.st_shndx(ENDIAN).0)) == per_cpu
+                    && !is_linear_per_cpu(name);
+                let fixed = matches!(symbol.st_shndx(ENDIAN), elf::SHN_ABS | elf::SHN_UNDEF)
+                    && !is_relative(name);
+                let change = match relocation.r_type(ENDIAN, false) {
+                    elf::R_X86_64_PC32 | elf::R_X86_64_PLT32 | elf::R_X86_64_PC64 => {
+                        if !to_per_cpu || in_per_cpu {
+                            continue;
+                        }
+                        DELTA.wrapping_neg()
+                    }
+                    _ if fixed || to_per_cpu => continue,
+                    _ => DELTA,
+                };
+                let size = match relocation.r_type(ENDIAN, false) {
+                    elf::R_X86_64_NONE => continue,
+                    elf::R_X86_64_64 | elf::R_X86_64_PC64 => 8,
+                    elf::R_X86_64_32
+                    | elf::R_X86_64_32S
+                    | elf::R_X86_64_PC32
+                    | elf::R_X86_64_PLT32 => 4,
+                    _ => return Err(misfit(at, name)),
+                };
+                let field = field(parts, at, size).ok_or_else(|| misfit(at, name))?;
+                add(field, change);
+            }
+        }
+        if any {
+            Ok(())
+        } else {
+            Err(Error::Kernel(
+                "the kernel has no relocations, so it cannot be moved",
+                "build it with `parador kernel build`, and do not strip it",
+            ))
+        }
+    }
+
+    fn set_constants(&self, parts: &mut [Part]) -> Result<(), Error> {
+        for section in self.file.sections() {
+            if wedge_sites::section(section.name()?) != Some(Ok(Table::Constants)) {
+                continue;
+            }
+            for constant in Constants::parse(section.data()?, section.address())?.iter() {
+                let size = match constant.width {
+                    Width::Signed32 => 4,
+                    Width::Full64 => 8,
+                };
+                let id: ConstantId = constant.id;
+                let change = id.lower_half().wrapping_sub(id.upper_half());
+                let place = field(parts, constant.address, size);
+                add(place.ok_or_else(|| misfit(constant.address, b"a constant"))?, change);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where an address of the image is once it is moved.
+pub fn moved(linked: u64) -> u64 {
+    linked.wrapping_add(DELTA)
+}
+
+/// Guest-physical address of a place in the image.
+pub fn physical(linked: u64) -> u64 {
+    linked.wrapping_sub(LINKED)
+}
+
+fn misfit(at: u64, name: &[u8]) -> Error {
+    Error::Relocation(at, String::from_utf8_lossy(name).into_owned())
+}
+
+/// The bytes of the image at a linked address.
+fn field(parts: &mut [Part], at: u64, size: usize) -> Option<&mut [u8]> {
+    parts.iter_mut().find_map(|part| {
+        let offset = usize::try_from(at.checked_sub(part.linked)?).ok()?;
+        part.bytes.get_mut(offset..offset.checked_add(size)?)
+    })
+}
+
+/// Adds to a little-endian number of four or eight bytes.
+fn add(field: &mut [u8], change: u64) {
+    let mut bytes = [0; 8];
+    bytes[..field.len()].copy_from_slice(field);
+    let value = u64::from_le_bytes(bytes).wrapping_add(change).to_le_bytes();
+    field.copy_from_slice(&value[..field.len()]);
+}
+
+/// Symbols of per-CPU data that are addresses all the same.
+fn is_linear_per_cpu(name: &[u8]) -> bool {
+    matches!(name, b"__init_begin" | b"__per_cpu_load") || name.starts_with(b"init_per_cpu_")
+}
+
+/// Absolute symbols that the linker script defines by addresses of the image.
+fn is_relative(name: &[u8]) -> bool {
+    const NAMES: [&[u8]; 17] = [
+        b"__init_begin",
+        b"__init_end",
+        b"__x86_cpu_dev_start",
+        b"__x86_cpu_dev_end",
+        b"__alt_instructions",
+        b"__alt_instructions_end",
+        b"__apicdrivers",
+        b"__apicdrivers_end",
+        b"__smp_locks",
+        b"__smp_locks_end",
+        b"__initramfs_start",
+        b"__initramfs_size",
+        b"jiffies",
+        b"jiffies_64",
+        b"__per_cpu_load",
+        b"__vvar_page",
+        b"_end",
+    ];
+    const PREFIXES: [&[u8]; 6] = [
+        b"__start_",
+        b"__stop_",
+        b"__end_rodata",
+        b"init_per_cpu__",
+        b"__start_pci_",
+        b"__end_pci_",
+    ];
+    NAMES.contains(&name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+}

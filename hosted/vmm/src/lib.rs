@@ -1,0 +1,13 @@
+//! Virtual machines as processes of Linux: what `parador run` does before the first process of the guest runs.
+//!
+//! [`Image`] is a pre-virtualized kernel, checked; [`prepare`] moves it to the lower half of the address space, puts it into memory with all
+//! that it needs, and gives the descriptors that the wedge (`wedge/on-linux`) is started with.
+#![forbid(unsafe_code)]
+
+mod error;
+mod image;
+mod prepare;
+
+pub use error::Error;
+pub use image::Image;
+pub use prepare::{Machine, Prepared, prepare};

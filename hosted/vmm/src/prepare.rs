@@ -1,0 +1,166 @@
+//! Memory of a machine, ready to run.
+
+use std::arch::x86_64::{__cpuid, __cpuid_count};
+use std::os::fd::OwnedFd;
+
+use hw_x86::paging::{entry, xcr0};
+use proto::wedge::{Start, layout};
+use vmm_boot::Rest;
+use vmm_mem::GuestMemory;
+use vmm_mem::shared::SharedMemory;
+
+use crate::Error;
+use crate::image::{Image, moved, physical};
+
+/// Two page tables behind the ACPI tables, in memory that the guest's memory map keeps from it: the root by which the kernel's own addresses
+/// below 2 GiB are resolved, and the table below it.
+const ROOT: u64 = 0xf_0000;
+const LEVEL_3: u64 = ROOT + 0x1000;
+const TABLE: u64 = entry::PRESENT | entry::WRITE | entry::ACCESSED | entry::DIRTY;
+/// Entry of the kernel's image in the table of level 3, and entries of the fixed mappings in that of level 2.
+const IMAGE_ENTRY: u64 = layout::IMAGE >> 30;
+const FIXMAP_ENTRIES: [(u64, u64); 2] = [(506, 0), (507, 0x1000)];
+/// `__KERNEL_CS`.
+const KERNEL_CODE: u64 = 0x10;
+/// What a machine is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct Machine<'a> {
+    /// Bytes of memory, a multiple of the page size.
+    pub memory: u64,
+    /// Initial RAM disk.
+    pub initrd: Option<&'a [u8]>,
+    /// Command line of the kernel.
+    pub command_line: &'a str,
+    /// Bits of [`proto::wedge::option`].
+    pub options: u64,
+}
+
+/// What the wedge is started with.
+#[derive(Debug)]
+pub struct Prepared {
+    /// Guest memory, for [`layout::MEMORY_FD`].
+    pub memory: OwnedFd,
+    /// Shared memory, for [`layout::SHARED_FD`].
+    pub shared: OwnedFd,
+}
+
+/// Puts a kernel into the memory of a new machine.
+pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Error> {
+    let xcr0 = check_processor()?;
+    let chips = vmm_machine::layout();
+    let host = |action| move |error| Error::Host(action, error);
+    let mut memory = SharedMemory::new("parador-guest", machine.memory)
+        .map_err(host("make the guest's memory"))?;
+    let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, chips.hole_start).collect();
+    let (sites, sites_length) = image.sites();
+    let mut start = Start {
+        memory: machine.memory,
+        hole: chips.hole_start,
+        xcr0,
+        cs: KERNEL_CODE,
+        kernel_root: ROOT,
+        sites,
+        sites_length,
+        options: machine.options,
+        ..Start::default()
+    };
+    memory
+        .with(ranges, |memory| fill(memory, image, machine, &chips, &mut start))
+        .map_err(host("lay the guest's memory out"))??;
+    let mut shared = SharedMemory::new("parador-shared", layout::SHARED_LENGTH)
+        .map_err(host("make the machine's shared memory"))?;
+    let written = shared.with([(0, layout::SHARED_LENGTH)], |memory| {
+        (0..).step_by(8).zip(start.to_words()).try_for_each(|(at, word)| memory.write(at, word))
+    });
+    written.map_err(host("fill shared memory"))?.map_err(vmm_boot::BootError::from)?;
+    let descriptors = (memory.into_descriptor(), shared.into_descriptor());
+    let (Ok(memory), Ok(shared)) = descriptors else {
+        return Err(Error::Lacking("descriptors left"));
+    };
+    Ok(Prepared { memory, shared })
+}
+
+fn fill(
+    memory: &GuestMemory,
+    image: &Image<'_>,
+    machine: &Machine<'_>,
+    chips: &vmm_boot::PcLayout,
+    start: &mut Start,
+) -> Result<(), Error> {
+    let failed = |error| Error::Boot(vmm_boot::BootError::from(error));
+    let rest = Rest {
+        layout: chips,
+        vcpus: 1,
+        end: image.end(),
+        initrd: machine.initrd,
+        command_line: machine.command_line.as_bytes(),
+    };
+    if image.end() > machine.memory {
+        let needed = image.end();
+        let available = machine.memory;
+        return Err(vmm_boot::BootError::TooLittleMemory { needed, available }.into());
+    }
+    start.rdi = vmm_boot::load_rest(memory, &rest)?;
+    for part in image.moved()? {
+        memory.write_slice(part.address, &part.bytes).map_err(failed)?;
+        let used = part.bytes.len() as u64;
+        memory.fill(part.address + used, part.length - used, 0).map_err(failed)?;
+    }
+    let write = |at: u64, value: u64| memory.write(at, value).map_err(failed);
+    let variables = [
+        ("page_offset_base", layout::DIRECT),
+        ("vmalloc_base", layout::VMALLOC),
+        ("vmemmap_base", layout::VMEMMAP),
+        ("phys_base", 0),
+    ];
+    for (name, value) in variables {
+        write(physical(image.symbol(name)?), value)?;
+    }
+    // Page tables as Linux' own start-up code would leave them, but in the lower half.
+    let table = |name| image.symbol(name).map(physical);
+    let (level_2, level_1) = (table("level2_kernel_pgt")?, table("level1_fixmap_pgt")?);
+    memory.fill(ROOT, 2 * 0x1000, 0).map_err(failed)?;
+    write(ROOT, LEVEL_3 | TABLE)?;
+    write(LEVEL_3 + 8 * IMAGE_ENTRY, level_2 | TABLE)?;
+    for (index, offset) in FIXMAP_ENTRIES {
+        write(level_2 + 8 * index, (level_1 + offset) | TABLE)?;
+    }
+    let top = table("early_top_pgt")?;
+    memory.fill(top, 0x1000, 0).map_err(failed)?;
+    write(top, LEVEL_3 | TABLE)?;
+    start.cr3 = top;
+    let read = |name| -> Result<u64, Error> { memory.read(table(name)?).map_err(failed) };
+    start.rip = moved(image.symbol("x86_64_start_kernel")?);
+    // As after a call, whose return address nobody uses.
+    start.rsp = read("initial_stack")? - 8;
+    start.gs_base = read("initial_gs")?;
+    let descriptor = physical(image.symbol("early_gdt_descr")?);
+    start.gdt_limit = memory.read::<u16>(descriptor).map_err(failed)?.into();
+    start.gdt = memory_word(memory, descriptor + 2).map_err(failed)?;
+    Ok(())
+}
+
+/// Reads eight bytes that need not be aligned.
+fn memory_word(memory: &GuestMemory, at: u64) -> Result<u64, vmm_mem::MemoryError> {
+    let mut bytes = [0; 8];
+    memory.read_slice(at, &mut bytes)?;
+    Ok(u64::from_le_bytes(bytes))
+}
+
+/// What the wedge cannot do without; gives the extended state that the guest may use.
+fn check_processor() -> Result<u64, Error> {
+    const XSAVE: u32 = 1 << 26;
+    const OSXSAVE: u32 = 1 << 27;
+    let features = __cpuid(1).ecx;
+    if features & (XSAVE | OSXSAVE) != XSAVE | OSXSAVE {
+        return Err(Error::Lacking("XSAVE"));
+    }
+    // `HWCAP2_FSGSBASE` (`arch/x86/include/uapi/asm/hwcap2.h` in Linux): the host's kernel lets programs use them.
+    const FSGSBASE: usize = 1 << 1;
+    if rustix::param::linux_hwcap().1 & FSGSBASE == 0 {
+        return Err(Error::Lacking("FSGSBASE"));
+    }
+    let state = __cpuid_count(0xd, 0);
+    let offered = u64::from(state.edx) << 32 | u64::from(state.eax);
+    Ok(offered & (xcr0::X87 | xcr0::SSE | xcr0::AVX | xcr0::AVX512))
+}

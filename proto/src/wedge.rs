@@ -1,0 +1,133 @@
+//! What a loader tells the wedge that runs a guest in processes of Linux: one record at the beginning of the memory that they share.
+//!
+//! All of it is numbers of 64 bits, little-endian, in the order of the fields.
+
+/// First word of the record: "PARADORW".
+pub const MAGIC: u64 = u64::from_le_bytes(*b"PARADORW");
+/// Version of the record.
+pub const VERSION: u64 = 1;
+
+/// Where things are in the address space of a process, and descriptors that it inherits. The part above the guest's programs is like
+/// Linux' own upper half; the image and its modules are where 32-bit sign-extended addresses reach.
+pub mod layout {
+    /// Guest-physical memory, once more for the kernel image: from guest-physical 0 on.
+    pub const IMAGE: u64 = 0x4000_0000;
+    /// Most bytes of it.
+    pub const IMAGE_LENGTH: u64 = 0x1000_0000;
+    /// Modules of the guest's kernel.
+    pub const MODULES: u64 = 0x5000_0000;
+    /// First address behind them.
+    pub const MODULES_END: u64 = 0x7000_0000;
+    /// The program that is the wedge.
+    pub const WEDGE: u64 = 0x7000_0000;
+    /// Memory that all processes of a machine share; the record is at its beginning.
+    pub const SHARED: u64 = 0x7100_0000;
+    /// Length of the shared memory in bytes; the second half is for stubs of rewritten sites.
+    pub const SHARED_LENGTH: u64 = 0x0200_0000;
+    /// Stubs of rewritten sites.
+    pub const STUBS: u64 = 0x7200_0000;
+    /// Memory of one process.
+    pub const PRIVATE: u64 = 0x7400_0000;
+    /// First address behind all that is the wedge's.
+    pub const WEDGE_END: u64 = 0x7800_0000;
+    /// Fixed mappings of the guest's kernel.
+    pub const FIXMAP: u64 = 0x7f00_0000;
+    /// End of what programs must not use in the first 2 GiB: it begins at [`IMAGE`].
+    pub const LOW_END: u64 = 0x8000_0000;
+    /// First address that no program may use.
+    pub const TASK_SIZE: u64 = 0x3fff_ffff_f000;
+    /// All guest-physical memory ("direct map").
+    pub const DIRECT: u64 = 0x4000_0000_0000;
+    /// `vmalloc` of the guest's kernel, and what follows.
+    pub const VMALLOC: u64 = 0x4100_0000_0000;
+    /// Its table of pages.
+    pub const VMEMMAP: u64 = 0x6a00_0000_0000;
+    /// First address that nothing of the guest reaches.
+    pub const GUEST_END: u64 = 0x7000_0000_0000;
+
+    /// Descriptor of guest-physical memory.
+    pub const MEMORY_FD: u32 = 3;
+    /// Descriptor of the shared memory.
+    pub const SHARED_FD: u32 = 4;
+}
+
+macro_rules! record {
+    ($($(#[$doc:meta])* $field:ident,)*) => {
+        /// The record.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+        pub struct Start {
+            $($(#[$doc])* pub $field: u64,)*
+        }
+
+        impl Start {
+            /// Words of the record, magic number and version included.
+            pub const WORDS: usize = 2 + [$(stringify!($field)),*].len();
+
+            /// The record as it lies in memory.
+            pub fn to_words(&self) -> [u64; Self::WORDS] {
+                [MAGIC, VERSION, $(self.$field,)*]
+            }
+
+            /// The record from memory; `None` if it is none of this version.
+            pub fn from_words(words: &[u64; Self::WORDS]) -> Option<Self> {
+                let [MAGIC, VERSION, $($field,)*] = *words else { return None };
+                Some(Self { $($field,)* })
+            }
+        }
+    };
+}
+
+record! {
+    /// Bytes of guest memory.
+    memory,
+    /// Guest-physical address at which memory below 4 GiB ends; the rest is at 4 GiB.
+    hole,
+    /// Extended state that the guest may use (`XCR0`).
+    xcr0,
+    /// Where the kernel begins: address, stack, first argument.
+    rip,
+    /// Stack pointer.
+    rsp,
+    /// First argument.
+    rdi,
+    /// Base of `GS`.
+    gs_base,
+    /// Guest-physical address of the first page table.
+    cr3,
+    /// Linear address of the global descriptor table.
+    gdt,
+    /// Its limit.
+    gdt_limit,
+    /// Code segment.
+    cs,
+    /// Guest-physical address of the page table that says what is between [`layout::IMAGE`] and [`layout::LOW_END`].
+    kernel_root,
+    /// Linear address of the table of sites.
+    sites,
+    /// Its length in bytes.
+    sites_length,
+    /// Options: see [`option`].
+    options,
+}
+
+/// Bits of [`Start::options`].
+pub mod option {
+    /// Every site goes through the wedge's general path, none is done in place.
+    pub const NO_FAST_PATHS: u64 = 1 << 0;
+    /// System calls of programs are not rewritten.
+    pub const NO_CALL_SITES: u64 = 1 << 1;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_record_comes_back() {
+        let start = Start { memory: 1, sites_length: 7, options: 3, ..Start::default() };
+        let mut words = start.to_words();
+        assert_eq!(Start::from_words(&words), Some(start));
+        words[1] += 1;
+        assert_eq!(Start::from_words(&words), None);
+    }
+}

@@ -1,0 +1,93 @@
+//! Guest memory in a descriptor of Linux, which other processes map too.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr;
+use std::vec::Vec;
+
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::{GuestMemory, PAGE_SIZE, Window};
+
+/// Anonymous memory with a descriptor, mapped in this process.
+#[derive(Debug)]
+pub struct SharedMemory {
+    descriptor: OwnedFd,
+    address: *mut u8,
+    length: u64,
+}
+
+impl SharedMemory {
+    /// `length` bytes of zeros, a multiple of the page size. `name` is what the host's tools show.
+    pub fn new(name: &str, length: u64) -> io::Result<Self> {
+        let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        ftruncate(&descriptor, length)?;
+        let rights = ProtFlags::READ | ProtFlags::WRITE;
+        let size = usize::try_from(length).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        // SAFETY: the host chooses a free range.
+        let address =
+            unsafe { mmap(ptr::null_mut(), size, rights, MapFlags::SHARED, &descriptor, 0)? };
+        Ok(Self { descriptor, address: address.cast(), length })
+    }
+
+    /// The descriptor.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+
+    /// Gives the memory for other processes only.
+    pub fn into_descriptor(self) -> io::Result<OwnedFd> {
+        self.descriptor.try_clone()
+    }
+
+    /// Lets `act` use it as guest memory of these ranges (guest-physical base and length), one after another in the descriptor.
+    ///
+    /// # Errors
+    /// The ranges are longer than the memory, or no valid layout.
+    pub fn with<T>(
+        &mut self,
+        ranges: impl IntoIterator<Item = (u64, u64)>,
+        act: impl FnOnce(&GuestMemory) -> T,
+    ) -> io::Result<T> {
+        let mut windows = Vec::new();
+        let mut offset = 0_u64;
+        for (base, length) in ranges {
+            let end = offset.checked_add(length).filter(|&end| end <= self.length);
+            let Some(end) = end.filter(|_| offset.is_multiple_of(PAGE_SIZE)) else {
+                return Err(io::ErrorKind::InvalidInput.into());
+            };
+            windows.push(Window { base, length, host: self.address.wrapping_add(offset as usize) });
+            offset = end;
+        }
+        // SAFETY: the windows are parts of the mapping, one after another, which lives longer than `act` and is nobody else's: `self` is
+        // borrowed for writing. A copy of the result that outlives `act` is the one way to break this, and none is kept in this tree.
+        let memory = unsafe { GuestMemory::new(&windows) };
+        let memory = memory.map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        Ok(act(&memory))
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this object's, and nobody uses it any longer.
+        let result = unsafe { munmap(self.address.cast(), self.length as usize) };
+        debug_assert!(result.is_ok());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_follow_each_other() {
+        let mut memory = SharedMemory::new("test", 3 * PAGE_SIZE).unwrap();
+        let ranges = [(0, 2 * PAGE_SIZE), (1 << 32, PAGE_SIZE)];
+        memory.with(ranges, |memory| memory.write(1 << 32, 7_u64).unwrap()).unwrap();
+        let read = |memory: &GuestMemory| memory.read::<u64>(2 * PAGE_SIZE).unwrap();
+        assert_eq!(memory.with([(0, 3 * PAGE_SIZE)], read).unwrap(), 7);
+        assert!(memory.with([(0, 4 * PAGE_SIZE)], |_| ()).is_err());
+        assert!(memory.with([(0, 1)], |_| ()).is_err());
+    }
+}

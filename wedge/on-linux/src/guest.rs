@@ -1,0 +1,638 @@
+//! The virtual CPU: runs the guest until something has to be decided that is not the processor's.
+
+use core::arch::x86_64::{__cpuid_count, _rdtsc};
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+
+use hw_x86::cpuid::{extended_b, extended_c, features_c, leaf};
+use linux_raw_sys::general as linux;
+use proto::wedge::{Start, layout};
+use vmm_cpu::backend::{Segment, Window};
+use vmm_cpu::walk::Intent;
+use vmm_cpu::{Backend, Event, Exit, Gpr, MemoryFault, Reg, Seg, TscClock};
+use vmm_machine::{Outcome, Pause, Pc, PcConfig};
+use vmm_mem::GuestMemory;
+use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
+use wedge_x86::{Cause, Stub, decode_all};
+
+use crate::memory::{self, Fault, Ram};
+use crate::outside::LinuxHost;
+use crate::shared::{cell, count, event, events, mine, shared, start};
+use crate::sites::Sites;
+use crate::{processes, report, signal};
+
+/// Error code of a page fault: the access was a write.
+const WRITE: u64 = 1 << 1;
+/// Error code of a page fault: it was an instruction fetch.
+const FETCH: u64 = 1 << 4;
+/// Longest instruction.
+const LONGEST: usize = 15;
+
+/// Time-stamp counter.
+pub fn tsc() -> u64 {
+    // SAFETY: programs may read it.
+    unsafe { _rdtsc() }
+}
+
+/// The virtual CPU as the VMM library drives it.
+pub struct LinuxVcpu {
+    ram: Ram,
+    memory: GuestMemory,
+    sites: Sites,
+    /// What is delivered at the next entry.
+    event: Event,
+    window: Window,
+    deadline: u64,
+    /// While an instruction is carried out elsewhere: where the guest goes on, and its bytes.
+    next: u64,
+    bytes: [u8; 16],
+    length: usize,
+    /// The rest of a site of several instructions, of which the first left it.
+    xcr0: u64,
+}
+
+/// The host's side of the virtual CPU's effects.
+struct Effects;
+
+impl Host for Effects {
+    fn fs_base(&mut self) -> u64 {
+        let base;
+        // SAFETY: `main` has checked that programs may.
+        unsafe { core::arch::asm!("rdfsbase {}", out(reg) base, options(nomem, nostack)) };
+        base
+    }
+
+    fn set_fs_base(&mut self, base: u64) {
+        // SAFETY: this program does not use FS. The caller has checked that the address is canonical.
+        unsafe { core::arch::asm!("wrfsbase {}", in(reg) base, options(nomem, nostack)) };
+    }
+
+    fn gs_base(&mut self) -> u64 {
+        let base;
+        // SAFETY: as above.
+        unsafe { core::arch::asm!("rdgsbase {}", out(reg) base, options(nomem, nostack)) };
+        base
+    }
+
+    fn set_gs_base(&mut self, base: u64) {
+        // SAFETY: this program does not use GS.
+        unsafe { core::arch::asm!("wrgsbase {}", in(reg) base, options(nomem, nostack)) };
+    }
+
+    fn flush(&mut self, what: Flush) {
+        let shared = shared();
+        match what {
+            Flush::Page(linear) if memory::is_shared(linear) => memory::kernel_changed(linear),
+            Flush::Page(linear) => memory::drop_page(linear),
+            Flush::PageOf { pcid, linear } => self.flush_space(pcid, Some(linear)),
+            Flush::Space(pcid) => self.flush_space(pcid, None),
+            Flush::Spaces | Flush::All => {
+                for slot in &shared.slots {
+                    slot.stale.store(true, Relaxed);
+                }
+                if what == Flush::All {
+                    memory::kernel_changed(crate::shared::EVERYTHING);
+                }
+                memory::follow();
+            }
+        }
+    }
+
+    fn enter_space(&mut self, cr3: u64, keep: bool) {
+        let pcid = (cr3 & 0xfff) as u16;
+        let number = processes::slot_of(pcid);
+        let slot = &shared().slots[number];
+        let known = slot.pcid.swap(pcid.into(), Relaxed) == u32::from(pcid);
+        if !keep || !known {
+            slot.stale.store(true, Relaxed);
+        }
+        processes::move_to(number);
+        memory::follow();
+    }
+}
+
+impl Effects {
+    /// Drops what a space has mapped of programs: a page, or all of it. A space that has not the virtual CPU drops everything, later.
+    fn flush_space(&mut self, pcid: u16, linear: Option<u64>) {
+        let number = processes::slot_of(pcid);
+        let slot = &shared().slots[number];
+        if slot.pcid.load(Relaxed) != u32::from(pcid) {
+            return;
+        }
+        match linear {
+            Some(linear) if number == mine().slot.load(Relaxed) as usize => {
+                memory::drop_page(linear);
+            }
+            _ => {
+                slot.stale.store(true, Relaxed);
+                memory::follow();
+            }
+        }
+    }
+}
+
+/// The virtual CPU's state.
+fn cpu() -> &'static mut VirtualCpu {
+    // SAFETY: this process has the virtual CPU, and the guest does not run while the wedge does; each use ends before the next begins.
+    unsafe { &mut (*cell()).cpu }
+}
+
+/// What a stop of the guest leads to.
+enum Step {
+    /// The guest goes on.
+    On,
+    /// The machine decides.
+    Exit(Exit),
+}
+
+impl LinuxVcpu {
+    /// Runs the guest's code until it stops, and sees to what the processor itself does then.
+    fn step(&mut self) -> Step {
+        match processes::enter() {
+            Cause::Events => Step::On,
+            Cause::Site(stub) => self.site(stub),
+            Cause::Signal => self.signal(),
+        }
+    }
+
+    fn site(&mut self, at: u64) -> Step {
+        // SAFETY: entry code gives the address of the stub that it came from; stubs in use are not changed.
+        let stub = unsafe { &*(at as *const Stub) };
+        let shared = shared();
+        shared.sites[usize::from(stub.kind)].fetch_add(1, Relaxed);
+        cpu().frame.rip = stub.site;
+        if let Some(exit) = self.sites.marker(stub, cpu(), &self.memory) {
+            return exit.map_or(Step::On, Step::Exit);
+        }
+        match decode_all(stub.instructions()) {
+            Ok((all, used)) => self.carry_out(&all[..used], stub.instructions(), stub.resume()),
+            // Sites are decoded before they are rewritten.
+            Err(error) => report::fatal(format_args!("site {:#x}: {error:?}", stub.site)),
+        }
+    }
+
+    /// Carries out instructions that follow each other; the guest goes on at `resume`.
+    fn carry_out(&mut self, all: &[Instruction], bytes: &[u8], resume: u64) -> Step {
+        let mut bytes = bytes;
+        for (number, instruction) in all.iter().enumerate() {
+            let last = number + 1 == all.len();
+            let cpu = cpu();
+            let next =
+                if last { resume } else { cpu.frame.rip.wrapping_add(instruction.length as u64) };
+            match cpu.execute(&self.memory, &mut Effects, instruction) {
+                wedge_core::Outcome::Next => cpu.frame.rip = next,
+                wedge_core::Outcome::Jump => return Step::On,
+                wedge_core::Outcome::Raise(event) => {
+                    self.event = event;
+                    return Step::On;
+                }
+                wedge_core::Outcome::Exit(exit) => {
+                    self.next = next;
+                    self.length = instruction.length.min(bytes.len());
+                    self.bytes = [0; 16];
+                    self.bytes[..self.length].copy_from_slice(&bytes[..self.length]);
+                    return Step::Exit(match exit {
+                        Exit::Io(io) => Exit::Io(vmm_cpu::IoExit { next_rip: next, ..io }),
+                        other => other,
+                    });
+                }
+            }
+            bytes = &bytes[instruction.length.min(bytes.len())..];
+        }
+        Step::On
+    }
+
+    fn signal(&mut self) -> Step {
+        let signal = shared().signal.get();
+        let cpu = cpu();
+        match signal.number {
+            linux::SIGSYS => {
+                count(count::CALLS);
+                cpu.system_call();
+                Step::On
+            }
+            linux::SIGSEGV if signal.vector == u64::from(vector::PAGE_FAULT) => {
+                self.page_fault(signal.address, signal.code)
+            }
+            linux::SIGSEGV if signal.vector == u64::from(vector::PROTECTION) => {
+                self.protection(signal.code as u32)
+            }
+            linux::SIGTRAP if signal.vector == u64::from(vector::BREAKPOINT) => {
+                match cpu.deliver_software(&self.memory, vector::BREAKPOINT, 1) {
+                    Ok(()) => Step::On,
+                    Err(exit) => Step::Exit(exit),
+                }
+            }
+            linux::SIGSEGV | linux::SIGBUS | linux::SIGILL | linux::SIGFPE | linux::SIGTRAP => {
+                let number = signal.vector as u8;
+                if number == vector::DEBUG {
+                    // Single step: breakpoint registers are the host's.
+                    cpu.dr[6] |= 1 << 14;
+                }
+                self.event = match number {
+                    8 | 10..=14 | 17 => Event::exception_code(number, signal.code as u32),
+                    _ => Event::exception(number),
+                };
+                Step::On
+            }
+            // Timer and device process have left their events.
+            _ => Step::On,
+        }
+    }
+
+    fn page_fault(&mut self, linear: u64, code: u64) -> Step {
+        let cpu = cpu();
+        let intent = if code & FETCH != 0 {
+            Intent::Fetch
+        } else if code & WRITE != 0 {
+            Intent::Write
+        } else {
+            Intent::Read
+        };
+        if !memory::is_filled_in(linear) {
+            // Outside of everything, or a right of the image and the direct map, which have all rights.
+            count(count::FAULTS);
+            let user = if cpu.cpl == 3 { 4 } else { 0 };
+            cpu.cr2 = linear;
+            self.event =
+                Event::exception_code(vector::PAGE_FAULT, (code & (WRITE | FETCH)) as u32 | user);
+            return Step::On;
+        }
+        match memory::fill(cpu, &self.ram, &self.memory, linear, intent) {
+            Fault::Filled => Step::On,
+            Fault::Guest(fault) => {
+                count(count::FAULTS);
+                self.event = cpu.page_fault(fault);
+                Step::On
+            }
+            Fault::Device(gpa) => {
+                // The emulator fetches the instruction itself.
+                self.next = 0;
+                self.length = 0;
+                let (write, fetch) = (intent == Intent::Write, intent == Intent::Fetch);
+                Step::Exit(Exit::MemoryFault(MemoryFault { gpa, write, fetch, walk: false }))
+            }
+            Fault::Full(error) => {
+                report::say(format_args!("the host cannot map guest memory: error {error}"));
+                Step::Exit(Exit::HostError(error as u64))
+            }
+        }
+    }
+
+    /// `#GP` of the host: an instruction that only the wedge may carry out, without a site; or the guest's own fault.
+    fn protection(&mut self, code: u32) -> Step {
+        let cpu = cpu();
+        let mut bytes = [0; LONGEST];
+        let read = (1..=LONGEST)
+            .rev()
+            .find(|&length| cpu.read(&self.memory, cpu.frame.rip, &mut bytes[..length]).is_ok());
+        let decoded = wedge_core::decode(&bytes[..read.unwrap_or(0)]);
+        match decoded {
+            Ok(instruction) if cpu.cpl == 0 || is_software_interrupt(&instruction) => {
+                count(count::UNRECORDED);
+                let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);
+                self.carry_out(&[instruction], &bytes[..instruction.length], resume)
+            }
+            _ => {
+                self.event = Event::exception_code(vector::PROTECTION, code);
+                Step::On
+            }
+        }
+    }
+}
+
+fn is_software_interrupt(instruction: &Instruction) -> bool {
+    matches!(instruction.op, wedge_core::Op::Int(_))
+}
+
+impl Backend for LinuxVcpu {
+    fn gpr(&mut self, register: Gpr) -> u64 {
+        cpu().frame.gpr[register as usize]
+    }
+
+    fn set_gpr(&mut self, register: Gpr, value: u64) {
+        cpu().frame.gpr[register as usize] = value;
+    }
+
+    fn get(&mut self, register: Reg) -> u64 {
+        let cpu = cpu();
+        match register {
+            Reg::Rip => cpu.frame.rip,
+            Reg::Rflags => cpu.rflags(),
+            Reg::InterruptShadow | Reg::TscOffset => 0,
+            Reg::Cr0 => cpu.cr0,
+            Reg::Cr2 => cpu.cr2,
+            // The machine follows the kernel's addresses only.
+            Reg::Cr3 if cpu.cpl == 0 => cpu.shared.root,
+            Reg::Cr3 => cpu.cr3,
+            Reg::Cr4 => cpu.cr4,
+            Reg::Efer => cpu.efer,
+            Reg::Cpl => cpu.cpl.into(),
+            Reg::Star => cpu.star,
+            Reg::Lstar => cpu.lstar,
+            Reg::Cstar => cpu.cstar,
+            Reg::Sfmask => cpu.sfmask,
+            Reg::KernelGsBase => cpu.kernel_gs_base,
+            Reg::SysenterCs => cpu.sysenter[0],
+            Reg::SysenterEsp => cpu.sysenter[1],
+            Reg::SysenterEip => cpu.sysenter[2],
+            Reg::Pat => cpu.pat,
+            Reg::Dr6 => cpu.dr[6],
+            Reg::Dr7 => cpu.dr[7],
+            Reg::Xcr0 => self.xcr0,
+        }
+    }
+
+    fn set(&mut self, register: Reg, value: u64) {
+        let cpu = cpu();
+        match register {
+            Reg::Rip => cpu.frame.rip = value,
+            Reg::Rflags => cpu.set_rflags(value),
+            // Time is the host's; there is no shadow.
+            Reg::InterruptShadow | Reg::TscOffset => {}
+            Reg::Cr0 => cpu.cr0 = value,
+            Reg::Cr2 => cpu.cr2 = value,
+            Reg::Cr3 => cpu.cr3 = value,
+            Reg::Cr4 => cpu.cr4 = value,
+            Reg::Efer => cpu.efer = value,
+            Reg::Cpl => cpu.cpl = value as u8 & 3,
+            Reg::Star => cpu.star = value,
+            Reg::Lstar => cpu.lstar = value,
+            Reg::Cstar => cpu.cstar = value,
+            Reg::Sfmask => cpu.sfmask = value,
+            Reg::KernelGsBase => cpu.kernel_gs_base = value,
+            Reg::SysenterCs => cpu.sysenter[0] = value,
+            Reg::SysenterEsp => cpu.sysenter[1] = value,
+            Reg::SysenterEip => cpu.sysenter[2] = value,
+            Reg::Pat => cpu.pat = value,
+            Reg::Dr6 => cpu.dr[6] = value,
+            Reg::Dr7 => cpu.dr[7] = value,
+            Reg::Xcr0 => self.xcr0 = value,
+        }
+    }
+
+    fn segment(&mut self, segment: Seg) -> Segment {
+        let cpu = cpu();
+        let table = |table: wedge_core::Table| Segment {
+            selector: 0,
+            attrib: 0,
+            limit: table.limit.into(),
+            base: table.base,
+        };
+        match segment {
+            Seg::Fs => Segment { base: Effects.fs_base(), ..cpu.segments[4] },
+            Seg::Gs => Segment { base: Effects.gs_base(), ..cpu.segments[5] },
+            Seg::Es | Seg::Cs | Seg::Ss | Seg::Ds => cpu.segments[segment as usize],
+            Seg::Gdtr => table(cpu.gdtr),
+            Seg::Idtr => table(cpu.idtr),
+            Seg::Ldtr => cpu.ldtr,
+            Seg::Tr => cpu.tr,
+        }
+    }
+
+    fn set_segment(&mut self, segment: Seg, value: Segment) {
+        let cpu = cpu();
+        let table = wedge_core::Table { base: value.base, limit: value.limit as u16 };
+        match segment {
+            Seg::Fs | Seg::Gs | Seg::Es | Seg::Cs | Seg::Ss | Seg::Ds => {
+                cpu.segments[segment as usize] = value;
+            }
+            Seg::Gdtr => cpu.gdtr = table,
+            Seg::Idtr => cpu.idtr = table,
+            Seg::Ldtr => cpu.ldtr = value,
+            Seg::Tr => cpu.tr = value,
+        }
+    }
+
+    fn next_rip(&mut self) -> u64 {
+        self.next
+    }
+
+    fn instruction_bytes(&mut self) -> ([u8; 16], usize) {
+        (self.bytes, self.length)
+    }
+
+    fn event(&mut self) -> Event {
+        self.event
+    }
+
+    fn set_event(&mut self, event: Event) {
+        self.event = event;
+    }
+
+    fn set_window(&mut self, wanted: Window) {
+        self.window = wanted;
+    }
+
+    fn has_window(&mut self) -> bool {
+        self.window != Window::Nothing
+    }
+
+    fn set_deadline(&mut self, tsc: u64) {
+        self.deadline = tsc;
+        shared().deadline.store(tsc, Relaxed);
+        signal::arm();
+    }
+
+    fn stolen(&mut self) -> u64 {
+        0
+    }
+
+    fn set_halts(&mut self, _: bool) {
+        // Each is an exit.
+    }
+
+    fn flush_tlb(&mut self) {
+        Effects.flush(Flush::All);
+    }
+
+    fn run(&mut self) -> Exit {
+        self.next = 0;
+        self.length = 0;
+        loop {
+            let pending = events().load(SeqCst);
+            if pending != 0 {
+                events().fetch_and(!pending, SeqCst);
+                let others = pending & !event::TIMER;
+                if pending & event::TIMER != 0 {
+                    // It has to be set again in any case.
+                    mine().armed.store(u64::MAX, Relaxed);
+                    if tsc() < self.deadline {
+                        signal::arm();
+                    } else if others == 0 {
+                        return Exit::Deadline;
+                    } else {
+                        events().fetch_or(event::TIMER, SeqCst);
+                    }
+                }
+                if others != 0 {
+                    return Exit::Recall { events: others.into() };
+                }
+            }
+            if self.event.is_some() {
+                let event = core::mem::take(&mut self.event);
+                if let Err(exit) = cpu().deliver(&self.memory, event) {
+                    return exit;
+                }
+            }
+            if cpu().interrupts != 0 {
+                match self.window {
+                    Window::Nothing => {}
+                    Window::Exit => {
+                        self.window = Window::Nothing;
+                        return Exit::Window;
+                    }
+                    Window::Take(number) => {
+                        self.window = Window::Nothing;
+                        if let Err(exit) = cpu().deliver(&self.memory, Event::interrupt(number)) {
+                            return exit;
+                        }
+                    }
+                }
+            }
+            let cpu = cpu();
+            cpu.attention = u8::from(self.window != Window::Nothing);
+            // SAFETY: only entry code uses it, on the way to the guest.
+            unsafe { (*cell()).dispatch = u8::from(cpu.cpl == 3) };
+            if let Step::Exit(exit) = self.step() {
+                return exit;
+            }
+        }
+    }
+}
+
+/// What a program of the host may tell the guest of its processor: the host's answers without what the wedge does not have, and with
+/// identifiers of address spaces, which it has.
+fn host_cpuid(number: u32, subleaf: u32) -> [u32; 4] {
+    let values = __cpuid_count(number, subleaf);
+    let [a, mut b, mut c, mut d] = [values.eax, values.ebx, values.ecx, values.edx];
+    match number {
+        leaf::FEATURES => c |= features_c::PCID,
+        leaf::EXTENDED_FEATURES if subleaf == 0 => {
+            b &= !(extended_b::SMEP | extended_b::SMAP);
+            b |= extended_b::INVPCID | extended_b::FSGSBASE;
+            c &= !(extended_c::UMIP | extended_c::PKU | extended_c::RDPID);
+        }
+        // XSAVES.
+        leaf::XSAVE if subleaf == 1 => return [a & !(1 << 3), b, c, d],
+        // RDTSCP: what it reads beside the counter is the host's.
+        leaf::AMD_FEATURES => d &= !(1 << 27),
+        _ => {}
+    }
+    [a, b, c, d]
+}
+
+/// The machine, on the virtual CPU's stack.
+pub extern "sysv64" fn main() -> ! {
+    let Some(start) = start() else {
+        report::fatal(format_args!("the loader's record is of another version"));
+    };
+    let ram = Ram::new(&start);
+    let Some(memory) = ram.memory() else {
+        report::fatal(format_args!("guest memory of {} bytes makes no layout", start.memory));
+    };
+    power_on(&start);
+    let mut sites = Sites::new(start.options);
+    if let Err(problem) = sites.rewrite_table(cpu(), &memory, start.sites, start.sites_length) {
+        report::say(format_args!("the kernel's sites cannot be rewritten: {problem}"));
+        processes::finish(65);
+    }
+    let config = PcConfig {
+        vcpus: 1,
+        clock: TscClock::new(shared().tsc_khz.load(Relaxed), 0),
+        xcr0_mask: start.xcr0,
+        start_unix: shared().unix_at_zero.load(Relaxed),
+        kvmclock: true,
+        steal_time: false,
+        id: 1,
+    };
+    let machine: Pc<'_, spin::relax::Spin, 1> = Pc::new(config, &memory, host_cpuid);
+    let mut host = LinuxHost;
+    let mut state = machine.cpu(0);
+    let mut vcpu = LinuxVcpu {
+        ram,
+        memory,
+        sites,
+        event: Event::NONE,
+        window: Window::Nothing,
+        deadline: u64::MAX,
+        next: 0,
+        bytes: [0; 16],
+        length: 0,
+        xcr0: 1,
+    };
+    shared().deadline.store(u64::MAX, Relaxed);
+    loop {
+        match machine.run(&mut state, &mut vcpu, &mut host) {
+            Pause::Recall(events) => {
+                if events as u32 & event::STOP != 0 {
+                    processes::finish(exit_code(Outcome::PowerOff));
+                }
+                machine.input(Some(&state), &mut host);
+            }
+            Pause::Idle { deadline_tsc } => idle(deadline_tsc),
+            Pause::End(outcome) => {
+                if outcome == Outcome::TripleFault {
+                    describe();
+                }
+                processes::finish(exit_code(outcome));
+            }
+        }
+    }
+}
+
+/// Waits for events, or until the time-stamp counter has this value.
+fn idle(deadline: u64) {
+    let shared = shared();
+    shared.idle.store(1, SeqCst);
+    let limit = (deadline != u64::MAX).then(|| signal::until(deadline));
+    if limit != Some(0) && events().load(SeqCst) == 0 {
+        crate::sys::wait(events(), 0, limit);
+    }
+    shared.idle.store(0, SeqCst);
+}
+
+/// The processor as the loader wants it.
+fn power_on(start: &Start) {
+    let cpu = cpu();
+    *cpu = VirtualCpu::new();
+    cpu.frame.rip = start.rip;
+    cpu.frame.gpr[4] = start.rsp;
+    cpu.frame.gpr[7] = start.rdi;
+    cpu.cr3 = start.cr3;
+    cpu.gdtr = wedge_core::Table { base: start.gdt, limit: start.gdt_limit as u16 };
+    cpu.segments[1].selector = start.cs as u16;
+    cpu.shared = wedge_core::cpu::Shared {
+        start: layout::IMAGE,
+        end: layout::LOW_END,
+        root: start.kernel_root,
+    };
+    Effects.set_fs_base(0);
+    Effects.set_gs_base(start.gs_base);
+}
+
+/// Where the virtual CPU was when it gave up.
+#[cold]
+fn describe() {
+    let cpu = cpu();
+    report::say(format_args!(
+        "the guest's processor gave up: rip {:#x} rsp {:#x} rflags {:#x} cr2 {:#x} cr3 {:#x} cpl {}",
+        cpu.frame.rip,
+        cpu.frame.gpr[4],
+        cpu.rflags(),
+        cpu.cr2,
+        cpu.cr3,
+        cpu.cpl
+    ));
+}
+
+/// Exit codes of a machine (`docs/spec/exit-codes.md`).
+fn exit_code(outcome: Outcome) -> u8 {
+    match outcome {
+        Outcome::PowerOff => 0,
+        Outcome::Code(chosen) => chosen,
+        Outcome::GuestPanic => 80,
+        Outcome::TripleFault => 81,
+        Outcome::Reset => 83,
+        Outcome::HostError(_) => report::INTERNAL,
+    }
+}

@@ -1,0 +1,270 @@
+//! Guest memory in the address space of a process: the vTLB is the host's own page tables.
+//!
+//! Guest-physical memory as a whole (the kernel's direct map) and the beginning of it once more (the kernel's image) are always mapped.
+//! Everything else is filled in when it is touched and dropped when the guest flushes it. Invariants: what is mapped is what the guest's
+//! tables said at some time since the last flush of it, with no more rights than they gave; pages whose accessed and dirty bits are not set are not
+//! accessible in the way that would set them. Rights of the direct map and the image are not narrowed.
+
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+
+use hw_x86::paging::entry;
+use linux_raw_sys::general as linux;
+use proto::wedge::{Start, layout};
+use vmm_cpu::walk::{Intent, PageFault};
+use vmm_mem::{GuestMemory, Window};
+use wedge_core::VirtualCpu;
+
+use crate::shared::{EVERYTHING, FLUSHES, Slot, count, mine, shared};
+use crate::sys::{self, Backing};
+
+const PAGE: u64 = 4096;
+const LARGE: u64 = 2 << 20;
+const FOUR_GIB: u64 = 1 << 32;
+
+/// Where the parts of guest memory are.
+#[derive(Clone, Copy, Debug)]
+pub struct Ram {
+    low: u64,
+    high: u64,
+}
+
+impl Ram {
+    /// As the loader has laid it out.
+    pub fn new(start: &Start) -> Self {
+        let low = start.memory.min(start.hole);
+        Self { low, high: start.memory - low }
+    }
+
+    /// Where guest-physical memory is in the descriptor, and how much follows.
+    pub fn offset(&self, address: u64) -> Option<(u64, u64)> {
+        if address < self.low {
+            return Some((address, self.low - address));
+        }
+        let above = address.checked_sub(FOUR_GIB)?;
+        (above < self.high).then(|| (self.low + above, self.high - above))
+    }
+
+    /// Maps what is always there.
+    pub fn map(&self) -> Result<(), sys::Errno> {
+        let all = linux::PROT_READ | linux::PROT_WRITE;
+        let code = all | linux::PROT_EXEC;
+        let image = self.low.min(layout::IMAGE_LENGTH);
+        let memory = |offset| Backing::Shared(layout::MEMORY_FD, offset);
+        // SAFETY: these ranges are set aside for the guest; nothing of this program is there.
+        unsafe {
+            sys::map(layout::DIRECT, self.low, all, memory(0))?;
+            if self.high != 0 {
+                sys::map(layout::DIRECT + FOUR_GIB, self.high, all, memory(self.low))?;
+            }
+            sys::map(layout::IMAGE, image, code, memory(0))
+        }
+    }
+
+    /// As the VMM library knows it.
+    pub fn memory(&self) -> Option<GuestMemory> {
+        let window = |base, length| {
+            let host = (layout::DIRECT + base) as *mut u8;
+            Window { base, length, host }
+        };
+        let windows = [window(0, self.low), window(FOUR_GIB, self.high)];
+        let used = if self.high == 0 { 1 } else { 2 };
+        // SAFETY: `map` has mapped both in every process, for as long as it lives, and no Rust object is there.
+        unsafe { GuestMemory::new(&windows[..used]) }.ok()
+    }
+}
+
+/// A page as the guest's tables have it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Leaf {
+    address: u64,
+    size: u64,
+    writable: bool,
+    executable: bool,
+    dirty: bool,
+}
+
+/// The page that maps `linear`, if there is one.
+fn leaf(memory: &GuestMemory, root: u64, linear: u64) -> Option<Leaf> {
+    let mut value = root;
+    let (mut writable, mut executable) = (true, true);
+    for shift in [39, 30, 21, 12] {
+        let at = value & entry::ADDRESS | (linear >> shift & 0x1ff) << 3;
+        value = memory.read::<u64>(at).ok()?;
+        if value & entry::PRESENT == 0 {
+            return None;
+        }
+        writable &= value & entry::WRITE != 0;
+        executable &= value & entry::NX == 0;
+        if shift == 12 || shift != 39 && value & entry::LARGE != 0 {
+            let size = 1 << shift;
+            let address = value & entry::ADDRESS & !(size - 1);
+            return Some(Leaf {
+                address,
+                size,
+                writable,
+                executable,
+                dirty: value & entry::DIRTY != 0,
+            });
+        }
+    }
+    None
+}
+
+/// What a fault is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fault {
+    /// The guest's own.
+    Guest(PageFault),
+    /// An access to this guest-physical address, where a device is.
+    Device(u64),
+    /// Nothing: it is mapped now.
+    Filled,
+    /// The host has no room for the mapping.
+    Full(i32),
+}
+
+/// Fills in what an access needs.
+pub fn fill(
+    cpu: &VirtualCpu,
+    ram: &Ram,
+    memory: &GuestMemory,
+    linear: u64,
+    intent: Intent,
+) -> Fault {
+    let paging = cpu.paging(linear, cpu.cpl == 3);
+    let address = match paging.translate(memory, linear, intent, true) {
+        Ok((address, _)) => address,
+        Err(fault) => return Fault::Guest(fault),
+    };
+    if ram.offset(address).is_none() {
+        return Fault::Device(address);
+    }
+    let Some(leaf) = leaf(memory, paging.cr3, linear) else { return Fault::Filled };
+    let size = leaf.size.min(LARGE);
+    let first = linear & !(size - 1);
+    let base = leaf.address + (first & (leaf.size - 1));
+    let whole = ram.offset(base).filter(|&(_, left)| left >= size);
+    let (linear, offset, size) = match whole {
+        Some((offset, _)) => (first, offset, size),
+        // A large page that is not all memory.
+        None => match ram.offset(address & !(PAGE - 1)) {
+            Some((offset, _)) => (linear & !(PAGE - 1), offset, PAGE),
+            None => return Fault::Device(address),
+        },
+    };
+    let mut rights = linux::PROT_READ;
+    if leaf.writable && leaf.dirty {
+        rights |= linux::PROT_WRITE;
+    }
+    if leaf.executable {
+        rights |= linux::PROT_EXEC;
+    }
+    let slot = slot();
+    if size > PAGE {
+        slot.large.store(true, Relaxed);
+    }
+    count(count::FILLS);
+    for attempt in 0..2 {
+        // SAFETY: `reachable` by the guest only: nothing of this program is there.
+        match unsafe { sys::map_now(linear, size, rights, layout::MEMORY_FD, offset) } {
+            Ok(()) => break,
+            // Too many mappings: everything can be filled in again.
+            Err(_) if attempt == 0 => drop_all(),
+            Err(error) => return Fault::Full(error.0),
+        }
+    }
+    Fault::Filled
+}
+
+/// Whether a guest may have something filled in here: not what is always mapped, and not the wedge.
+pub fn is_filled_in(linear: u64) -> bool {
+    is_program(linear) || is_kernel(linear)
+}
+
+fn is_program(linear: u64) -> bool {
+    linear < layout::TASK_SIZE && !(layout::IMAGE..layout::LOW_END).contains(&linear)
+}
+
+fn is_kernel(linear: u64) -> bool {
+    (layout::MODULES..layout::MODULES_END).contains(&linear)
+        || (layout::FIXMAP..layout::LOW_END).contains(&linear)
+        || (layout::VMALLOC..layout::GUEST_END).contains(&linear)
+}
+
+fn slot() -> &'static Slot {
+    &shared().slots[mine().slot.load(Relaxed) as usize]
+}
+
+fn unmap(start: u64, end: u64) {
+    // SAFETY: the callers give ranges of the guest only. It fails only for want of the host's memory, when a mapping has to be split.
+    let result = unsafe { sys::unmap(start, end - start) };
+    if result.is_err() {
+        crate::report::fatal(format_args!("the host cannot unmap {start:#x}: {result:?}"));
+    }
+}
+
+/// Drops what programs have mapped in this process.
+pub fn drop_programs() {
+    count(count::FLUSHES);
+    // The host may forbid mappings of the first pages.
+    unmap(0, layout::IMAGE);
+    unmap(layout::LOW_END, layout::TASK_SIZE);
+    slot().large.store(false, Relaxed);
+    slot().stale.store(false, Relaxed);
+}
+
+fn drop_kernel() {
+    unmap(layout::MODULES, layout::MODULES_END);
+    unmap(layout::FIXMAP, layout::LOW_END);
+    unmap(layout::VMALLOC, layout::GUEST_END);
+}
+
+fn drop_all() {
+    drop_programs();
+    drop_kernel();
+}
+
+/// Drops one page of this process, and the large one that it may be part of.
+pub fn drop_page(linear: u64) {
+    if !is_filled_in(linear) {
+        return;
+    }
+    let size = if slot().large.load(Relaxed) { LARGE } else { PAGE };
+    let start = linear & !(size - 1);
+    unmap(start, start + size);
+}
+
+/// The kernel's mapping of an address has changed, for all processes; [`EVERYTHING`]: of any.
+pub fn kernel_changed(linear: u64) {
+    let shared = shared();
+    let number = shared.changes.load(Relaxed);
+    shared.changed[number as usize % FLUSHES].store(linear, Relaxed);
+    shared.changes.store(number + 1, SeqCst);
+    follow();
+}
+
+/// Whether an address is the kernel's, so that its mapping is the same in all processes.
+pub fn is_shared(linear: u64) -> bool {
+    is_kernel(linear)
+}
+
+/// Does in this process what has changed since it had the virtual CPU.
+pub fn follow() {
+    let (shared, slot) = (shared(), slot());
+    let now = shared.changes.load(SeqCst);
+    let seen = slot.followed.load(Relaxed);
+    if now - seen > FLUSHES as u64 {
+        drop_kernel();
+    } else {
+        for number in seen..now {
+            match shared.changed[number as usize % FLUSHES].load(Relaxed) {
+                EVERYTHING => drop_kernel(),
+                linear => drop_page(linear),
+            }
+        }
+    }
+    slot.followed.store(now, Relaxed);
+    if slot.stale.load(Relaxed) {
+        drop_programs();
+    }
+}

@@ -1,0 +1,252 @@
+//! The processes of a machine: one for each address space of the guest, made when it is first needed, by the device process.
+//!
+//! One of them has the virtual CPU. What the virtual CPU is consists of shared memory (registers of the guest, the wedge's stack) and of
+//! what the host's processor holds (extended state, bases of `FS` and `GS`), which is carried over when another process takes it.
+
+use core::arch::asm;
+use core::arch::naked_asm;
+use core::mem::offset_of;
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+
+use linux_raw_sys::general as linux;
+use proto::wedge::layout;
+use wedge_x86::Cause;
+
+use crate::memory;
+use crate::report::HOST;
+use crate::shared::{
+    PRIVATE_LENGTH, PRIVATE_STACK_TOP, SLOTS, STACK_TOP, Shared, count, mine, shared,
+};
+use crate::sys::{self, Backing, Errno};
+use crate::{report, signal};
+
+/// Signal by which the device process tells of events.
+pub const KICK: u32 = 34;
+/// Signal of the timer.
+pub const TIMER: u32 = 35;
+
+/// The process of the guest-machine that runs on: its virtual CPU goes to the process of this slot, which goes on in this function.
+pub fn move_to(number: usize) {
+    let shared = shared();
+    if number == shared.running.load(Relaxed) as usize {
+        return;
+    }
+    count(count::SWITCHES);
+    let slot = &shared.slots[number];
+    if slot.process.load(SeqCst) == 0 {
+        shared.wanted.store(number as u32 + 1, SeqCst);
+        ring();
+        while slot.process.load(SeqCst) == 0 {
+            sys::wait(&slot.process, 0, None);
+        }
+    }
+    save(shared);
+    shared.running.store(number as u32, SeqCst);
+    // SAFETY: the stack is the virtual CPU's, and the process that takes it has been told its number.
+    unsafe { hand_over() };
+    // Another process now.
+    restore(shared);
+    memory::follow();
+    signal::arm();
+}
+
+/// Leaves the virtual CPU's stack to the process that has it now, waits for the turn of this one, and returns on that stack.
+///
+/// # Safety
+/// To be called on the virtual CPU's stack.
+#[unsafe(naked)]
+unsafe extern "sysv64" fn hand_over() {
+    naked_asm!(
+        "push rbp",
+        "push rbx",
+        "push r12",
+        "push r13",
+        "push r14",
+        "push r15",
+        "mov [{rsp}], rsp",
+        "mov rsp, {private}",
+        "call {give_and_wait}",
+        "jmp {take}",
+        rsp = const RSP,
+        private = const PRIVATE_STACK_TOP,
+        give_and_wait = sym give_and_wait,
+        take = sym take,
+    )
+}
+
+/// Takes the virtual CPU's stack.
+///
+/// # Safety
+/// It is this process's turn.
+#[unsafe(naked)]
+unsafe extern "sysv64" fn take() {
+    naked_asm!(
+        "mov rsp, [{rsp}]",
+        "pop r15",
+        "pop r14",
+        "pop r13",
+        "pop r12",
+        "pop rbx",
+        "pop rbp",
+        "ret",
+        rsp = const RSP,
+    )
+}
+
+const RSP: u64 = layout::SHARED + 0x4000 + offset_of!(Shared, rsp) as u64;
+
+extern "sysv64" fn give_and_wait() {
+    let shared = shared();
+    let next = &shared.slots[shared.running.load(Relaxed) as usize];
+    let turn = mine_turn();
+    next.turn.fetch_add(1, SeqCst);
+    sys::wake(&next.turn);
+    wait_for_turn(turn);
+}
+
+fn mine_turn() -> u32 {
+    shared().slots[mine().slot.load(Relaxed) as usize].turn.load(SeqCst)
+}
+
+/// Waits until the turn is another than `seen`.
+fn wait_for_turn(seen: u32) {
+    let slot = &shared().slots[mine().slot.load(Relaxed) as usize];
+    while slot.turn.load(SeqCst) == seen {
+        sys::wait(&slot.turn, seen, None);
+    }
+}
+
+/// Puts what the host's processor holds into shared memory.
+fn save(shared: &Shared) {
+    let (fs, gs): (u64, u64);
+    // SAFETY: the area is large enough for all extended state of today (`shared::EXTENDED_STATE`; `main` checks) and aligned; the host lets
+    // programs read the bases (`main` checks).
+    unsafe {
+        asm!("xsave64 [{}]", in(reg) shared.extended.at(), in("eax") u32::MAX, in("edx") u32::MAX);
+        asm!("rdfsbase {}", out(reg) fs, options(nomem, nostack));
+        asm!("rdgsbase {}", out(reg) gs, options(nomem, nostack));
+    }
+    shared.fs_base.set(fs);
+    shared.gs_base.set(gs);
+}
+
+fn restore(shared: &Shared) {
+    // SAFETY: `save` has filled the area; the bases are the guest's, and this program uses neither.
+    unsafe {
+        asm!("xrstor64 [{}]", in(reg) shared.extended.at(), in("eax") u32::MAX, in("edx") u32::MAX);
+        asm!("wrfsbase {}", in(reg) shared.fs_base.get(), options(nomem, nostack));
+        asm!("wrgsbase {}", in(reg) shared.gs_base.get(), options(nomem, nostack));
+    }
+}
+
+/// Wakes the device process.
+pub fn ring() {
+    let shared = shared();
+    if shared.rung.swap(1, SeqCst) == 0 {
+        let one = 1_u64.to_ne_bytes();
+        // The counter of the descriptor cannot overflow: one is added for each time that it was taken.
+        let _ = sys::write(crate::device::DOORBELL_FD, &one);
+    }
+}
+
+/// Ends the machine with an exit code.
+pub fn finish(code: u8) -> ! {
+    let shared = shared();
+    // The first to say so is right.
+    let _ = shared.ended.compare_exchange(0, u32::from(code) + 1, SeqCst, SeqCst);
+    shared.rung.store(0, SeqCst);
+    ring();
+    // The device process ends all the others.
+    loop {
+        sys::wait(&shared.ended, shared.ended.load(SeqCst), None);
+    }
+}
+
+/// Makes the process of slot `number`; gives its id. For the device process.
+pub fn make(number: usize) -> Result<u32, Errno> {
+    // Its first turn may come before it has looked.
+    let turn = shared().slots[number].turn.load(SeqCst);
+    let arguments = [linux::SIGCHLD.into(), 0, 0, 0, 0, 0];
+    // SAFETY: as `fork`: the child goes on with a copy of this process's own memory.
+    let child = unsafe { sys::call(linux::__NR_clone, arguments) }? as u32;
+    if child != 0 {
+        return Ok(child);
+    }
+    match become_guest(number, turn) {
+        Ok(never) => match never {},
+        Err(error) => {
+            report::say(format_args!("a process for the guest cannot be set up: {error:?}"));
+            sys::exit(HOST)
+        }
+    }
+}
+
+/// Sets this new process up and waits for its first turn.
+fn become_guest(number: usize, turn: u32) -> Result<core::convert::Infallible, Errno> {
+    // SAFETY: nothing of this program is there; what the child inherited was the device process's.
+    unsafe {
+        let rights = linux::PROT_READ | linux::PROT_WRITE;
+        sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;
+    }
+    mine().slot.store(number as u32, Relaxed);
+    die_with_parent()?;
+    signal::set_up()?;
+    let slot = &shared().slots[number];
+    if number != 0 {
+        // What the kernel changed before is not mapped here at all.
+        slot.followed.store(shared().changes.load(SeqCst), Relaxed);
+    }
+    // SAFETY: it never returns: the stack of this function is left for the process's own one, then for the virtual CPU's.
+    unsafe {
+        asm!(
+            "mov rsp, {private}",
+            "call {first_turn}",
+            "jmp {take}",
+            in("rdi") u64::from(turn),
+            private = const PRIVATE_STACK_TOP,
+            first_turn = sym first_turn,
+            take = sym take,
+            options(noreturn),
+        )
+    }
+}
+
+extern "sysv64" fn first_turn(seen: u64) {
+    let number = mine().slot.load(Relaxed) as usize;
+    let slot = &shared().slots[number];
+    // SAFETY: no memory is touched.
+    let id = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }.unwrap_or(0);
+    slot.process.store(id as u32, SeqCst);
+    sys::wake(&slot.process);
+    wait_for_turn(seen as u32);
+}
+
+/// Prepares the virtual CPU's stack so that the first process to take it runs `main`, and lets it.
+pub fn begin(main: extern "sysv64" fn() -> !) {
+    let shared = shared();
+    // Six registers, the address to go to, and alignment as after a call.
+    let frame = STACK_TOP - 8 * 8;
+    // SAFETY: the stack is shared memory that nobody uses yet.
+    unsafe { core::ptr::write_volatile((frame + 6 * 8) as *mut u64, main as *const () as u64) };
+    shared.rsp.set(frame);
+    shared.slots[0].turn.fetch_add(1, SeqCst);
+    sys::wake(&shared.slots[0].turn);
+}
+
+fn die_with_parent() -> Result<(), Errno> {
+    let arguments =
+        [linux_raw_sys::prctl::PR_SET_PDEATHSIG.into(), linux::SIGKILL.into(), 0, 0, 0, 0];
+    // SAFETY: no memory is touched.
+    unsafe { sys::call(linux::__NR_prctl, arguments).map(drop) }
+}
+
+/// Goes to the guest until it stops.
+pub fn enter() -> Cause {
+    // SAFETY: this process has the virtual CPU, on its stack; the frame is what the wedge made of the guest's registers.
+    Cause::from_code(unsafe { wedge_x86::enter() })
+}
+
+/// Slots for address spaces by process-context identifier; the last one serves all that have no slot of their own.
+pub fn slot_of(pcid: u16) -> usize {
+    usize::from(pcid).min(SLOTS - 1)
+}

@@ -1,0 +1,48 @@
+//! Messages of the wedge itself, on the standard error that all processes inherit.
+
+use core::fmt::{self, Write};
+
+use crate::sys;
+
+/// Exit code for a failure of Parador itself (`docs/spec/exit-codes.md`).
+pub const INTERNAL: u8 = 70;
+/// Exit code for a refusal of the host's kernel.
+pub const HOST: u8 = 71;
+
+const STANDARD_ERROR: u32 = 2;
+
+struct Line {
+    bytes: [u8; 512],
+    used: usize,
+}
+
+impl Write for Line {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let room = self.bytes.len() - self.used;
+        let bytes = &text.as_bytes()[..text.len().min(room)];
+        self.bytes[self.used..self.used + bytes.len()].copy_from_slice(bytes);
+        self.used += bytes.len();
+        Ok(())
+    }
+}
+
+/// Prints one line.
+pub fn say(text: fmt::Arguments<'_>) {
+    let mut line = Line { bytes: [0; 512], used: 0 };
+    // It never fails; a line that is too long is cut.
+    let _ = writeln!(line, "parador: {text}");
+    // Nobody to tell if it cannot be written.
+    let _ = sys::write(STANDARD_ERROR, &line.bytes[..line.used]);
+}
+
+/// Prints why the machine cannot go on, and ends it.
+#[cold]
+pub fn fatal(text: fmt::Arguments<'_>) -> ! {
+    say(text);
+    crate::processes::finish(INTERNAL)
+}
+
+#[panic_handler]
+fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
+    fatal(format_args!("the wedge panicked: {info}"))
+}

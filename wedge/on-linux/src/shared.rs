@@ -1,0 +1,264 @@
+//! Memory that all processes of a machine share, and what each has for itself.
+//!
+//! One process at a time has the virtual CPU ([`Shared::running`]); only that one uses what is not atomic.
+
+use core::cell::UnsafeCell;
+use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
+
+use proto::wedge::{Start, layout};
+use wedge_x86::{CELL, Cell, PRIVATE};
+
+/// Most address spaces that have a process of their own.
+pub const SLOTS: usize = 64;
+/// Bytes of a ring of the console.
+pub const RING: usize = 1 << 16;
+/// Changes of the kernel's mappings that are remembered one by one.
+pub const FLUSHES: usize = 256;
+/// Bytes for extended state; the largest of today's, with AMX, is 11 KiB.
+pub const EXTENDED_STATE: usize = 16 << 10;
+
+/// Stack of the virtual CPU, below [`layout::STUBS`].
+pub const STACK_TOP: u64 = layout::STUBS;
+const SHARED_STRUCT: u64 = layout::SHARED + 0x4000;
+/// Stack of a process that has not the virtual CPU.
+pub const PRIVATE_STACK_TOP: u64 = layout::PRIVATE + 0x1_0000;
+/// Stack of signal handlers.
+pub const SIGNAL_STACK: u64 = layout::PRIVATE + 0x2_0000;
+/// Its length.
+pub const SIGNAL_STACK_LENGTH: u64 = 0x2_0000;
+/// Length of a process's own memory.
+pub const PRIVATE_LENGTH: u64 = 0x4_0000;
+
+const _: () = assert!(CELL == layout::SHARED + 0x1000 && PRIVATE == layout::PRIVATE);
+const _: () = assert!(size_of::<Cell>() <= 0x3000);
+const _: () = assert!(SHARED_STRUCT + size_of::<Shared>() as u64 <= STACK_TOP - (4 << 20));
+
+/// Bits of [`Cell::events`].
+pub mod event {
+    /// The deadline may have passed.
+    pub const TIMER: u32 = 1;
+    /// The console has bytes, or room.
+    pub const CONSOLE: u32 = 2;
+    /// The device process wants the machine to end.
+    pub const STOP: u32 = 4;
+    /// A device has something to say.
+    pub const DEVICE: u32 = 8;
+}
+
+/// A value that only the process with the virtual CPU uses.
+#[repr(transparent)]
+pub struct Owned<T>(UnsafeCell<T>);
+
+// SAFETY: only one process at a time uses it, in its only thread.
+unsafe impl<T> Sync for Owned<T> {}
+
+impl<T: Copy> Owned<T> {
+    /// Its value.
+    pub fn get(&self) -> T {
+        // SAFETY: this is the only process that uses it now.
+        unsafe { *self.0.get() }
+    }
+
+    /// Sets it.
+    pub fn set(&self, value: T) {
+        // SAFETY: as above.
+        unsafe { *self.0.get() = value }
+    }
+}
+
+impl<T> Owned<T> {
+    /// Where it is.
+    pub const fn at(&self) -> *mut T {
+        self.0.get()
+    }
+}
+
+/// A signal that has stopped the guest.
+#[derive(Clone, Copy, Debug)]
+pub struct Signal {
+    /// Its number.
+    pub number: u32,
+    /// Vector of the processor's exception.
+    pub vector: u64,
+    /// Error code of the exception.
+    pub code: u64,
+    /// Page-fault address.
+    pub address: u64,
+}
+
+/// A process that has an address space of the guest.
+#[repr(C)]
+pub struct Slot {
+    /// Its process; 0: not there yet.
+    pub process: AtomicU32,
+    /// Counts up whenever it gets the virtual CPU.
+    pub turn: AtomicU32,
+    /// What it maps for programs is out of date.
+    pub stale: AtomicBool,
+    /// It has something mapped that is larger than a page.
+    pub large: AtomicBool,
+    /// Process-context identifier of the space.
+    pub pcid: AtomicU32,
+    /// Changes of the kernel's mappings that it has followed.
+    pub followed: AtomicU64,
+}
+
+/// Bytes from one process to another.
+#[repr(C)]
+pub struct Ring {
+    /// Bytes ever put.
+    pub head: AtomicU32,
+    /// Bytes ever taken.
+    pub tail: AtomicU32,
+    bytes: [AtomicU8; RING],
+}
+
+impl Ring {
+    /// Puts a byte; `false`: there is no room.
+    pub fn put(&self, byte: u8) -> bool {
+        use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+        let head = self.head.load(Relaxed);
+        if head.wrapping_sub(self.tail.load(Acquire)) as usize >= RING {
+            return false;
+        }
+        self.bytes[head as usize % RING].store(byte, Relaxed);
+        self.head.store(head.wrapping_add(1), Release);
+        true
+    }
+
+    /// Takes a byte.
+    pub fn take(&self) -> Option<u8> {
+        use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+        let tail = self.tail.load(Relaxed);
+        if tail == self.head.load(Acquire) {
+            return None;
+        }
+        let byte = self.bytes[tail as usize % RING].load(Relaxed);
+        self.tail.store(tail.wrapping_add(1), Release);
+        Some(byte)
+    }
+
+    /// Bytes that can be put.
+    pub fn room(&self) -> usize {
+        use core::sync::atomic::Ordering::Acquire;
+        RING - self.head.load(Acquire).wrapping_sub(self.tail.load(Acquire)) as usize
+    }
+}
+
+/// The shared memory behind the record of the loader and the [`Cell`]. All zero in the beginning.
+#[repr(C, align(64))]
+pub struct Shared {
+    /// Extended state on its way to another process.
+    pub extended: Owned<[u8; EXTENDED_STATE]>,
+    /// Stack pointer of the virtual CPU on its way.
+    pub rsp: Owned<u64>,
+    /// Bases of `FS` and `GS` on their way.
+    pub fs_base: Owned<u64>,
+    /// See above.
+    pub gs_base: Owned<u64>,
+    /// The signal that stopped the guest last.
+    pub signal: Owned<Signal>,
+    /// The slot that has the virtual CPU.
+    pub running: AtomicU32,
+    /// The slot that wants a process, plus 1.
+    pub wanted: AtomicU32,
+    /// The virtual CPU waits for events.
+    pub idle: AtomicU32,
+    /// The machine has ended with this code, plus 1.
+    pub ended: AtomicU32,
+    /// The device process has been rung for.
+    pub rung: AtomicU32,
+    /// Time-stamp counter at which the virtual CPU wants to be told.
+    pub deadline: AtomicU64,
+    /// Frequency of the time-stamp counter in kHz.
+    pub tsc_khz: AtomicU64,
+    /// Wall-clock time when the counter was 0, in seconds since 1970.
+    pub unix_at_zero: AtomicU64,
+    /// Changes of the kernel's mappings so far.
+    pub changes: AtomicU64,
+    /// The last of them: an address, or [`EVERYTHING`].
+    pub changed: [AtomicU64; FLUSHES],
+    /// The processes.
+    pub slots: [Slot; SLOTS],
+    /// From the guest.
+    pub output: Ring,
+    /// To the guest.
+    pub input: Ring,
+    /// Times that each kind of site came to the wedge.
+    pub sites: [AtomicU64; 256],
+    /// Other counters: see [`count`].
+    pub counters: [AtomicU64; 16],
+}
+
+/// In [`Shared::changed`]: all of the kernel's mappings.
+pub const EVERYTHING: u64 = u64::MAX;
+
+/// Indices of [`Shared::counters`].
+pub mod count {
+    /// Faults that led to a mapping.
+    pub const FILLS: usize = 0;
+    /// Faults that were the guest's own.
+    pub const FAULTS: usize = 1;
+    /// System calls that were caught.
+    pub const CALLS: usize = 2;
+    /// Changes of the address space.
+    pub const SWITCHES: usize = 3;
+    /// Flushes of all that programs have mapped.
+    pub const FLUSHES: usize = 4;
+    /// Sensitive instructions without a site.
+    pub const UNRECORDED: usize = 5;
+    /// Signals that came from outside.
+    pub const KICKS: usize = 6;
+    /// Names, for reports.
+    pub const NAMES: [&str; 7] =
+        ["fills", "faults", "calls", "switches", "flushes", "unrecorded", "kicks"];
+}
+
+/// The shared memory.
+pub fn shared() -> &'static Shared {
+    // SAFETY: `main` has mapped it before anything else, zeroed, for as long as the process lives; what is not atomic is guarded as the
+    // module's documentation says.
+    unsafe { &*(SHARED_STRUCT as *const Shared) }
+}
+
+/// What entry code shares with the wedge.
+pub fn cell() -> *mut Cell {
+    CELL as *mut Cell
+}
+
+/// Events for the virtual CPU.
+pub fn events() -> &'static AtomicU32 {
+    // SAFETY: as `shared`; the word is atomic.
+    unsafe { &(*cell()).events }
+}
+
+/// Adds one to a counter.
+pub fn count(counter: usize) {
+    shared().counters[counter].fetch_add(1, core::sync::atomic::Ordering::Relaxed);
+}
+
+/// The loader's record.
+pub fn start() -> Option<Start> {
+    // SAFETY: mapped by `main`; nobody changes it after the loader.
+    let words = unsafe { &*(layout::SHARED as *const [u64; Start::WORDS]) };
+    Start::from_words(words)
+}
+
+/// The number of a process's slot, and whether system calls are dispatched; in its own memory.
+#[repr(C)]
+pub struct Mine {
+    /// See [`wedge_x86::Private`]; it is at the beginning.
+    pub private: wedge_x86::Private,
+    /// The process's slot.
+    pub slot: AtomicU32,
+    /// Its timer is set to this value of the time-stamp counter.
+    pub armed: AtomicU64,
+    /// Its timer, plus 1.
+    pub timer: AtomicU32,
+}
+
+/// The process's own memory.
+pub fn mine() -> &'static Mine {
+    // SAFETY: mapped by `main` before anything else, zeroed; all of it is atomic.
+    unsafe { &*(PRIVATE as *const Mine) }
+}

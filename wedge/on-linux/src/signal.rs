@@ -1,0 +1,224 @@
+//! Signals of the host: the processor's exceptions, system calls of programs, the timer and the device process.
+//!
+//! A handler that finds the guest running puts its registers into the frame and leaves for the wedge, without returning from the signal: no
+//! signal is ever masked, so there is nothing to return to. If it finds the wedge, it leaves an event.
+
+use core::arch::{asm, naked_asm};
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+
+use linux_raw_sys::general as linux;
+use linux_raw_sys::prctl;
+use proto::wedge::layout;
+
+use crate::processes::{KICK, TIMER};
+use crate::report;
+use crate::shared::{
+    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, event, events, mine, shared,
+};
+use crate::sys::{self, Errno};
+
+/// `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/sigcontext.h`).
+#[repr(C)]
+struct Context {
+    flags: u64,
+    link: u64,
+    stack: [u64; 3],
+    /// `r8` to `r15`, `rdi`, `rsi`, `rbp`, `rbx`, `rdx`, `rax`, `rcx`, `rsp`.
+    registers: [u64; 16],
+    rip: u64,
+    rflags: u64,
+    segments: u64,
+    code: u64,
+    vector: u64,
+    mask: u64,
+    address: u64,
+    extended: *const u8,
+}
+
+/// Where [`Context::registers`] are in a frame, which is in the order of encoding.
+const ORDER: [usize; 16] = [8, 9, 10, 11, 12, 13, 14, 15, 7, 6, 5, 3, 2, 0, 1, 4];
+
+/// Signals of the processor and of dispatched system calls.
+const SYNCHRONOUS: [u32; 6] =
+    [linux::SIGSEGV, linux::SIGBUS, linux::SIGILL, linux::SIGFPE, linux::SIGTRAP, linux::SIGSYS];
+/// Number of a trap exception's vector: single step or breakpoint register.
+const DEBUG: u64 = 1;
+
+/// Makes signals come to this process's handler, and system calls of programs too.
+pub fn set_up() -> Result<(), Errno> {
+    let stack = [SIGNAL_STACK, 0, SIGNAL_STACK_LENGTH];
+    // SAFETY: the stack is this process's own memory and used for nothing else.
+    unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
+    let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_NODEFER | linux::SA_RESTORER;
+    let action = [handler as *const () as u64, flags.into(), restore as *const () as u64, 0];
+    for number in SYNCHRONOUS.into_iter().chain([KICK, TIMER]) {
+        let arguments = [number.into(), action.as_ptr() as u64, 0, 8, 0, 0];
+        // SAFETY: the handler keeps to the rules of signal handlers.
+        unsafe { sys::call(linux::__NR_rt_sigaction, arguments) }?;
+    }
+    let none = 0_u64;
+    let arguments = [linux::SIG_SETMASK.into(), &raw const none as u64, 0, 8, 0, 0];
+    // SAFETY: the mask is read.
+    unsafe { sys::call(linux::__NR_rt_sigprocmask, arguments) }?;
+    let arguments = [
+        prctl::PR_SET_SYSCALL_USER_DISPATCH.into(),
+        prctl::PR_SYS_DISPATCH_ON.into(),
+        0,
+        0,
+        mine().private.dispatch.as_ptr() as u64,
+        0,
+    ];
+    // SAFETY: the byte is there as long as the process; only entry code sets it, on the way to programs.
+    unsafe { sys::call(linux::__NR_prctl, arguments) }.map(drop)
+}
+
+#[unsafe(naked)]
+unsafe extern "sysv64" fn restore() {
+    naked_asm!("mov eax, {}", "syscall", const linux::__NR_rt_sigreturn)
+}
+
+/// The kernel calls it with 16-byte alignment as if by a call. Alignment checks may be on.
+#[unsafe(naked)]
+unsafe extern "sysv64" fn handler() {
+    naked_asm!("push 2", "popfq", "jmp {}", sym on_signal)
+}
+
+extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
+    // System calls from here on are the host's.
+    mine().private.dispatch.store(0, Relaxed);
+    let synchronous = SYNCHRONOUS.contains(&number);
+    let shared = shared();
+    // SAFETY: the kernel gives the context of this signal.
+    let context = unsafe { &mut *context };
+    if shared.running.load(SeqCst) != mine().slot.load(Relaxed) {
+        // A timer that was not stopped, or a signal that came late: the process that runs knows.
+        if synchronous {
+            broken(number, context);
+        }
+        return;
+    }
+    if (layout::WEDGE..layout::WEDGE_END).contains(&context.rip) {
+        in_wedge(number, synchronous, context);
+        return;
+    }
+    // SAFETY: this process has the virtual CPU, and the guest was running, so nobody uses it.
+    let cpu = unsafe { &mut (*cell()).cpu };
+    if !synchronous {
+        leave_event(number);
+        if cpu.cpl == 0 && cpu.interrupts == 0 {
+            // It could not be delivered; the guest looks when it turns interrupts on.
+            cpu.attention = 1;
+            return;
+        }
+    }
+    for (value, place) in context.registers.iter().zip(ORDER) {
+        cpu.frame.gpr[place] = *value;
+    }
+    cpu.frame.rip = context.rip;
+    cpu.frame.rflags = context.rflags;
+    let (vector, code, address) = (context.vector, context.code, context.address);
+    shared.signal.set(Signal { number, vector, code, address });
+    restore_extended(context.extended);
+    // SAFETY: the guest was running.
+    unsafe { wedge_x86::leave() }
+}
+
+/// The signal came while the wedge was running.
+fn in_wedge(number: u32, synchronous: bool, context: &mut Context) {
+    let (start, end) = wedge_x86::entry_window();
+    let window = (start..end).contains(&context.rip);
+    if !synchronous {
+        leave_event(number);
+        if window {
+            context.rip = wedge_x86::abort();
+        }
+        return;
+    }
+    // A single step of the guest's begins in the window: it goes on until it is out.
+    if number == linux::SIGTRAP && context.vector == DEBUG && window {
+        return;
+    }
+    broken(number, context)
+}
+
+fn leave_event(number: u32) {
+    if number == TIMER {
+        events().fetch_or(event::TIMER, SeqCst);
+    } else {
+        count(count::KICKS);
+        // The device process has said what it is.
+        events().fetch_or(event::DEVICE, SeqCst);
+    }
+}
+
+#[cold]
+fn broken(number: u32, context: &Context) -> ! {
+    report::fatal(format_args!(
+        "signal {number} in the wedge: rip {:#x} rsp {:#x} vector {} code {:#x} address {:#x}",
+        context.rip, context.registers[15], context.vector, context.code, context.address
+    ))
+}
+
+/// Gives the processor the extended state that the kernel has put into the signal's frame.
+fn restore_extended(area: *const u8) {
+    /// `FP_XSTATE_MAGIC1`, and where it and the features are (`struct _fpx_sw_bytes`).
+    const MAGIC: u32 = 0x4650_5853;
+    const AT: usize = 464;
+    if area.is_null() {
+        return;
+    }
+    // SAFETY: the kernel has written the area, of at least 512 bytes, and says itself which features it has.
+    unsafe {
+        if area.add(AT).cast::<u32>().read_unaligned() == MAGIC {
+            let features = area.add(AT + 8).cast::<u64>().read_unaligned();
+            let (low, high) = (features as u32, (features >> 32) as u32);
+            asm!("xrstor64 [{}]", in(reg) area, in("eax") low, in("edx") high);
+        } else {
+            asm!("fxrstor64 [{}]", in(reg) area);
+        }
+    }
+}
+
+/// Sets this process's timer to the deadline of the virtual CPU.
+pub fn arm() {
+    let (shared, mine) = (shared(), mine());
+    let deadline = shared.deadline.load(Relaxed);
+    if mine.armed.load(Relaxed) == deadline {
+        return;
+    }
+    mine.armed.store(deadline, Relaxed);
+    if let Err(error) = set_timer(deadline) {
+        report::fatal(format_args!("the host gives no timer: {error:?}"));
+    }
+}
+
+/// Time from now to a value of the time-stamp counter, in nanoseconds.
+pub fn until(tsc: u64) -> u64 {
+    let ticks = tsc.saturating_sub(crate::guest::tsc());
+    let khz = shared().tsc_khz.load(Relaxed).max(1);
+    let nanoseconds = u128::from(ticks) * 1_000_000 / u128::from(khz);
+    u64::try_from(nanoseconds).unwrap_or(u64::MAX)
+}
+
+fn set_timer(deadline: u64) -> Result<(), Errno> {
+    let mine = mine();
+    if mine.timer.load(Relaxed) == 0 {
+        // `struct sigevent`: value, signal, how to notify.
+        let event =
+            [0_u64, u64::from(TIMER) | u64::from(linux::SIGEV_SIGNAL) << 32, 0, 0, 0, 0, 0, 0];
+        let mut timer = 0_u32;
+        let clock = u64::from(linux::CLOCK_MONOTONIC);
+        let arguments = [clock, event.as_ptr() as u64, &raw mut timer as u64, 0, 0, 0];
+        // SAFETY: the kernel reads the description and writes the number.
+        unsafe { sys::call(linux::__NR_timer_create, arguments) }?;
+        mine.timer.store(timer + 1, Relaxed);
+    }
+    let timer = u64::from(mine.timer.load(Relaxed) - 1);
+    // A time of 0 stops it.
+    let wait = if deadline == u64::MAX { 0 } else { until(deadline).max(1) };
+    let time = [0, 0, wait / 1_000_000_000, wait % 1_000_000_000];
+    // SAFETY: the kernel reads the time.
+    unsafe {
+        sys::call(linux::__NR_timer_settime, [timer, 0, time.as_ptr() as u64, 0, 0, 0]).map(drop)
+    }
+}

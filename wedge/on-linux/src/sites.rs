@@ -1,0 +1,179 @@
+//! The sites of the guest's kernel and of its modules: rewritten when they are announced, put back when they are retracted.
+
+use core::fmt;
+
+use proto::wedge::{layout, option};
+use vmm_mem::GuestMemory;
+use wedge_core::{Exit, VirtualCpu};
+use wedge_sites::{Kind, RECORD, Site};
+use wedge_x86::{MAX_SITE, Stub, decode_all};
+
+/// Most stubs: what fits the second half of the shared memory.
+const MOST: usize =
+    ((layout::SHARED + layout::SHARED_LENGTH - layout::STUBS) as usize) / size_of::<Stub>();
+
+/// Why a table is refused.
+#[derive(Clone, Copy, Debug)]
+pub enum Problem {
+    /// It is not in memory.
+    Unreadable(u64),
+    /// It is not of the format.
+    Format(wedge_sites::Error),
+    /// The instructions at this address are not what a site may have.
+    Instruction(u64),
+    /// There are too many.
+    Full,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unreadable(at) => write!(to, "no memory at {at:#x}"),
+            Self::Format(error) => write!(to, "{error}"),
+            Self::Instruction(at) => write!(to, "unknown instruction at {at:#x}"),
+            Self::Full => write!(to, "more than {MOST} sites"),
+        }
+    }
+}
+
+/// The rewritten sites.
+pub struct Sites {
+    used: usize,
+    #[expect(dead_code, reason = "until there are paths to choose from")]
+    options: u64,
+}
+
+impl Sites {
+    /// None yet.
+    pub fn new(options: u64) -> Self {
+        let _ = option::NO_FAST_PATHS;
+        Self { used: 0, options }
+    }
+
+    fn at(number: usize) -> *mut Stub {
+        (layout::STUBS as usize + number * size_of::<Stub>()) as *mut Stub
+    }
+
+    /// Rewrites all sites of a table at a linear address. Nothing is changed unless all can be.
+    pub fn rewrite_table(
+        &mut self,
+        cpu: &VirtualCpu,
+        memory: &GuestMemory,
+        table: u64,
+        length: u64,
+    ) -> Result<(), Problem> {
+        for check in [true, false] {
+            self.each(cpu, memory, table, length, |sites, site| {
+                sites.rewrite(cpu, memory, site, check)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn each(
+        &mut self,
+        cpu: &VirtualCpu,
+        memory: &GuestMemory,
+        table: u64,
+        length: u64,
+        mut act: impl FnMut(&mut Self, &Site) -> Result<(), Problem>,
+    ) -> Result<(), Problem> {
+        for offset in (0..length).step_by(RECORD) {
+            let at = table.wrapping_add(offset);
+            let mut record = [0; RECORD];
+            cpu.read(memory, at, &mut record).map_err(|_| Problem::Unreadable(at))?;
+            let sites = wedge_sites::Sites::parse(&record, at).map_err(Problem::Format)?;
+            for site in sites.iter() {
+                act(self, &site)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn rewrite(
+        &mut self,
+        cpu: &VirtualCpu,
+        memory: &GuestMemory,
+        site: &Site,
+        check: bool,
+    ) -> Result<(), Problem> {
+        if !site.is_rewritable() || is_left_alone(site.kind) {
+            return Ok(());
+        }
+        let mut bytes = [0; MAX_SITE];
+        let bytes =
+            bytes.get_mut(..site.length.into()).ok_or(Problem::Instruction(site.address))?;
+        cpu.read(memory, site.address, bytes).map_err(|_| Problem::Unreadable(site.address))?;
+        if check {
+            return match decode_all(bytes) {
+                Ok(_) => Ok(()),
+                Err(_) => Err(Problem::Instruction(site.address)),
+            };
+        }
+        let number = self.free().ok_or(Problem::Full)?;
+        let place = Self::at(number);
+        let entry = wedge_x86::site_entry();
+        let kind = site.kind.number();
+        let made = Stub::new(place as u64, entry, site.address, bytes, site.padded, kind);
+        let (stub, rewrite) = made.ok_or(Problem::Instruction(site.address))?;
+        // SAFETY: the place is in the part of the shared memory that is for stubs, and not in use.
+        unsafe { place.write(stub) };
+        cpu.write(memory, site.address, &rewrite.jump)
+            .map_err(|_| Problem::Unreadable(site.address))
+    }
+
+    /// Number of a stub that is not in use.
+    fn free(&mut self) -> Option<usize> {
+        if self.used < MOST {
+            self.used += 1;
+            return Some(self.used - 1);
+        }
+        // SAFETY: all stubs have been written, or are zero.
+        (0..MOST).find(|&number| unsafe { (*Self::at(number)).live } == 0)
+    }
+
+    /// Puts the sites of a table back as they were.
+    fn retract(&mut self, cpu: &VirtualCpu, memory: &GuestMemory, table: u64, length: u64) {
+        let _ = self.each(cpu, memory, table, length, |sites, site| {
+            for number in 0..sites.used {
+                // SAFETY: stubs below `used` have been written.
+                let stub = unsafe { &mut *Self::at(number) };
+                if stub.live != 0 && stub.site == site.address {
+                    stub.live = 0;
+                    // What is not mapped any longer need not be put back.
+                    let _ = cpu.write(memory, stub.site, stub.instructions());
+                }
+            }
+            Ok(())
+        });
+    }
+
+    /// Sites that are no instructions but tell of modules. `None`: it is none of them.
+    pub fn marker(
+        &mut self,
+        stub: &Stub,
+        cpu: &mut VirtualCpu,
+        memory: &GuestMemory,
+    ) -> Option<Option<Exit>> {
+        let [sites, sites_end] = [7, 6].map(|register| cpu.frame.gpr[register]);
+        let kind = Kind::from_number(stub.kind);
+        let length = sites_end.wrapping_sub(sites);
+        match kind {
+            Some(Kind::Announce) => {
+                let done = self.rewrite_table(cpu, memory, sites, length);
+                if let Err(problem) = done {
+                    crate::report::say(format_args!("a module is not rewritten: {problem}"));
+                }
+            }
+            Some(Kind::Retract) => self.retract(cpu, memory, sites, length),
+            _ => return None,
+        }
+        cpu.frame.rip = stub.resume();
+        Some(None)
+    }
+}
+
+/// Page-table stores need nothing: the guest says when translations are to be forgotten.
+fn is_left_alone(kind: Kind) -> bool {
+    matches!(kind, Kind::PageTable)
+}

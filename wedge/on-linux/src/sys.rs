@@ -1,0 +1,133 @@
+//! System calls of the host.
+//!
+//! `linux-raw-sys` has the numbers and structures; the few calls that the wedge makes are here. Errors are Linux' numbers.
+
+use core::arch::asm;
+
+use linux_raw_sys::general as linux;
+
+/// An error number of Linux.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Errno(pub i32);
+
+type Result<T> = core::result::Result<T, Errno>;
+
+/// A system call with up to six arguments.
+///
+/// # Safety
+/// What the call does to memory must be allowed: nothing that Rust objects live in may be unmapped or changed.
+#[inline(always)]
+pub unsafe fn call(number: u32, arguments: [u64; 6]) -> Result<u64> {
+    let [a, b, c, d, e, f] = arguments;
+    let result: u64;
+    // SAFETY: the registers are those of Linux' convention (syscall(2)); the caller vouches for the effect.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") u64::from(number) => result,
+            in("rdi") a,
+            in("rsi") b,
+            in("rdx") c,
+            in("r10") d,
+            in("r8") e,
+            in("r9") f,
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+    }
+    if result > -4096_i64 as u64 { Err(Errno(-(result as i64) as i32)) } else { Ok(result) }
+}
+
+/// What [`map`] maps.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Backing {
+    /// A descriptor, from this offset on, shared.
+    Shared(u32, u64),
+    /// Zeroed memory of this process.
+    Own,
+}
+
+/// Maps memory at `address`, in the place of what is there.
+///
+/// # Safety
+/// No Rust object of this program may be in the range, unless it is meant to become what is mapped.
+pub unsafe fn map(address: u64, length: u64, rights: u32, backing: Backing) -> Result<()> {
+    let (flags, fd, offset) = match backing {
+        Backing::Shared(fd, offset) => (linux::MAP_SHARED, u64::from(fd), offset),
+        Backing::Own => (linux::MAP_PRIVATE | linux::MAP_ANONYMOUS, u64::MAX, 0),
+    };
+    let flags = u64::from(flags | linux::MAP_FIXED);
+    // SAFETY: the caller vouches for the range.
+    unsafe {
+        call(linux::__NR_mmap, [address, length, u64::from(rights), flags, fd, offset]).map(drop)
+    }
+}
+
+/// [`map`] of shared memory whose pages are made present at once.
+///
+/// # Safety
+/// As [`map`].
+pub unsafe fn map_now(address: u64, length: u64, rights: u32, fd: u32, offset: u64) -> Result<()> {
+    let flags = u64::from(linux::MAP_SHARED | linux::MAP_FIXED | linux::MAP_POPULATE);
+    let arguments = [address, length, u64::from(rights), flags, u64::from(fd), offset];
+    // SAFETY: the caller vouches for the range.
+    unsafe { call(linux::__NR_mmap, arguments).map(drop) }
+}
+
+/// Unmaps a range.
+///
+/// # Safety
+/// As [`map`].
+pub unsafe fn unmap(address: u64, length: u64) -> Result<()> {
+    // SAFETY: the caller vouches for the range.
+    unsafe { call(linux::__NR_munmap, [address, length, 0, 0, 0, 0]).map(drop) }
+}
+
+/// Waits until somebody wakes `word`, for `nanoseconds` at most, if it has the value `expected`.
+pub fn wait(word: &core::sync::atomic::AtomicU32, expected: u32, nanoseconds: Option<u64>) {
+    let time = nanoseconds.map(|all| [all / 1_000_000_000, all % 1_000_000_000]);
+    let time = time.as_ref().map_or(0, |time| time.as_ptr() as u64);
+    let arguments =
+        [word.as_ptr() as u64, u64::from(linux::FUTEX_WAIT), expected.into(), time, 0, 0];
+    // SAFETY: it reads the word and the time. Early returns are allowed by this function's contract.
+    let _ = unsafe { call(linux::__NR_futex, arguments) };
+}
+
+/// Wakes who waits for `word`.
+pub fn wake(word: &core::sync::atomic::AtomicU32) {
+    let most = i32::MAX as u64;
+    let arguments = [word.as_ptr() as u64, u64::from(linux::FUTEX_WAKE), most, 0, 0, 0];
+    // SAFETY: nothing is changed. It cannot fail with a mapped word.
+    let _ = unsafe { call(linux::__NR_futex, arguments) };
+}
+
+/// Sends a signal to a process.
+pub fn kill(process: u32, signal: u32) {
+    let arguments = [process.into(), signal.into(), 0, 0, 0, 0];
+    // SAFETY: no memory is touched. It fails if the process has ended, which its owner finds out otherwise.
+    let _ = unsafe { call(linux::__NR_kill, arguments) };
+}
+
+/// Writes as much as the descriptor takes at once.
+pub fn write(fd: u32, bytes: &[u8]) -> Result<usize> {
+    let arguments = [fd.into(), bytes.as_ptr() as u64, bytes.len() as u64, 0, 0, 0];
+    // SAFETY: the bytes are read.
+    unsafe { call(linux::__NR_write, arguments) }.map(|count| count as usize)
+}
+
+/// Reads what there is.
+pub fn read(fd: u32, to: &mut [u8]) -> Result<usize> {
+    let arguments = [fd.into(), to.as_mut_ptr() as u64, to.len() as u64, 0, 0, 0];
+    // SAFETY: the bytes are the caller's to change.
+    unsafe { call(linux::__NR_read, arguments) }.map(|count| count as usize)
+}
+
+/// Ends the process.
+pub fn exit(code: u8) -> ! {
+    // SAFETY: the process ends, all of it.
+    let _ = unsafe { call(linux::__NR_exit_group, [code.into(), 0, 0, 0, 0, 0]) };
+    loop {
+        core::hint::spin_loop();
+    }
+}
