@@ -33,7 +33,7 @@ pub struct Frame {
     pub gpr: [u64; 16],
     /// Instruction pointer.
     pub rip: u64,
-    /// Flags. `IF` has no meaning here: see [`VirtualCpu::interrupts`].
+    /// Flags. `IF` has no meaning here: see [`VirtualCpu::interrupt_flag`].
     pub rflags: u64,
 }
 
@@ -64,8 +64,8 @@ pub struct Shared {
 pub struct VirtualCpu {
     /// Registers of the guest.
     pub frame: Frame,
-    /// `RFLAGS.IF`: 1 or 0. Rewritten sites change it in place.
-    pub interrupts: u8,
+    /// `RFLAGS.IF`, the other bits 0. Rewritten sites change it in place.
+    pub interrupt_flag: u64,
     /// Not 0: the guest is not to go on once interrupts are on, before somebody has looked at what waits.
     pub attention: u8,
     /// Current privilege level, 0 or 3.
@@ -129,7 +129,7 @@ impl VirtualCpu {
         let code = Segment { attrib: USABLE_CODE_64, ..data };
         Self {
             frame: Frame { gpr: [0; 16], rip: 0, rflags: rflags::FIXED },
-            interrupts: 0,
+            interrupt_flag: 0,
             attention: 0,
             cpl: 0,
             kernel_gs_base: 0,
@@ -159,13 +159,12 @@ impl VirtualCpu {
 
     /// `RFLAGS` as the guest sees them.
     pub fn rflags(&self) -> u64 {
-        let interrupts = if self.interrupts != 0 { rflags::IF } else { 0 };
-        self.frame.rflags & !rflags::IF | interrupts | rflags::FIXED
+        self.frame.rflags & !rflags::IF | self.interrupt_flag & rflags::IF | rflags::FIXED
     }
 
     /// Sets `RFLAGS`.
     pub fn set_rflags(&mut self, value: u64) {
-        self.interrupts = u8::from(value & rflags::IF != 0);
+        self.interrupt_flag = value & rflags::IF;
         self.frame.rflags = value & (rflags::OPEN | rflags::IOPL) | rflags::FIXED;
     }
 

@@ -179,7 +179,7 @@ impl VirtualCpu {
         }
         self.frame.rflags &= !(rflags::TF | rflags::NT | rflags::RF | rflags::VM);
         if kind == INTERRUPT_GATE {
-            self.interrupts = 0;
+            self.interrupt_flag = 0;
         }
         Ok(())
     }

@@ -66,8 +66,8 @@ impl VirtualCpu {
             return Err(protection(0).into());
         }
         match op {
-            Op::Cli => self.interrupts = 0,
-            Op::Sti => self.interrupts = 1,
+            Op::Cli => self.interrupt_flag = 0,
+            Op::Sti => self.interrupt_flag = rflags::IF,
             Op::Hlt => return Ok(Outcome::Exit(Exit::Hlt)),
             Op::Pushf => {
                 let value = self.rflags() & !(rflags::RF | rflags::VM);
@@ -278,6 +278,31 @@ impl VirtualCpu {
         self.segments[SS] = segment::flat_data((selector & !3).wrapping_add(8));
         self.set_rflags(flags & !self.sfmask & !rflags::RF);
         self.cpl = 0;
+    }
+
+    /// `CS` and `SS` of programs and of the kernel, as `SYSRET` to 64-bit code and `SYSCALL` load them.
+    pub fn call_segments(&self) -> [[vmm_cpu::backend::Segment; 2]; 2] {
+        let (program, kernel) = ((self.star >> 48) as u16, (self.star >> 32) as u16);
+        [
+            [
+                segment::user_code_64(program.wrapping_add(16)),
+                segment::flat_data(segment::user_stack(self.star)),
+            ],
+            [segment::kernel_code(kernel), segment::flat_data((kernel & !3).wrapping_add(8))],
+        ]
+    }
+
+    /// What `SYSRET` to 64-bit code does beside loading `RIP` and the flags, of which `IF` is on.
+    pub fn enter_program(&mut self) {
+        let [[code, stack], _] = self.call_segments();
+        (self.segments[CS], self.segments[SS]) = (code, stack);
+        self.interrupt_flag = rflags::IF;
+        self.cpl = 3;
+    }
+
+    /// Whether `SYSCALL` leaves no flag that programs can set.
+    pub fn call_masks_flags(&self) -> bool {
+        (rflags::OPEN | rflags::IF) & !self.sfmask == 0
     }
 
     fn system_return(&mut self, long: bool) -> Result<Outcome> {

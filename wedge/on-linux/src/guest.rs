@@ -46,8 +46,9 @@ pub struct LinuxVcpu {
     next: u64,
     bytes: [u8; 16],
     length: usize,
-    /// The rest of a site of several instructions, of which the first left it.
     xcr0: u64,
+    /// `STAR` as entry code knows it.
+    star: u64,
 }
 
 /// The host's side of the virtual CPU's effects.
@@ -474,7 +475,7 @@ impl Backend for LinuxVcpu {
                     return exit;
                 }
             }
-            if cpu().interrupts != 0 {
+            if cpu().interrupt_flag != 0 {
                 match self.window {
                     Window::Nothing => {}
                     Window::Exit => {
@@ -491,8 +492,18 @@ impl Backend for LinuxVcpu {
             }
             let cpu = cpu();
             cpu.attention = u8::from(self.window != Window::Nothing);
+            let dispatch = u8::from(cpu.cpl == 3);
+            if cpu.star != self.star {
+                self.star = cpu.star;
+                let [program, kernel] = cpu.call_segments();
+                // SAFETY: only entry code uses them, while the guest runs.
+                unsafe {
+                    (*cell()).program = program;
+                    (*cell()).kernel = kernel;
+                }
+            }
             // SAFETY: only entry code uses it, on the way to the guest.
-            unsafe { (*cell()).dispatch = u8::from(cpu.cpl == 3) };
+            unsafe { (*cell()).dispatch = dispatch };
             if let Step::Exit(exit) = self.step() {
                 return exit;
             }
@@ -559,6 +570,7 @@ pub extern "sysv64" fn main() -> ! {
         bytes: [0; 16],
         length: 0,
         xcr0: 1,
+        star: 0,
     };
     shared().deadline.store(u64::MAX, Relaxed);
     loop {

@@ -9,6 +9,9 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
 use proto::wedge::layout;
+use wedge_core::VirtualCpu;
+use wedge_core::cpu::rflags;
+use wedge_x86::Unwound;
 
 use crate::processes::{KICK, TIMER};
 use crate::report;
@@ -37,6 +40,9 @@ struct Context {
 
 /// Where [`Context::registers`] are in a frame, which is in the order of encoding.
 const ORDER: [usize; 16] = [8, 9, 10, 11, 12, 13, 14, 15, 7, 6, 5, 3, 2, 0, 1, 4];
+
+/// Index of the stack pointer in [`Context::registers`].
+const STACK_POINTER: usize = 15;
 
 /// Signals of the processor and of dispatched system calls.
 const SYNCHRONOUS: [u32; 6] =
@@ -97,15 +103,19 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
         }
         return;
     }
-    if (layout::WEDGE..layout::WEDGE_END).contains(&context.rip) {
-        in_wedge(number, synchronous, context);
-        return;
-    }
-    // SAFETY: this process has the virtual CPU, and the guest was running, so nobody uses it.
+    // SAFETY: this process has the virtual CPU, and entry code or the guest was running, or the wedge was, in which case nothing but the mark
+    // of attention is changed.
     let cpu = unsafe { &mut (*cell()).cpu };
     if !synchronous {
         leave_event(number);
-        if cpu.cpl == 0 && cpu.interrupts == 0 {
+    }
+    if (layout::WEDGE..layout::WEDGE_END).contains(&context.rip)
+        && !in_wedge(number, synchronous, context, cpu)
+    {
+        return;
+    }
+    if !synchronous {
+        if cpu.cpl == 0 && cpu.interrupt_flag == 0 {
             // It could not be delivered; the guest looks when it turns interrupts on.
             cpu.attention = 1;
             return;
@@ -123,22 +133,58 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     unsafe { wedge_x86::leave() }
 }
 
-/// The signal came while the wedge was running.
-fn in_wedge(number: u32, synchronous: bool, context: &mut Context) {
-    let (start, end) = wedge_x86::entry_window();
-    let window = (start..end).contains(&context.rip);
-    if !synchronous {
-        leave_event(number);
-        if window {
-            context.rip = wedge_x86::abort();
+/// The signal came while the wedge was running, or what it does in the guest's place. `true`: the guest is where it is interrupted, as the
+/// context says now; else the signal's work is done.
+fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut VirtualCpu) -> bool {
+    let rip = context.rip;
+    if synchronous {
+        // A single step of the guest's goes through what the wedge does for it.
+        if number != linux::SIGTRAP || context.vector != DEBUG {
+            broken(number, context);
         }
-        return;
+        if rip == wedge_x86::last_jump() {
+            // The step is the first instruction of the guest, not this jump.
+            context.rip = cpu.frame.rip;
+        }
+        return false;
     }
-    // A single step of the guest's begins in the window: it goes on until it is out.
-    if number == linux::SIGTRAP && context.vector == DEBUG && window {
-        return;
+    cpu.attention = 1;
+    let (start, end) = wedge_x86::entry_window();
+    if (start..end).contains(&rip) {
+        context.rip = wedge_x86::abort();
+        return false;
     }
-    broken(number, context)
+    let [start, own_stack, end] = wedge_x86::sysret_window();
+    if (start..end).contains(&rip) {
+        // Before the first instruction and after the last but one the stack pointer is the guest's.
+        if rip > start && rip <= own_stack {
+            context.registers[STACK_POINTER] = cpu.frame.gpr[4];
+        }
+        return returned(context, cpu);
+    }
+    let Some((stub, offset)) = crate::sites::stub_at(rip) else { return false };
+    match stub.unwind(offset) {
+        Unwound::Goes => false,
+        Unwound::At(site, pushed) => {
+            context.rip = site;
+            context.registers[STACK_POINTER] += pushed;
+            true
+        }
+        Unwound::Behind(resume) => {
+            context.rip = resume;
+            cpu.interrupt_flag = rflags::IF;
+            true
+        }
+        Unwound::Returned => returned(context, cpu),
+    }
+}
+
+/// The guest has done `SYSRET`.
+fn returned(context: &mut Context, cpu: &mut VirtualCpu) -> bool {
+    let [rcx, r11] = [context.registers[14], context.registers[3]];
+    (context.rip, context.rflags) = (rcx, r11);
+    cpu.enter_program();
+    true
 }
 
 fn leave_event(number: u32) {

@@ -5,8 +5,8 @@ use core::fmt;
 use proto::wedge::{layout, option};
 use vmm_mem::GuestMemory;
 use wedge_core::{Exit, VirtualCpu};
-use wedge_sites::{Kind, RECORD, Site};
-use wedge_x86::{MAX_SITE, Stub, decode_all};
+use wedge_sites::{Flags, Kind, RECORD, Site};
+use wedge_x86::{MAX_SITE, Stub, Target, Way, decode_all};
 
 /// Most stubs: what fits the second half of the shared memory.
 const MOST: usize =
@@ -39,15 +39,14 @@ impl fmt::Display for Problem {
 /// The rewritten sites.
 pub struct Sites {
     used: usize,
-    #[expect(dead_code, reason = "until there are paths to choose from")]
-    options: u64,
+    /// Sites may be done without the wedge.
+    fast: bool,
 }
 
 impl Sites {
     /// None yet.
     pub fn new(options: u64) -> Self {
-        let _ = option::NO_FAST_PATHS;
-        Self { used: 0, options }
+        Self { used: 0, fast: options & option::NO_FAST_PATHS == 0 }
     }
 
     fn at(number: usize) -> *mut Stub {
@@ -112,13 +111,19 @@ impl Sites {
         }
         let number = self.free().ok_or(Problem::Full)?;
         let place = Self::at(number);
-        let entry = wedge_x86::site_entry();
-        let kind = site.kind.number();
-        let made = Stub::new(place as u64, entry, site.address, bytes, site.padded, kind);
-        let (stub, rewrite) = made.ok_or(Problem::Instruction(site.address))?;
+        let target = Target {
+            site: site.address,
+            original: bytes,
+            padded: site.padded,
+            kind: site.kind.number(),
+            flags_dead: site.flags.contains(Flags::FLAGS_DEAD),
+            fast: self.fast,
+        };
+        let made = Stub::new(place as u64, &wedge_x86::entries(), &target);
+        let (stub, patch) = made.ok_or(Problem::Instruction(site.address))?;
         // SAFETY: the place is in the part of the shared memory that is for stubs, and not in use.
         unsafe { place.write(stub) };
-        cpu.write(memory, site.address, &rewrite.jump)
+        cpu.write(memory, site.address, patch.bytes())
             .map_err(|_| Problem::Unreadable(site.address))
     }
 
@@ -129,7 +134,7 @@ impl Sites {
             return Some(self.used - 1);
         }
         // SAFETY: all stubs have been written, or are zero.
-        (0..MOST).find(|&number| unsafe { (*Self::at(number)).live } == 0)
+        (0..MOST).find(|&number| unsafe { (*Self::at(number)).way } == Way::Unused)
     }
 
     /// Puts the sites of a table back as they were.
@@ -138,8 +143,8 @@ impl Sites {
             for number in 0..sites.used {
                 // SAFETY: stubs below `used` have been written.
                 let stub = unsafe { &mut *Self::at(number) };
-                if stub.live != 0 && stub.site == site.address {
-                    stub.live = 0;
+                if stub.way != Way::Unused && stub.site == site.address {
+                    stub.way = Way::Unused;
                     // What is not mapped any longer need not be put back.
                     let _ = cpu.write(memory, stub.site, stub.instructions());
                 }
@@ -171,6 +176,17 @@ impl Sites {
         cpu.frame.rip = stub.resume();
         Some(None)
     }
+}
+
+/// The stub that has code at an address, and the offset there.
+pub fn stub_at(address: u64) -> Option<(&'static Stub, u64)> {
+    let end = layout::SHARED + layout::SHARED_LENGTH;
+    if !(layout::STUBS..end).contains(&address) {
+        return None;
+    }
+    let offset = address % size_of::<Stub>() as u64;
+    // SAFETY: code that runs there belongs to a stub that has been written.
+    Some((unsafe { &*((address - offset) as *const Stub) }, offset))
 }
 
 /// Page-table stores need nothing: the guest says when translations are to be forgotten.

@@ -3,9 +3,10 @@
 use core::arch::{global_asm, naked_asm};
 use core::mem::offset_of;
 
+use vmm_cpu::backend::Segment;
 use wedge_core::{Frame, VirtualCpu};
 
-use crate::{CELL, Cause, Cell, PRIVATE, Private};
+use crate::{CELL, Cause, Cell, Entries, PRIVATE, Private};
 
 const FRAME: u64 = CELL + (offset_of!(Cell, cpu) + offset_of!(VirtualCpu, frame)) as u64;
 const WEDGE_RSP: u64 = CELL + offset_of!(Cell, wedge_rsp) as u64;
@@ -14,6 +15,20 @@ const DISPATCH_NEXT: u64 = CELL + offset_of!(Cell, dispatch) as u64;
 const DISPATCH: u64 = PRIVATE + offset_of!(Private, dispatch) as u64;
 const RIP: u64 = FRAME + offset_of!(Frame, rip) as u64;
 const RFLAGS: u64 = FRAME + offset_of!(Frame, rflags) as u64;
+const CPU: u64 = CELL + offset_of!(Cell, cpu) as u64;
+const CPL: u64 = CPU + offset_of!(VirtualCpu, cpl) as u64;
+const LSTAR: u64 = CPU + offset_of!(VirtualCpu, lstar) as u64;
+/// The byte of the flags with `IF`.
+const FLAG_BYTE: u64 = CPU + offset_of!(VirtualCpu, interrupt_flag) as u64 + 1;
+const FLAG_ON: u8 = 2;
+/// `CS` and `SS`, which follow each other.
+const SEGMENTS: u64 = CPU + (offset_of!(VirtualCpu, segments) + size_of::<Segment>()) as u64;
+const PROGRAM: u64 = CELL + offset_of!(Cell, program) as u64;
+const KERNEL: u64 = CELL + offset_of!(Cell, kernel) as u64;
+const CALLS: u64 = CELL + offset_of!(Cell, calls) as u64;
+const SCRATCH_TOP: u64 = CELL + (offset_of!(Cell, scratch) + size_of::<[u64; 16]>()) as u64;
+
+const _: () = assert!(size_of::<Segment>() == 16);
 
 /// Goes to the guest with the registers of its frame; gives the code of a [`Cause`] when it stops.
 ///
@@ -118,16 +133,103 @@ global_asm!(
     signal = const Cause::SIGNAL,
 );
 
+global_asm!(
+    // `SYSRET` to 64-bit code, when nothing waits: the stub has looked. RCX and R11 are what the instruction takes.
+    ".globl parador_wedge_sysret",
+    "parador_wedge_sysret:",
+    "mov [{rsp}], rsp",
+    "mov esp, {scratch}",
+    "push qword ptr [{program} + 0x00]",
+    "pop qword ptr [{segments} + 0x00]",
+    "push qword ptr [{program} + 0x08]",
+    "pop qword ptr [{segments} + 0x08]",
+    "push qword ptr [{program} + 0x10]",
+    "pop qword ptr [{segments} + 0x10]",
+    "push qword ptr [{program} + 0x18]",
+    "pop qword ptr [{segments} + 0x18]",
+    "mov byte ptr [{cpl}], 3",
+    "mov byte ptr [{flag_byte}], {flag_on}",
+    "mov byte ptr [{dispatch}], 1",
+    "push r11",
+    "popfq",
+    ".globl parador_wedge_sysret_own_stack",
+    "parador_wedge_sysret_own_stack:",
+    "mov rsp, [{rsp}]",
+    "jmp rcx",
+    ".globl parador_wedge_sysret_end",
+    "parador_wedge_sysret_end:",
+    // A system call of a program: RCX is where it goes on, everything else but R11 as it was. It goes to the kernel's entry with the
+    // flags that `SFMASK` leaves if it has all of them.
+    ".globl parador_wedge_call",
+    "parador_wedge_call:",
+    "mov byte ptr [{dispatch}], 0",
+    "mov [{rsp}], rsp",
+    "mov esp, {scratch}",
+    "pushfq",
+    "pop r11",
+    "push 2",
+    "popfq",
+    "inc qword ptr [{calls}]",
+    "push qword ptr [{kernel} + 0x00]",
+    "pop qword ptr [{segments} + 0x00]",
+    "push qword ptr [{kernel} + 0x08]",
+    "pop qword ptr [{segments} + 0x08]",
+    "push qword ptr [{kernel} + 0x10]",
+    "pop qword ptr [{segments} + 0x10]",
+    "push qword ptr [{kernel} + 0x18]",
+    "pop qword ptr [{segments} + 0x18]",
+    "mov byte ptr [{cpl}], 0",
+    "mov byte ptr [{flag_byte}], 0",
+    "mov rsp, [{rsp}]",
+    "jmp qword ptr [{lstar}]",
+    rsp = const FRAME + 0x20,
+    scratch = const SCRATCH_TOP,
+    program = const PROGRAM,
+    kernel = const KERNEL,
+    segments = const SEGMENTS,
+    cpl = const CPL,
+    flag_byte = const FLAG_BYTE,
+    flag_on = const FLAG_ON,
+    dispatch = const DISPATCH,
+    calls = const CALLS,
+    lstar = const LSTAR,
+);
+
 unsafe extern "C" {
+    fn parador_wedge_sysret();
+    fn parador_wedge_sysret_own_stack();
+    fn parador_wedge_sysret_end();
+    fn parador_wedge_call();
     fn parador_wedge_site();
     fn parador_wedge_abort();
     fn parador_wedge_window();
     fn parador_wedge_window_end();
 }
 
-/// Address that stubs jump to.
-pub fn site_entry() -> u64 {
-    parador_wedge_site as *const () as u64
+/// Addresses that stubs jump to.
+pub fn entries() -> Entries {
+    Entries {
+        site: parador_wedge_site as *const () as u64,
+        sysret: parador_wedge_sysret as *const () as u64,
+    }
+}
+
+/// Address that rewritten system calls jump to.
+pub fn call_entry() -> u64 {
+    parador_wedge_call as *const () as u64
+}
+
+/// Addresses of the code that does `SYSRET`: first, the first from which the guest's stack pointer is in the frame and no longer, first
+/// behind.
+pub fn sysret_window() -> [u64; 3] {
+    [parador_wedge_sysret, parador_wedge_sysret_own_stack, parador_wedge_sysret_end]
+        .map(|label: unsafe extern "C" fn()| label as *const () as u64)
+}
+
+/// The jump to the guest at the end of [`entry_window`].
+pub fn last_jump() -> u64 {
+    const LENGTH: u64 = 7;
+    entry_window().1 - LENGTH
 }
 
 /// Where a signal handler sends a processor that it found in [`entry_window`], with everything but the instruction pointer as it was.

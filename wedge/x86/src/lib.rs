@@ -14,11 +14,12 @@ mod entry;
 mod rewrite;
 
 #[cfg(not(test))]
-pub use entry::{abort, enter, entry_window, leave, site_entry};
-pub use rewrite::{MAX_SITE, Rewrite, SHORT_JUMP, Stub, decode_all};
+pub use entry::{abort, call_entry, enter, entries, entry_window, last_jump, leave, sysret_window};
+pub use rewrite::{JUMP, MAX_SITE, Patch, Stub, Target, Unwound, Way, decode_all};
 
 use core::sync::atomic::{AtomicU8, AtomicU32};
 
+use vmm_cpu::backend::Segment;
 use wedge_core::VirtualCpu;
 
 /// Address of the [`Cell`].
@@ -37,8 +38,25 @@ pub struct Cell {
     pub events: AtomicU32,
     /// [`Private::dispatch`] while the guest runs.
     pub dispatch: u8,
+    /// `CS` and `SS` of programs and of the kernel, as `SYSRET` and `SYSCALL` load them.
+    pub program: [Segment; 2],
+    /// See above.
+    pub kernel: [Segment; 2],
+    /// System calls that came without a signal.
+    pub calls: u64,
+    /// Registers of the guest while a stub needs them.
+    pub saved: [u64; 2],
     /// Stack of stubs: they push the address of what they are.
-    pub scratch: [u64; 8],
+    pub scratch: [u64; 16],
+}
+
+/// Where stubs go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Entries {
+    /// To the wedge.
+    pub site: u64,
+    /// To a program, by `SYSRET`.
+    pub sysret: u64,
 }
 
 /// What each process of the host has for itself.
