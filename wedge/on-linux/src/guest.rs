@@ -5,7 +5,7 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use hw_x86::cpuid::{extended_b, extended_c, features_c, leaf};
 use linux_raw_sys::general as linux;
-use proto::wedge::{Start, layout};
+use proto::wedge::{Start, layout, option};
 use vmm_cpu::backend::{Segment, Window};
 use vmm_cpu::walk::Intent;
 use vmm_cpu::{Backend, Event, Exit, Gpr, MemoryFault, Reg, Seg, TscClock};
@@ -18,7 +18,7 @@ use crate::memory::{self, Fault, Ram};
 use crate::outside::LinuxHost;
 use crate::shared::{cell, count, event, events, mine, shared, start};
 use crate::sites::Sites;
-use crate::{processes, report, signal};
+use crate::{calls, processes, report, signal};
 
 /// Error code of a page fault: the access was a write.
 const WRITE: u64 = 1 << 1;
@@ -47,6 +47,8 @@ pub struct LinuxVcpu {
     bytes: [u8; 16],
     length: usize,
     xcr0: u64,
+    /// System calls that come often are rewritten.
+    rewrites_calls: bool,
     /// `STAR` as entry code knows it.
     star: u64,
 }
@@ -208,6 +210,9 @@ impl LinuxVcpu {
         match signal.number {
             linux::SIGSYS => {
                 count(count::CALLS);
+                if self.rewrites_calls {
+                    calls::made(cpu, &self.memory);
+                }
                 cpu.system_call();
                 Step::On
             }
@@ -288,6 +293,13 @@ impl LinuxVcpu {
             .find(|&length| cpu.read(&self.memory, cpu.frame.rip, &mut bytes[..length]).is_ok());
         let decoded = wedge_core::decode(&bytes[..read.unwrap_or(0)]);
         match decoded {
+            Ok(Instruction { op: wedge_core::Op::Int(calls::VECTOR), length, .. })
+                if cpu.cpl == 3 && calls::is_rewritten(cpu.frame.rip) =>
+            {
+                cpu.frame.rip += length as u64;
+                cpu.system_call();
+                Step::On
+            }
             Ok(instruction) if cpu.cpl == 0 || is_software_interrupt(&instruction) => {
                 count(count::UNRECORDED);
                 let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);
@@ -570,6 +582,7 @@ pub extern "sysv64" fn main() -> ! {
         bytes: [0; 16],
         length: 0,
         xcr0: 1,
+        rewrites_calls: start.options & option::NO_CALL_SITES == 0,
         star: 0,
     };
     shared().deadline.store(u64::MAX, Relaxed);

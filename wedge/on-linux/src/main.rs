@@ -7,6 +7,7 @@
 #![no_std]
 #![no_main]
 
+mod calls;
 mod clock;
 mod device;
 mod guest;

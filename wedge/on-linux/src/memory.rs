@@ -14,10 +14,12 @@ use vmm_cpu::walk::{Intent, PageFault};
 use vmm_mem::{GuestMemory, Window};
 use wedge_core::VirtualCpu;
 
+use crate::calls;
 use crate::shared::{EVERYTHING, FLUSHES, Slot, count, mine, shared};
 use crate::sys::{self, Backing};
 
-const PAGE: u64 = 4096;
+/// Page size.
+pub const PAGE: u64 = 4096;
 const LARGE: u64 = 2 << 20;
 const FOUR_GIB: u64 = 1 << 32;
 
@@ -75,16 +77,20 @@ impl Ram {
 
 /// A page as the guest's tables have it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Leaf {
-    address: u64,
-    size: u64,
-    writable: bool,
-    executable: bool,
+pub struct Leaf {
+    /// Guest-physical address.
+    pub address: u64,
+    /// Size in bytes.
+    pub size: u64,
+    /// All levels allow writes.
+    pub writable: bool,
+    /// No level forbids fetches.
+    pub executable: bool,
     dirty: bool,
 }
 
 /// The page that maps `linear`, if there is one.
-fn leaf(memory: &GuestMemory, root: u64, linear: u64) -> Option<Leaf> {
+pub fn leaf(memory: &GuestMemory, root: u64, linear: u64) -> Option<Leaf> {
     let mut value = root;
     let (mut writable, mut executable) = (true, true);
     for shift in [39, 30, 21, 12] {
@@ -164,6 +170,7 @@ pub fn fill(
         slot.large.store(true, Relaxed);
     }
     count(count::FILLS);
+    calls::forget(linear, linear + size);
     for attempt in 0..2 {
         // SAFETY: `reachable` by the guest only: nothing of this program is there.
         match unsafe { sys::map_now(linear, size, rights, layout::MEMORY_FD, offset) } {
@@ -196,6 +203,7 @@ fn slot() -> &'static Slot {
 }
 
 fn unmap(start: u64, end: u64) {
+    calls::forget(start, end);
     // SAFETY: the callers give ranges of the guest only. It fails only for want of the host's memory, when a mapping has to be split.
     let result = unsafe { sys::unmap(start, end - start) };
     if result.is_err() {

@@ -189,6 +189,7 @@ fn become_guest(number: usize, turn: u32) -> Result<core::convert::Infallible, E
         sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;
     }
     mine().slot.store(number as u32, Relaxed);
+    crate::calls::set_up()?;
     die_with_parent()?;
     signal::set_up()?;
     let slot = &shared().slots[number];

@@ -22,6 +22,7 @@ pub const STACK_TOP: u64 = layout::STUBS;
 const SHARED_STRUCT: u64 = layout::SHARED + 0x4000;
 /// Stack of a process that has not the virtual CPU.
 pub const PRIVATE_STACK_TOP: u64 = layout::PRIVATE + 0x1_0000;
+const _: () = assert!(size_of::<Mine>() <= 0x8000);
 /// Stack of signal handlers.
 pub const SIGNAL_STACK: u64 = layout::PRIVATE + 0x2_0000;
 /// Its length.
@@ -255,6 +256,8 @@ pub struct Mine {
     pub armed: AtomicU64,
     /// Its timer, plus 1.
     pub timer: AtomicU32,
+    /// Its rewritten system calls.
+    pub calls: crate::calls::Cell,
 }
 
 /// The process's own memory.
