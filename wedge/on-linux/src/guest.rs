@@ -47,6 +47,8 @@ pub struct LinuxVcpu {
     bytes: [u8; 16],
     length: usize,
     xcr0: u64,
+    /// The guest's last page fault.
+    faulted: Option<(u64, Intent)>,
     /// System calls that come often are rewritten.
     rewrites_calls: bool,
     /// `STAR` as entry code knows it.
@@ -183,7 +185,12 @@ impl LinuxVcpu {
                 if last { resume } else { cpu.frame.rip.wrapping_add(instruction.length as u64) };
             match cpu.execute(&self.memory, &mut Effects, instruction) {
                 wedge_core::Outcome::Next => cpu.frame.rip = next,
-                wedge_core::Outcome::Jump => return Step::On,
+                wedge_core::Outcome::Jump => {
+                    if instruction.op == wedge_core::Op::Iret {
+                        self.fill_in_advance();
+                    }
+                    return Step::On;
+                }
                 wedge_core::Outcome::Raise(event) => {
                     self.event = event;
                     return Step::On;
@@ -202,6 +209,16 @@ impl LinuxVcpu {
             bytes = &bytes[instruction.length.min(bytes.len())..];
         }
         Step::On
+    }
+
+    /// The kernel returns from a page fault: what it has mapped is most often touched at once.
+    fn fill_in_advance(&mut self) {
+        if let Some((linear, intent)) = self.faulted.take()
+            && cpu().cr2 == linear
+        {
+            // What is not there, or cannot be mapped, faults again.
+            let _ = memory::fill(cpu(), &self.ram, &self.memory, linear, intent);
+        }
     }
 
     fn signal(&mut self) -> Step {
@@ -267,6 +284,7 @@ impl LinuxVcpu {
             Fault::Filled => Step::On,
             Fault::Guest(fault) => {
                 count(count::FAULTS);
+                self.faulted = Some((linear, intent));
                 self.event = cpu.page_fault(fault);
                 Step::On
             }
@@ -582,6 +600,7 @@ pub extern "sysv64" fn main() -> ! {
         bytes: [0; 16],
         length: 0,
         xcr0: 1,
+        faulted: None,
         rewrites_calls: start.options & option::NO_CALL_SITES == 0,
         star: 0,
     };
