@@ -116,6 +116,8 @@ pub mod option {
     pub const NO_FAST_PATHS: u64 = 1 << 0;
     /// System calls of programs are not rewritten.
     pub const NO_CALL_SITES: u64 = 1 << 1;
+    /// What the wedge has done is printed in the end.
+    pub const COUNTERS: u64 = 1 << 2;
 }
 
 #[cfg(test)]

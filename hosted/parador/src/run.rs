@@ -12,7 +12,7 @@ use crate::supervise::{self, AtEnd};
 use clap::{Args, ValueEnum};
 use command_fds::{CommandFdExt, FdMapping};
 use hosted_vmm::{Error, Image};
-use proto::wedge::layout;
+use proto::wedge::{layout, option};
 use rustix::process::Signal;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -65,12 +65,40 @@ pub struct Options {
     /// End the machine after this time, as in 60s, with exit code 124.
     #[arg(long, value_name = "TIME", value_parser = crate::commands::parse_time)]
     timeout: Option<Duration>,
+    /// Print in the end how often the wedge was needed, and for what.
+    #[arg(long)]
+    counters: bool,
+    /// Do without an optimisation, to see what it is worth.
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME")]
+    without: Vec<Optimisation>,
     /// Check everything, but do not start.
     #[arg(long)]
     dry_run: bool,
     /// Folder of finished programs [default: those built in the source tree, if any].
     #[arg(long, value_name = "FOLDER", env = "PARADOR_ARTIFACTS")]
     artifacts: Option<PathBuf>,
+}
+
+/// What can be left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Optimisation {
+    /// Frequent sensitive instructions are done in place.
+    FastSites,
+    /// System calls of programs come without a signal.
+    CallSites,
+}
+
+impl Options {
+    /// As the wedge is told.
+    fn bits(&self) -> u64 {
+        let counters = if self.counters { option::COUNTERS } else { 0 };
+        self.without.iter().fold(counters, |bits, optimisation| {
+            bits | match optimisation {
+                Optimisation::FastSites => option::NO_FAST_PATHS,
+                Optimisation::CallSites => option::NO_CALL_SITES,
+            }
+        })
+    }
 }
 
 /// Runs the machine to its end and returns the exit code.
@@ -103,7 +131,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         memory,
         initrd: initrd.as_deref(),
         command_line: &command_line,
-        options: 0,
+        options: options.bits(),
     };
     let prepared =
         hosted_vmm::prepare(&image, &machine).map_err(|error| refused(&error, kernel))?;

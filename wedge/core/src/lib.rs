@@ -19,6 +19,8 @@ pub mod decode;
 mod event;
 mod execute;
 mod segment;
+#[cfg(test)]
+mod tests;
 
 pub use cpu::{Frame, Table, VirtualCpu};
 pub use decode::{DecodeError, Instruction, Op, decode};

@@ -9,6 +9,7 @@
 
 mod calls;
 mod clock;
+mod counters;
 mod device;
 mod guest;
 mod memory;
@@ -38,7 +39,11 @@ unsafe extern "C" fn parador_wedge_start() -> ! {
 
 extern "C" fn begin() -> ! {
     match set_up() {
-        Ok(()) => sys::exit(device::serve()),
+        Ok(()) => {
+            let code = device::serve();
+            counters::print();
+            sys::exit(code)
+        }
         Err((what, error)) => {
             // The host's memory is what is most often missing.
             report::say(format_args!("{what}: error {}", error.0));

@@ -211,8 +211,15 @@ pub mod count {
     /// Signals that came from outside.
     pub const KICKS: usize = 6;
     /// Names, for reports.
-    pub const NAMES: [&str; 7] =
-        ["fills", "faults", "calls", "switches", "flushes", "unrecorded", "kicks"];
+    pub const NAMES: [&str; 7] = [
+        "mappings filled in",
+        "page faults of the guest",
+        "calls by signal",
+        "changes of the process",
+        "flushes of all of a program",
+        "sensitive instructions without a site",
+        "signals from outside",
+    ];
 }
 
 /// The shared memory.

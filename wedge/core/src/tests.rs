@@ -1,0 +1,463 @@
+//! The processor against the manual.
+
+use hw_x86::msr;
+use hw_x86::paging::{cr0, cr4, entry};
+use std::vec;
+use std::vec::Vec;
+use vmm_mem::{GuestMemory, testing};
+
+use crate::cpu::{VirtualCpu, rflags};
+use crate::{Event, Exit, Flush, Host, Outcome, Table, decode, vector};
+
+/// Tables map the first MiB to itself but the page [`MISSING`]; everything for level 0 but [`USER_PAGE`].
+const ROOT: u64 = 0x1000;
+const GDT: u64 = 0x8000;
+const IDT: u64 = 0x9000;
+const TSS: u64 = 0xa000;
+const STACK: u64 = 0x1_0000;
+const RSP0: u64 = 0x2_0000;
+const IST1: u64 = 0x3_0000;
+const CODE: u64 = 0x4_0000;
+const MISSING: u64 = 0x5_0000;
+const HANDLER: u64 = 0x6_0000;
+
+const KERNEL_CS: u16 = 0x10;
+const KERNEL_DS: u16 = 0x18;
+const USER_DS: u16 = 0x2b;
+const USER_CS: u16 = 0x33;
+const TSS_SELECTOR: u16 = 0x40;
+/// A data segment that is not present.
+const ABSENT: u16 = 0x50;
+
+struct TestHost {
+    fs: u64,
+    gs: u64,
+    flushed: Vec<Flush>,
+    entered: Vec<(u64, bool)>,
+}
+
+impl Host for TestHost {
+    fn fs_base(&mut self) -> u64 {
+        self.fs
+    }
+    fn set_fs_base(&mut self, base: u64) {
+        self.fs = base;
+    }
+    fn gs_base(&mut self) -> u64 {
+        self.gs
+    }
+    fn set_gs_base(&mut self, base: u64) {
+        self.gs = base;
+    }
+    fn flush(&mut self, what: Flush) {
+        self.flushed.push(what);
+    }
+    fn enter_space(&mut self, cr3: u64, keep: bool) {
+        self.entered.push((cr3, keep));
+    }
+}
+
+struct Machine {
+    cpu: VirtualCpu,
+    memory: GuestMemory,
+    host: TestHost,
+}
+
+impl Machine {
+    fn new() -> Self {
+        let memory = testing::memory(&[(0, 1 << 20)]);
+        let write = |at: u64, value: u64| memory.write(at, value).unwrap();
+        let table = entry::PRESENT | entry::WRITE | entry::USER;
+        for level in 0..3 {
+            write(ROOT + 0x1000 * level, (ROOT + 0x1000 * (level + 1)) | table);
+        }
+        for page in (0..256).filter(|page| page * 0x1000 != MISSING) {
+            write(ROOT + 0x3000 + 8 * page, page * 0x1000 | table);
+        }
+        let descriptors = [
+            (KERNEL_CS, 0x00af_9b00_0000_ffff),
+            (KERNEL_DS, 0x00cf_9300_0000_ffff),
+            (USER_DS, 0x00cf_f300_0000_ffff),
+            (USER_CS, 0x00af_fb00_0000_ffff),
+            // A free task-state segment of 104 bytes.
+            (TSS_SELECTOR, 0x0000_8900_0000_0067 | TSS << 16),
+            (ABSENT, 0x00cf_1300_0000_ffff),
+        ];
+        for (selector, descriptor) in descriptors {
+            write(GDT + u64::from(selector & !7), descriptor);
+        }
+        write(TSS + 4, RSP0);
+        write(TSS + 0x24, IST1);
+        let mut cpu = VirtualCpu::new();
+        cpu.cr3 = ROOT;
+        cpu.gdtr = Table { base: GDT, limit: 0x5f };
+        cpu.idtr = Table { base: IDT, limit: 0xfff };
+        cpu.segments[1].selector = KERNEL_CS;
+        cpu.segments[2].selector = KERNEL_DS;
+        cpu.frame.gpr[4] = STACK;
+        cpu.frame.rip = CODE;
+        cpu.star = 0x0023_0010 << 32;
+        cpu.lstar = HANDLER + 0x1000;
+        let host = TestHost { fs: 0, gs: 0x1234, flushed: vec![], entered: vec![] };
+        let mut machine = Self { cpu, memory, host };
+        for number in 0..=255 {
+            machine.gate(number, 0x8e, 0);
+        }
+        assert_eq!(
+            machine.run_with(&[0x0f, 0x00, 0xd8], &[(0, TSS_SELECTOR.into())]),
+            Outcome::Next
+        );
+        machine.cpu.frame.rip = CODE;
+        machine
+    }
+
+    fn gate(&mut self, number: u8, attributes: u8, ist: u8) {
+        let target = HANDLER + 16 * u64::from(number);
+        let low = target & 0xffff
+            | u64::from(KERNEL_CS) << 16
+            | u64::from(ist) << 32
+            | u64::from(attributes) << 40
+            | (target >> 16 & 0xffff) << 48;
+        let at = IDT + 16 * u64::from(number);
+        self.memory.write(at, low).unwrap();
+        self.memory.write(at + 8, target >> 32).unwrap();
+    }
+
+    fn run(&mut self, bytes: &[u8]) -> Outcome {
+        let instruction = decode(bytes).unwrap();
+        let outcome = self.cpu.execute(&self.memory, &mut self.host, &instruction);
+        if outcome == Outcome::Next {
+            self.cpu.frame.rip += instruction.length as u64;
+        }
+        outcome
+    }
+
+    fn run_with(&mut self, bytes: &[u8], registers: &[(usize, u64)]) -> Outcome {
+        for &(register, value) in registers {
+            self.cpu.frame.gpr[register] = value;
+        }
+        self.run(bytes)
+    }
+
+    fn words<const N: usize>(&self, at: u64) -> [u64; N] {
+        core::array::from_fn(|index| self.memory.read(at + 8 * index as u64).unwrap())
+    }
+
+    fn program(&mut self) {
+        self.cpu.cpl = 3;
+        self.cpu.segments[1].selector = USER_CS;
+        self.cpu.segments[2].selector = USER_DS;
+        self.cpu.interrupt_flag = rflags::IF;
+    }
+}
+
+#[test]
+fn an_interrupt_and_back() {
+    let mut m = Machine::new();
+    m.program();
+    m.cpu.frame.rflags = rflags::FIXED | rflags::TF | 1;
+    m.cpu.deliver(&m.memory, Event::interrupt(0x31)).unwrap();
+    assert_eq!((m.cpu.frame.rip, m.cpu.cpl), (HANDLER + 0x310, 0));
+    assert_eq!(m.cpu.frame.gpr[4], RSP0 - 40);
+    let flags = rflags::FIXED | rflags::TF | rflags::IF | 1;
+    let expected = [CODE, USER_CS.into(), flags, STACK, USER_DS.into()];
+    assert_eq!(m.words::<5>(RSP0 - 40), expected);
+    assert_eq!(m.cpu.rflags(), rflags::FIXED | 1, "interrupt gate: no IF, no TF");
+    assert_eq!((m.cpu.segments[1].selector, m.cpu.segments[2].selector), (KERNEL_CS, 0));
+    assert_eq!(m.run(&[0x48, 0xcf]), Outcome::Jump);
+    assert_eq!((m.cpu.frame.rip, m.cpu.cpl, m.cpu.frame.gpr[4]), (CODE, 3, STACK));
+    assert_eq!(m.cpu.rflags(), flags);
+    assert_eq!((m.cpu.segments[1].selector, m.cpu.segments[2].selector), (USER_CS, USER_DS));
+}
+
+#[test]
+fn stacks_of_exceptions() {
+    let mut m = Machine::new();
+    // At level 0 on the same stack, aligned, with an error code.
+    m.cpu.frame.gpr[4] = STACK - 4;
+    m.cpu.deliver(&m.memory, Event::exception_code(vector::PROTECTION, 0x18)).unwrap();
+    assert_eq!(m.cpu.frame.gpr[4], STACK - 16 - 48);
+    let expected = [0x18, CODE, KERNEL_CS.into(), rflags::FIXED, STACK - 4, KERNEL_DS.into()];
+    assert_eq!(m.words::<6>(STACK - 64), expected);
+    assert_eq!(m.cpu.segments[2].selector, KERNEL_DS, "stays at the same level");
+    // On a stack of its own, whatever the level; a trap gate leaves IF.
+    let mut m = Machine::new();
+    m.gate(2, 0x8f, 1);
+    m.cpu.interrupt_flag = rflags::IF;
+    m.cpu.deliver(&m.memory, Event::NMI).unwrap();
+    assert_eq!((m.cpu.frame.gpr[4], m.cpu.interrupt_flag), (IST1 - 40, rflags::IF));
+}
+
+#[test]
+fn faults_while_delivering() {
+    // The stack is not there: a page fault while a page fault is delivered is a double fault, which has a stack of its own.
+    let mut m = Machine::new();
+    m.gate(vector::DOUBLE_FAULT, 0x8e, 1);
+    m.cpu.frame.gpr[4] = MISSING + 0x800;
+    let fault = Event::exception_code(vector::PAGE_FAULT, 2);
+    m.cpu.deliver(&m.memory, fault).unwrap();
+    assert_eq!(m.cpu.frame.rip, HANDLER + 0x80);
+    assert_eq!(m.words::<2>(IST1 - 48), [0, CODE]);
+    assert_eq!(m.cpu.cr2, (MISSING + 0x800 & !15) - 48);
+    // Without it: a triple fault.
+    let mut m = Machine::new();
+    m.cpu.frame.gpr[4] = MISSING + 0x800;
+    assert_eq!(m.cpu.deliver(&m.memory, fault), Err(Exit::Shutdown));
+    // A gate that is not there, of an interrupt: its own fault, said to be external.
+    let mut m = Machine::new();
+    m.gate(0x31, 0x0e, 0);
+    m.cpu.deliver(&m.memory, Event::interrupt(0x31)).unwrap();
+    assert_eq!(m.cpu.frame.rip, HANDLER + 16 * u64::from(vector::NOT_PRESENT));
+    assert_eq!(m.words::<1>(m.cpu.frame.gpr[4]), [0x31 * 8 + 3]);
+    // Two faults that do not add up: one after the other.
+    let mut m = Machine::new();
+    m.gate(vector::UNDEFINED, 0x0e, 0);
+    m.cpu.deliver(&m.memory, Event::exception(vector::UNDEFINED)).unwrap();
+    assert_eq!(m.cpu.frame.rip, HANDLER + 16 * u64::from(vector::NOT_PRESENT));
+    // Beyond the table: protection, twice is a double fault, for which there is no gate either.
+    let mut m = Machine::new();
+    m.cpu.idtr.limit = 0;
+    assert_eq!(m.cpu.deliver(&m.memory, Event::interrupt(0x31)), Err(Exit::Shutdown));
+}
+
+#[test]
+fn software_interrupts_need_an_open_gate() {
+    let mut m = Machine::new();
+    m.program();
+    let closed = Event::exception_code(vector::PROTECTION, 0x80 * 8 + 2);
+    assert_eq!(m.run(&[0xcd, 0x80]), Outcome::Raise(closed));
+    assert_eq!(m.cpu.frame.rip, CODE);
+    m.gate(0x80, 0xee, 0);
+    assert_eq!(m.run(&[0xcd, 0x80]), Outcome::Jump);
+    assert_eq!(m.words::<1>(RSP0 - 40), [CODE + 2]);
+    let mut m = Machine::new();
+    m.program();
+    m.gate(3, 0xee, 0);
+    m.cpu.frame.rip = CODE + 1;
+    m.cpu.deliver_software(&m.memory, 3, 1).unwrap();
+    assert_eq!((m.cpu.frame.rip, m.words::<1>(RSP0 - 40)), (HANDLER + 0x30, [CODE + 1]));
+}
+
+#[test]
+fn system_calls() {
+    let mut m = Machine::new();
+    m.program();
+    m.cpu.sfmask = rflags::IF | rflags::TF;
+    m.cpu.frame.rflags = rflags::FIXED | rflags::TF | 1;
+    m.cpu.system_call();
+    assert_eq!((m.cpu.frame.rip, m.cpu.cpl, m.cpu.frame.gpr[1]), (HANDLER + 0x1000, 0, CODE));
+    assert_eq!(m.cpu.frame.gpr[11], rflags::FIXED | rflags::TF | rflags::IF | 1);
+    assert_eq!(m.cpu.rflags(), rflags::FIXED | 1);
+    assert_eq!((m.cpu.segments[1].selector, m.cpu.segments[2].selector), (KERNEL_CS, KERNEL_DS));
+    assert_eq!(m.cpu.frame.gpr[4], STACK);
+    assert_eq!(m.run(&[0x48, 0x0f, 0x07]), Outcome::Jump);
+    assert_eq!((m.cpu.frame.rip, m.cpu.cpl), (CODE, 3));
+    assert_eq!((m.cpu.segments[1].selector, m.cpu.segments[2].selector), (USER_CS, USER_DS));
+    assert_eq!(m.cpu.rflags(), rflags::FIXED | rflags::TF | rflags::IF | 1);
+    let segments = m.cpu.call_segments();
+    assert_eq!(segments[0], [m.cpu.segments[1], m.cpu.segments[2]], "what entry code does");
+    // Programs may not return from what they did not enter.
+    let refused = Event::exception_code(vector::PROTECTION, 0);
+    assert_eq!(m.run(&[0x48, 0x0f, 0x07]), Outcome::Raise(refused));
+}
+
+#[test]
+fn flags() {
+    let mut m = Machine::new();
+    m.cpu.interrupt_flag = rflags::IF;
+    m.cpu.frame.rflags = rflags::FIXED | 0x41;
+    assert_eq!(m.run(&[0x9c]), Outcome::Next);
+    assert_eq!(m.words::<1>(STACK - 8), [rflags::FIXED | rflags::IF | 0x41]);
+    assert_eq!(m.run(&[0xfa]), Outcome::Next);
+    assert_eq!(m.cpu.interrupt_flag, 0);
+    assert_eq!(m.run(&[0x9d]), Outcome::Next);
+    assert_eq!((m.cpu.interrupt_flag, m.cpu.frame.gpr[4]), (rflags::IF, STACK));
+    // A program's POPF leaves IF and IOPL; the reserved bits are what they are.
+    m.program();
+    m.memory.write(STACK, u64::MAX & !rflags::IF).unwrap();
+    assert_eq!(m.run(&[0x9d]), Outcome::Next);
+    let open = rflags::OPEN & !rflags::RF;
+    assert_eq!(m.cpu.rflags(), open | rflags::FIXED | rflags::IF);
+    let refused = Event::exception_code(vector::PROTECTION, 0);
+    assert_eq!(m.run(&[0xfa]), Outcome::Raise(refused));
+}
+
+#[test]
+fn segments() {
+    let mut m = Machine::new();
+    let load_es =
+        |m: &mut Machine, selector: u16| m.run_with(&[0x8e, 0xc0], &[(0, selector.into())]);
+    let refused = |selector: u16| {
+        Outcome::Raise(Event::exception_code(vector::PROTECTION, u32::from(selector & !3)))
+    };
+    for selector in [0, 3, KERNEL_DS, USER_DS, KERNEL_CS] {
+        assert_eq!(load_es(&mut m, selector), Outcome::Next, "{selector:#x}");
+        assert_eq!(m.cpu.segments[0].selector, selector);
+    }
+    for selector in [KERNEL_DS | 3, 0x78, TSS_SELECTOR, 4] {
+        assert_eq!(load_es(&mut m, selector), refused(selector), "{selector:#x}");
+    }
+    let absent = Event::exception_code(vector::NOT_PRESENT, ABSENT.into());
+    assert_eq!(load_es(&mut m, ABSENT), Outcome::Raise(absent));
+    // SS: of this level, writable.
+    let load_ss =
+        |m: &mut Machine, selector: u16| m.run_with(&[0x8e, 0xd0], &[(0, selector.into())]);
+    assert_eq!(load_ss(&mut m, KERNEL_DS), Outcome::Next);
+    assert_eq!(load_ss(&mut m, 0), Outcome::Next);
+    for selector in [USER_DS, KERNEL_CS, KERNEL_DS | 3] {
+        assert_eq!(load_ss(&mut m, selector), refused(selector));
+    }
+    // The null selector in FS takes its base away.
+    m.host.fs = 7;
+    assert_eq!(m.run_with(&[0x8e, 0xe0], &[(0, 0)]), Outcome::Next);
+    assert_eq!(m.host.fs, 0);
+    // mov eax, cs clears the upper half; mov ax, cs keeps it.
+    m.run_with(&[0x8c, 0xc8], &[(0, u64::MAX)]);
+    assert_eq!(m.cpu.frame.gpr[0], KERNEL_CS.into());
+    m.run_with(&[0x66, 0x8c, 0xc8], &[(0, u64::MAX)]);
+    assert_eq!(m.cpu.frame.gpr[0], !0xffff | u64::from(KERNEL_CS));
+}
+
+#[test]
+fn what_descriptors_tell() {
+    let mut m = Machine::new();
+    const ZF: u64 = 1 << 6;
+    let mut lar = |selector: u16| {
+        m.run_with(&[0x0f, 0x02, 0xc8], &[(0, selector.into()), (1, 5)]);
+        (m.cpu.frame.rflags & ZF != 0).then_some(m.cpu.frame.gpr[1])
+    };
+    assert_eq!(lar(USER_CS), Some(0x00af_fb00));
+    assert_eq!(lar(KERNEL_DS), Some(0x00cf_9300));
+    assert_eq!(lar(KERNEL_DS | 3), None);
+    assert_eq!(lar(0), None);
+    assert_eq!(lar(0x1000), None);
+    assert_eq!(lar(TSS_SELECTOR), Some(0x8b00), "busy now");
+    let mut verw = |selector: u16| {
+        m.run_with(&[0x0f, 0x00, 0xe8], &[(0, selector.into())]);
+        m.cpu.frame.rflags & ZF != 0
+    };
+    assert!(verw(USER_DS) && verw(KERNEL_DS));
+    assert!(!verw(USER_CS) && !verw(KERNEL_DS | 3) && !verw(0));
+}
+
+#[test]
+fn control_registers() {
+    let mut m = Machine::new();
+    let refused = Outcome::Raise(Event::exception_code(vector::PROTECTION, 0));
+    let write = |m: &mut Machine, control: u8, value: u64| {
+        m.run_with(&[0x0f, 0x22, 0xc0 | control << 3], &[(0, value)])
+    };
+    let good = m.cpu.cr0;
+    for bad in [good & !cr0::PG, good & !cr0::PE, good | cr0::NW, good | 1 << 40] {
+        assert_eq!(write(&mut m, 0, bad), refused);
+    }
+    assert_eq!(write(&mut m, 0, good | cr0::TS), Outcome::Next);
+    assert_eq!(m.run(&[0x0f, 0x06]), Outcome::Next);
+    assert_eq!(m.cpu.cr0, good);
+    for bad in [0, cr4::PAE | cr4::SMAP, cr4::PAE | 1 << 63, cr4::PAE | cr4::UMIP] {
+        assert_eq!(write(&mut m, 4, bad), refused);
+    }
+    // Address spaces with and without identifiers.
+    assert_eq!(write(&mut m, 3, 0x2000 | 0x18), Outcome::Next);
+    assert_eq!(write(&mut m, 3, 1 << 63), refused, "without identifiers the bit is reserved");
+    assert_eq!(write(&mut m, 4, cr4::PAE | cr4::PCIDE), refused, "while CR3 has low bits");
+    assert_eq!(write(&mut m, 3, 0x2000), Outcome::Next);
+    assert_eq!(write(&mut m, 4, cr4::PAE | cr4::PCIDE), Outcome::Next);
+    m.cpu.cr3 = ROOT;
+    m.host.entered.clear();
+    assert_eq!(write(&mut m, 3, 1 << 63 | ROOT | 5), Outcome::Next);
+    assert_eq!(write(&mut m, 3, ROOT | 6), Outcome::Next);
+    assert_eq!(m.host.entered, [(ROOT | 5, true), (ROOT | 6, false)]);
+    assert_eq!((m.cpu.cr3, m.cpu.pcid()), (ROOT | 6, 6));
+    assert_eq!(write(&mut m, 2, 77), Outcome::Next);
+    assert_eq!(m.run(&[0x0f, 0x20, 0xd3]), Outcome::Next);
+    assert_eq!(m.cpu.frame.gpr[3], 77);
+    assert_eq!(write(&mut m, 1, 0), Outcome::Raise(Event::exception(vector::UNDEFINED)));
+}
+
+#[test]
+fn flushes() {
+    let mut m = Machine::new();
+    let pair = 0x7000;
+    let mut invpcid = |kind: u64, pcid: u64, linear: u64| {
+        m.memory.write(pair, pcid).unwrap();
+        m.memory.write(pair + 8, linear).unwrap();
+        m.host.flushed.clear();
+        let outcome = m.run_with(&[0x66, 0x0f, 0x38, 0x82, 0x08], &[(0, pair), (1, kind)]);
+        (outcome == Outcome::Next).then(|| m.host.flushed[0])
+    };
+    assert_eq!(invpcid(0, 5, 0x8000), Some(Flush::PageOf { pcid: 5, linear: 0x8000 }));
+    assert_eq!(invpcid(1, 5, 0), Some(Flush::Space(5)));
+    assert_eq!(invpcid(2, 0, 0), Some(Flush::All));
+    assert_eq!(invpcid(3, 0, 0), Some(Flush::Spaces));
+    assert_eq!(invpcid(0, 5, 1 << 50), None);
+    assert_eq!(invpcid(1, 0x1000, 0), None);
+    assert_eq!(invpcid(4, 0, 0), None);
+    m.host.flushed.clear();
+    m.run_with(&[0x0f, 0x01, 0x78, 0x10], &[(0, 0x8000)]);
+    assert_eq!(m.host.flushed, [Flush::Page(0x8010)]);
+}
+
+#[test]
+fn registers_of_its_own() {
+    let mut m = Machine::new();
+    let refused = Outcome::Raise(Event::exception_code(vector::PROTECTION, 0));
+    let write = |m: &mut Machine, msr: u32, value: u64| {
+        m.run_with(&[0x0f, 0x30], &[(1, msr.into()), (0, value & 0xffff_ffff), (2, value >> 32)])
+    };
+    for msr in [msr::FS_BASE, msr::GS_BASE, msr::KERNEL_GS_BASE, msr::LSTAR, msr::CSTAR] {
+        assert_eq!(write(&mut m, msr, 1 << 47), refused);
+        assert_eq!(write(&mut m, msr, u64::MAX << 47), Outcome::Next);
+        assert_eq!(m.run(&[0x0f, 0x32]), Outcome::Next);
+        assert_eq!((m.cpu.frame.gpr[0], m.cpu.frame.gpr[2]), (0x0000_0000, 0xffff_8000));
+    }
+    let outcome = write(&mut m, msr::APIC_BASE, 0);
+    assert_eq!(outcome, Outcome::Exit(Exit::Msr { write: true }));
+    write(&mut m, msr::GS_BASE, 1);
+    write(&mut m, msr::KERNEL_GS_BASE, 2);
+    assert_eq!(m.run(&[0x0f, 0x01, 0xf8]), Outcome::Next);
+    assert_eq!((m.host.gs, m.cpu.kernel_gs_base), (2, 1));
+}
+
+#[test]
+fn operands_of_memory_fault_as_the_guest_would() {
+    let mut m = Machine::new();
+    // lgdt (rax) across the end of what is mapped: nothing is loaded.
+    let before = m.cpu.gdtr;
+    let outcome = m.run_with(&[0x0f, 0x01, 0x10], &[(0, MISSING - 4)]);
+    assert_eq!(outcome, Outcome::Raise(Event::exception_code(vector::PAGE_FAULT, 0)));
+    assert_eq!((m.cpu.gdtr, m.cpu.cr2), (before, MISSING));
+    // A pop to where it cannot go leaves the stack pointer.
+    let outcome = m.run_with(&[0x8f, 0x00], &[(0, MISSING)]);
+    assert_eq!(outcome, Outcome::Raise(Event::exception_code(vector::PAGE_FAULT, 2)));
+    assert_eq!(m.cpu.frame.gpr[4], STACK);
+    // Relative to the end of the instruction.
+    m.cpu.frame.rip = CODE;
+    m.memory.write(CODE + 8 + 0x100, 0x0123_4567_89ab_0fff_u64).unwrap();
+    assert_eq!(m.run(&[0x40, 0x0f, 0x01, 0x1d, 0, 1, 0, 0]), Outcome::Next);
+    assert_eq!(m.cpu.idtr.limit, 0xfff);
+}
+
+#[test]
+fn far_returns() {
+    let mut m = Machine::new();
+    m.memory.write(STACK, HANDLER).unwrap();
+    m.memory.write(STACK + 8, u64::from(KERNEL_CS)).unwrap();
+    assert_eq!(m.run(&[0x48, 0xcb]), Outcome::Jump);
+    assert_eq!((m.cpu.frame.rip, m.cpu.frame.gpr[4]), (HANDLER, STACK + 16));
+    m.cpu.frame.gpr[4] = STACK;
+    m.memory.write(STACK + 8, u64::from(KERNEL_DS)).unwrap();
+    let bad = Event::exception_code(vector::PROTECTION, KERNEL_DS.into());
+    assert_eq!(m.run(&[0x48, 0xcb]), Outcome::Raise(bad));
+}
+
+/// Addresses of the kernel's image mean the same in every space.
+#[test]
+fn shared_addresses_have_a_root_of_their_own() {
+    let mut m = Machine::new();
+    m.cpu.shared = crate::cpu::Shared { start: CODE, end: CODE + 0x1000, root: ROOT };
+    m.cpu.cr3 = 0xf_0000;
+    let mut bytes = [0; 4];
+    assert!(m.cpu.read(&m.memory, CODE, &mut bytes).is_ok());
+    assert!(m.cpu.read(&m.memory, STACK, &mut bytes).is_err());
+}
