@@ -22,10 +22,12 @@ pub mod layout {
     pub const WEDGE: u64 = 0x7000_0000;
     /// Memory that all processes of a machine share; the record is at its beginning.
     pub const SHARED: u64 = 0x7100_0000;
-    /// Length of the shared memory in bytes; the second half is for stubs of rewritten sites.
-    pub const SHARED_LENGTH: u64 = 0x0200_0000;
-    /// Stubs of rewritten sites.
+    /// Length of the shared memory in bytes.
+    pub const SHARED_LENGTH: u64 = 0x0300_0000;
+    /// Stubs of rewritten sites, in shared memory.
     pub const STUBS: u64 = 0x7200_0000;
+    /// Room for them in bytes; tables of profiles follow.
+    pub const STUBS_LENGTH: u64 = 0x0080_0000;
     /// Memory of one process.
     pub const PRIVATE: u64 = 0x7400_0000;
     /// First address behind all that is the wedge's.
@@ -44,6 +46,8 @@ pub mod layout {
     pub const VMEMMAP: u64 = 0x6a00_0000_0000;
     /// First address that nothing of the guest reaches.
     pub const GUEST_END: u64 = 0x7000_0000_0000;
+    /// All guest-physical memory, as the wedge uses it.
+    pub const WINDOW: u64 = GUEST_END;
 
     /// Descriptor of guest-physical memory.
     pub const MEMORY_FD: u32 = 3;
@@ -118,6 +122,8 @@ pub mod option {
     pub const NO_CALL_SITES: u64 = 1 << 1;
     /// What the wedge has done is printed in the end.
     pub const COUNTERS: u64 = 1 << 2;
+    /// Writes to page tables, descriptor tables and devices are counted by their instructions.
+    pub const PROFILE: u64 = 1 << 3;
 }
 
 #[cfg(test)]

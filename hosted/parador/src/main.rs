@@ -21,6 +21,7 @@ mod machine;
 mod machine_exit;
 mod module;
 mod problem;
+mod profile;
 mod programs;
 mod rootfs;
 mod run;

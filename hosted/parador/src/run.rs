@@ -6,6 +6,7 @@ use crate::fetch;
 use crate::initramfs;
 use crate::interrupt::Interruptible;
 use crate::machine::{End, Machine};
+use crate::profile;
 use crate::programs::Programs;
 use crate::steps::Steps;
 use crate::supervise::{self, AtEnd};
@@ -68,6 +69,10 @@ pub struct Options {
     /// Print in the end how often the wedge was needed, and for what.
     #[arg(long)]
     counters: bool,
+    /// Count writes to page tables, descriptor tables and devices, and write to this file which functions of the kernel they are from and
+    /// whether they are annotated. Slow.
+    #[arg(long, value_name = "FILE")]
+    profile_writes: Option<PathBuf>,
     /// Do without an optimisation, to see what it is worth.
     #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME")]
     without: Vec<Optimisation>,
@@ -92,7 +97,8 @@ impl Options {
     /// As the wedge is told.
     fn bits(&self) -> u64 {
         let counters = if self.counters { option::COUNTERS } else { 0 };
-        self.without.iter().fold(counters, |bits, optimisation| {
+        let profile = if self.profile_writes.is_some() { option::PROFILE } else { 0 };
+        self.without.iter().fold(counters | profile, |bits, optimisation| {
             bits | match optimisation {
                 Optimisation::FastSites => option::NO_FAST_PATHS,
                 Optimisation::CallSites => option::NO_CALL_SITES,
@@ -151,6 +157,14 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let machine = Machine::start(WEDGE, command)?;
     let keys = "Ctrl-A X ends the machine; all other keys go to the guest";
     let (end, messages) = machine.serve(options.timeout, keys)?;
+    let messages = match &options.profile_writes {
+        None => messages,
+        Some(path) => {
+            let (profile, rest) = profile::report(&messages, &image);
+            fs::write(path, profile).map_err(|error| Failure::file("write", path, &error))?;
+            rest
+        }
+    };
     eprint!("{messages}");
     let (code, text) = judge(&end);
     let seconds = start.elapsed().as_secs_f64();

@@ -97,6 +97,17 @@ impl<'a> Image<'a> {
         found.map(|symbol| symbol.address()).ok_or(Error::Symbol(name))
     }
 
+    /// The function at an address of the moved image.
+    pub fn function_at(&self, address: u64) -> Option<String> {
+        let linked = address.wrapping_sub(DELTA);
+        let functions =
+            self.file.symbols().filter(|symbol| symbol.kind() == object::SymbolKind::Text);
+        let found = functions
+            .filter(|symbol| symbol.address() <= linked)
+            .max_by_key(|symbol| symbol.address())?;
+        (linked - found.address() < 1 << 16).then(|| found.name().unwrap_or_default().to_owned())
+    }
+
     /// Where the table of sites is once the image is moved, and its length.
     pub fn sites(&self) -> (u64, u64) {
         (moved(self.sites.0), self.sites.1)

@@ -6,15 +6,15 @@ use proto::wedge::option;
 use wedge_sites::Kind;
 
 use crate::report::say;
-use crate::shared::{cell, count, shared, start};
+use crate::shared::{cell, count, shared};
 
 /// Prints all counters that are not 0, if the loader asked for it: times that each kind of site came to the wedge (those that are done in
 /// place do not), and what happened otherwise.
 pub fn print() {
-    if start().is_none_or(|start| start.options & option::COUNTERS == 0) {
+    let shared = shared();
+    if shared.options.load(Relaxed) & option::COUNTERS == 0 {
         return;
     }
-    let shared = shared();
     for (number, counter) in (0..).zip(&shared.sites) {
         let count = counter.load(Relaxed);
         if count != 0 {

@@ -18,7 +18,7 @@ use crate::memory::{self, Fault, Ram};
 use crate::outside::LinuxHost;
 use crate::shared::{cell, count, event, events, mine, shared, start};
 use crate::sites::Sites;
-use crate::{calls, processes, report, signal};
+use crate::{calls, processes, profile, report, signal};
 
 /// Error code of a page fault: the access was a write.
 const WRITE: u64 = 1 << 1;
@@ -47,6 +47,8 @@ pub struct LinuxVcpu {
     bytes: [u8; 16],
     length: usize,
     xcr0: u64,
+    /// Writes to tables are counted.
+    profiles: bool,
     /// The guest's last page fault.
     faulted: Option<(u64, Intent)>,
     /// System calls that come often are rewritten.
@@ -247,6 +249,10 @@ impl LinuxVcpu {
             }
             linux::SIGSEGV | linux::SIGBUS | linux::SIGILL | linux::SIGFPE | linux::SIGTRAP => {
                 let number = signal.vector as u8;
+                if number == vector::DEBUG && self.profiles && profile::is_stepping() {
+                    profile::stepped(cpu);
+                    return Step::On;
+                }
                 if number == vector::DEBUG {
                     // Single step: breakpoint registers are the host's.
                     cpu.dr[6] |= 1 << 14;
@@ -271,6 +277,14 @@ impl LinuxVcpu {
         } else {
             Intent::Read
         };
+        if self.profiles && intent == Intent::Write {
+            let (sites, memory) = (&mut self.sites, &self.memory);
+            let annotated =
+                |cpu: &VirtualCpu| sites.is_page_table_store(cpu, memory, cpu.frame.rip);
+            if profile::write_fault(cpu, memory, linear, annotated) {
+                return Step::On;
+            }
+        }
         if !memory::is_filled_in(linear) {
             // Outside of everything, or a right of the image and the direct map, which have all rights.
             count(count::FAULTS);
@@ -289,6 +303,9 @@ impl LinuxVcpu {
                 Step::On
             }
             Fault::Device(gpa) => {
+                if self.profiles {
+                    profile::count(cpu.frame.rip, profile::What::Device, || false);
+                }
                 // The emulator fetches the instruction itself.
                 self.next = 0;
                 self.length = 0;
@@ -479,7 +496,23 @@ impl Backend for LinuxVcpu {
     fn run(&mut self) -> Exit {
         self.next = 0;
         self.length = 0;
+        if self.profiles {
+            profile::watch_descriptors(cpu(), &self.memory, memory::slot());
+        }
         loop {
+            if self.profiles && profile::is_stepping() {
+                // Nothing comes between: it is one instruction, or the fault of its own.
+                let held = events().swap(0, SeqCst);
+                let step = self.step();
+                events().fetch_or(held, SeqCst);
+                if profile::is_stepping() {
+                    profile::stepped(cpu());
+                }
+                match step {
+                    Step::On => continue,
+                    Step::Exit(exit) => return exit,
+                }
+            }
             let pending = events().load(SeqCst);
             if pending != 0 {
                 events().fetch_and(!pending, SeqCst);
@@ -600,6 +633,7 @@ pub extern "sysv64" fn main() -> ! {
         bytes: [0; 16],
         length: 0,
         xcr0: 1,
+        profiles: profile::is_on(),
         faulted: None,
         rewrites_calls: start.options & option::NO_CALL_SITES == 0,
         star: 0,

@@ -15,6 +15,7 @@ mod guest;
 mod memory;
 mod outside;
 mod processes;
+mod profile;
 mod report;
 mod shared;
 mod signal;
@@ -42,6 +43,7 @@ extern "C" fn begin() -> ! {
         Ok(()) => {
             let code = device::serve();
             counters::print();
+            profile::print();
             sys::exit(code)
         }
         Err((what, error)) => {
@@ -75,6 +77,7 @@ fn set_up() -> Result<(), (&'static str, Errno)> {
     }
     let khz = clock::tsc_khz();
     let shared = shared::shared();
+    shared.options.store(start.options, Relaxed);
     shared.tsc_khz.store(khz, Relaxed);
     shared.unix_at_zero.store(clock::unix_at_zero(khz), Relaxed);
     processes::make(0).map_err(|error| ("the host makes no process", error))?;

@@ -14,9 +14,9 @@ use vmm_cpu::walk::{Intent, PageFault};
 use vmm_mem::{GuestMemory, Window};
 use wedge_core::VirtualCpu;
 
-use crate::calls;
 use crate::shared::{EVERYTHING, FLUSHES, Slot, count, mine, shared};
 use crate::sys::{self, Backing};
+use crate::{calls, profile};
 
 /// Page size.
 pub const PAGE: u64 = 4096;
@@ -54,9 +54,11 @@ impl Ram {
         let memory = |offset| Backing::Shared(layout::MEMORY_FD, offset);
         // SAFETY: these ranges are set aside for the guest; nothing of this program is there.
         unsafe {
-            sys::map(layout::DIRECT, self.low, all, memory(0))?;
-            if self.high != 0 {
-                sys::map(layout::DIRECT + FOUR_GIB, self.high, all, memory(self.low))?;
+            for base in [layout::DIRECT, layout::WINDOW] {
+                sys::map(base, self.low, all, memory(0))?;
+                if self.high != 0 {
+                    sys::map(base + FOUR_GIB, self.high, all, memory(self.low))?;
+                }
             }
             sys::map(layout::IMAGE, image, code, memory(0))
         }
@@ -65,7 +67,7 @@ impl Ram {
     /// As the VMM library knows it.
     pub fn memory(&self) -> Option<GuestMemory> {
         let window = |base, length| {
-            let host = (layout::DIRECT + base) as *mut u8;
+            let host = (layout::WINDOW + base) as *mut u8;
             Window { base, length, host }
         };
         let windows = [window(0, self.low), window(FOUR_GIB, self.high)];
@@ -145,6 +147,9 @@ pub fn fill(
     if ram.offset(address).is_none() {
         return Fault::Device(address);
     }
+    if profile::is_on() {
+        profile::watch_walk(memory, slot(), paging.cr3, linear);
+    }
     let Some(leaf) = leaf(memory, paging.cr3, linear) else { return Fault::Filled };
     let size = leaf.size.min(LARGE);
     let first = linear & !(size - 1);
@@ -198,7 +203,8 @@ fn is_kernel(linear: u64) -> bool {
         || (layout::VMALLOC..layout::GUEST_END).contains(&linear)
 }
 
-fn slot() -> &'static Slot {
+/// The slot of this process.
+pub fn slot() -> &'static Slot {
     &shared().slots[mine().slot.load(Relaxed) as usize]
 }
 
@@ -259,6 +265,9 @@ pub fn is_shared(linear: u64) -> bool {
 /// Does in this process what has changed since it had the virtual CPU.
 pub fn follow() {
     let (shared, slot) = (shared(), slot());
+    if profile::is_on() {
+        profile::follow(slot);
+    }
     let now = shared.changes.load(SeqCst);
     let seen = slot.followed.load(Relaxed);
     if now - seen > FLUSHES as u64 {

@@ -100,6 +100,8 @@ pub struct Slot {
     pub large: AtomicBool,
     /// Process-context identifier of the space.
     pub pcid: AtomicU32,
+    /// Watched pages that it has protected.
+    pub protected: AtomicU64,
     /// Changes of the kernel's mappings that it has followed.
     pub followed: AtomicU64,
 }
@@ -171,6 +173,8 @@ pub struct Shared {
     pub rung: AtomicU32,
     /// Time-stamp counter at which the virtual CPU wants to be told.
     pub deadline: AtomicU64,
+    /// [`Start::options`].
+    pub options: AtomicU64,
     /// Frequency of the time-stamp counter in kHz.
     pub tsc_khz: AtomicU64,
     /// Wall-clock time when the counter was 0, in seconds since 1970.

@@ -8,9 +8,8 @@ use wedge_core::{Exit, VirtualCpu};
 use wedge_sites::{Flags, Kind, RECORD, Site};
 use wedge_x86::{MAX_SITE, Stub, Target, Way, decode_all};
 
-/// Most stubs: what fits the second half of the shared memory.
-const MOST: usize =
-    ((layout::SHARED + layout::SHARED_LENGTH - layout::STUBS) as usize) / size_of::<Stub>();
+/// Most stubs.
+const MOST: usize = layout::STUBS_LENGTH as usize / size_of::<Stub>();
 
 /// Why a table is refused.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +38,8 @@ impl fmt::Display for Problem {
 /// The rewritten sites.
 pub struct Sites {
     used: usize,
+    /// The kernel's own table, where page-table stores are looked up.
+    table: (u64, u64),
     /// Sites may be done without the wedge.
     fast: bool,
 }
@@ -46,7 +47,7 @@ pub struct Sites {
 impl Sites {
     /// None yet.
     pub fn new(options: u64) -> Self {
-        Self { used: 0, fast: options & option::NO_FAST_PATHS == 0 }
+        Self { used: 0, table: (0, 0), fast: options & option::NO_FAST_PATHS == 0 }
     }
 
     fn at(number: usize) -> *mut Stub {
@@ -61,6 +62,9 @@ impl Sites {
         table: u64,
         length: u64,
     ) -> Result<(), Problem> {
+        if self.table.1 == 0 {
+            self.table = (table, length);
+        }
         for check in [true, false] {
             self.each(cpu, memory, table, length, |sites, site| {
                 sites.rewrite(cpu, memory, site, check)
@@ -87,6 +91,17 @@ impl Sites {
             }
         }
         Ok(())
+    }
+
+    /// Whether the kernel's table has a page-table store at an address. Slow: it is for profiles.
+    pub fn is_page_table_store(&mut self, cpu: &VirtualCpu, memory: &GuestMemory, at: u64) -> bool {
+        let (table, length) = self.table;
+        let mut found = false;
+        let _ = self.each(cpu, memory, table, length, |_, site| {
+            found |= site.kind == Kind::PageTable && site.address == at;
+            Ok(())
+        });
+        found
     }
 
     fn rewrite(
@@ -180,8 +195,7 @@ impl Sites {
 
 /// The stub that has code at an address, and the offset there.
 pub fn stub_at(address: u64) -> Option<(&'static Stub, u64)> {
-    let end = layout::SHARED + layout::SHARED_LENGTH;
-    if !(layout::STUBS..end).contains(&address) {
+    if !(layout::STUBS..layout::STUBS + layout::STUBS_LENGTH).contains(&address) {
         return None;
     }
     let offset = address % size_of::<Stub>() as u64;
