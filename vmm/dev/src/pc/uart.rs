@@ -5,9 +5,9 @@
 //! transmitter, line status and modem status (line 0, let through by OUT2 as on a PC); loop-back;
 //! scratch register; divisor latch. The line has no speed: a byte written is outside at once, unless the
 //! outside refuses it; then it stays in the transmitter, whose "empty" bits tell the guest to
-//! wait. Likewise bytes stay outside until the receiver has room and the guest wants them (its interrupt
-//! is on, or it looks at the line status), so it never overruns and a driver that clears the FIFOs while
-//! it starts loses little.
+//! wait. Likewise bytes stay outside until the receiver has room and the guest wants them: its interrupt
+//! is on and let through, or it polls, which is to look at the line status with nothing to wait for but data. So the receiver never
+//! overruns, and a driver that clears it while it starts, or prints without interrupts, loses nothing.
 //! Missing: parity and framing errors, break outside of loop-back (reported), the modem's lines
 //! (clear to send, data set ready and carrier detect are always on), DMA mode (stored, no effect).
 //! Documentation: National Semiconductor PC16550D data sheet.
@@ -177,6 +177,8 @@ pub struct Uart {
     timer_armed: bool,
     /// There may be bytes outside that have not been taken.
     more: bool,
+    /// The last access was a look at the line status that found nothing to do; a second one is for data.
+    polled: bool,
     /// Present level of the interrupt line.
     line: bool,
 }
@@ -206,6 +208,7 @@ impl Uart {
             timed_out: false,
             timer_armed: false,
             more: false,
+            polled: false,
             line: false,
         }
     }
@@ -272,7 +275,9 @@ impl Uart {
 
     /// Takes bytes from outside if the guest waits for the interrupt; else it has to look.
     fn fill(&mut self, env: &mut dyn Env) {
-        let room = if self.ier & IER_RX != 0 { self.capacity() } else { 0 };
+        // A driver that only tries which interrupts there are does not let them through.
+        let waits = self.ier & IER_RX != 0 && self.mcr & MCR_OUT2 != 0;
+        let room = if waits { self.capacity() } else { 0 };
         self.fill_to(room, env);
     }
 
@@ -400,7 +405,7 @@ impl Uart {
     }
 
     fn control_modem(&mut self, value: u8, env: &mut dyn Env) {
-        let was_loop = self.mcr & MCR_LOOP != 0;
+        let was_cut_off = self.mcr & (MCR_LOOP | MCR_OUT2) != MCR_OUT2;
         self.mcr = value & MCR_MASK;
         let looped = self.mcr & MCR_LOOP != 0;
         let lines = if looped {
@@ -423,7 +428,7 @@ impl Uart {
             changes &= !MSR_RING_CHANGE;
         }
         self.msr = lines | self.msr & 0xf | changes;
-        if was_loop && !looped && self.more {
+        if was_cut_off && self.more {
             self.fill(env);
         }
         self.update_line(env);
@@ -433,12 +438,14 @@ impl Uart {
 impl Device for Uart {
     fn read(&mut self, access: Access, env: &mut dyn Env) -> u64 {
         let latch = self.lcr & LCR_DLAB != 0;
+        let polled = core::mem::take(&mut self.polled);
         let value = match access.offset {
             LSR => {
-                if self.more && self.rx.len == 0 {
+                if polled && self.more && self.rx.len == 0 {
                     self.fill_to(1, env);
                 }
                 let status = self.line_status();
+                self.polled = self.tx.len == 0;
                 if self.lsr != 0 {
                     self.lsr = 0;
                     self.update_line(env);
@@ -446,7 +453,11 @@ impl Device for Uart {
                 status
             }
             DATA if latch => self.divisor as u8,
-            DATA => self.receive(env),
+            DATA => {
+                // Who takes data goes on polling.
+                self.polled = self.rx.len != 0;
+                self.receive(env)
+            }
             IER if latch => (self.divisor >> 8) as u8,
             IER => self.ier,
             IIR => self.identify(env),
@@ -469,6 +480,7 @@ impl Device for Uart {
     fn write(&mut self, access: Access, value: u64, env: &mut dyn Env) {
         let latch = self.lcr & LCR_DLAB != 0;
         let value = value as u8;
+        self.polled = false;
         match access.offset {
             DATA if latch => self.divisor = self.divisor & 0xff00 | u16::from(value),
             DATA => self.transmit(value, env),
