@@ -40,7 +40,7 @@ use crate::hypercalls;
 use crate::layout;
 pub use crate::wires::Counters;
 use crate::wires::{CHIPS, Chip, ChipEnv, FUNCTIONS, FunctionEnv, Wires};
-use crate::{Host, PcConfig};
+use crate::{Host, Level, PcConfig};
 
 /// Ranges of ports.
 const PORT_RANGES: usize = 17;
@@ -734,7 +734,8 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     fn unknown_port(&mut self, access: Access) -> u64 {
         self.machine.wires.counters.unknown_ports += 1;
         let port = access.offset;
-        self.machine.wires.say(self.host, key(1, port), format_args!("unknown port {port:#x}"));
+        let text = format_args!("unknown port {port:#x}");
+        self.machine.wires.say(self.host, PROBING, key(1, port), text);
         access.open_bus()
     }
 
@@ -743,7 +744,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         self.machine.wires.counters.unknown_memory += 1;
         let page = address & !0xfff;
         let text = format_args!("nothing at guest-physical address {address:#x}");
-        self.machine.wires.say(self.host, key(2, page), text);
+        self.machine.wires.say(self.host, PROBING, key(2, page), text);
     }
 
     /// Offset in the page of this CPU's local APIC.
@@ -753,6 +754,9 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         (apic.mode() == Mode::XApic && offset < lapic::spec::LEN).then_some(offset)
     }
 }
+
+/// How grave it is when a guest looks for what is not there: systems find out in this way what machine they are on.
+const PROBING: Level = Level::Info;
 
 /// What an access to the ports of PCI means.
 enum ConfigPort {
@@ -950,28 +954,32 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         let host = &mut *self.host;
         match what {
             Unknown::MsrRead(msr) => {
-                wires.say(host, key(3, msr.into()), format_args!("read of unknown MSR {msr:#x}"));
+                let text = format_args!("read of unknown MSR {msr:#x}");
+                wires.say(host, PROBING, key(3, msr.into()), text);
             }
             Unknown::MsrWrite(msr, value) => {
                 let text = format_args!("refused write of {value:#x} to MSR {msr:#x}");
-                wires.say(host, key(4, msr.into()), text);
+                wires.say(host, PROBING, key(4, msr.into()), text);
             }
             Unknown::Instruction { rip, bytes } => {
                 let text = format_args!(
                     "instruction at {rip:#x} not emulated: {:02x?}",
                     bytes.to_le_bytes()
                 );
-                wires.say(host, key(5, bytes), text);
+                wires.say(host, Level::Warning, key(5, bytes), text);
             }
             Unknown::Exit(code) => {
-                wires.say(host, key(6, code), format_args!("unknown exit {code:#x}"));
+                let text = format_args!("unknown exit {code:#x}");
+                wires.say(host, Level::Warning, key(6, code), text);
             }
             Unknown::Hypercall(number) => {
-                wires.say(host, key(7, number), format_args!("unknown hypercall {number:#x}"));
+                let text = format_args!("unknown hypercall {number:#x}");
+                wires.say(host, Level::Warning, key(7, number), text);
             }
             Unknown::Other(text, value) => {
                 let address = text.as_ptr().addr() as u64;
-                wires.say(host, key(0, address), format_args!("{text}: {value:#x}"));
+                let text = format_args!("{text}: {value:#x}");
+                wires.say(host, Level::Warning, key(0, address), text);
             }
         }
     }

@@ -218,12 +218,18 @@ impl Wires {
     }
 
     /// Logs a message once for its key.
-    pub fn say<H: Host>(&mut self, host: &mut H, key: u64, text: core::fmt::Arguments<'_>) {
+    pub fn say<H: Host>(
+        &mut self,
+        host: &mut H,
+        level: Level,
+        key: u64,
+        text: core::fmt::Arguments<'_>,
+    ) {
         match self.once.enter(key) {
-            Say::It => host.log(Level::Warning, text),
+            Say::It => host.log(level, text),
             Say::Last => {
-                host.log(Level::Warning, text);
-                host.log(Level::Warning, format_args!("further unknown accesses are only counted"));
+                host.log(level, text);
+                host.log(level, format_args!("further unknown accesses are only counted"));
             }
             Say::Nothing => {}
         }
@@ -333,7 +339,7 @@ impl<H: Host> Env for ChipEnv<'_, H> {
         self.wires.counters.missing += 1;
         // The text's address is as good as the text: each is one literal of one chip.
         let key = what.as_ptr().addr() as u64;
-        self.wires.say(self.host, key, format_args!("{what} ({value:#x})"));
+        self.wires.say(self.host, Level::Warning, key, format_args!("{what} ({value:#x})"));
     }
 }
 
