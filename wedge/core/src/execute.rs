@@ -99,10 +99,12 @@ impl VirtualCpu {
             }
             Op::In(port) | Op::Out(port) => {
                 let port = port.map_or(self.frame.gpr[2] as u16, u16::from);
+                self.check_port(memory, port, size)?;
                 return Ok(self.port(instruction, port, matches!(op, Op::Out(_)), false));
             }
             Op::Ins | Op::Outs => {
                 let port = self.frame.gpr[2] as u16;
+                self.check_port(memory, port, size)?;
                 return Ok(self.port(instruction, port, op == Op::Outs, true));
             }
             Op::ReadControl { control, register } => {
@@ -322,6 +324,29 @@ impl VirtualCpu {
         self.segments[SS] = segment::flat_data(segment::user_stack(self.star));
         self.cpl = 3;
         Ok(Outcome::Jump)
+    }
+
+    /// Whether the program may use ports: `IOPL`, else the task's map of them (APM vol. 2, section 12.2.4).
+    fn check_port(&self, memory: &GuestMemory, port: u16, size: u8) -> Result<()> {
+        /// Where the map's offset is in a task state segment of 64-bit mode.
+        const MAP: u64 = 0x66;
+        if u64::from(self.cpl) <= (self.rflags() & rflags::IOPL) >> 12 {
+            return Ok(());
+        }
+        let limit = u64::from(self.tr.limit);
+        if limit < MAP + 1 {
+            return Err(protection(0).into());
+        }
+        let at = self.read_value(memory, self.tr.base.wrapping_add(MAP), 2)? + u64::from(port / 8);
+        // Two bytes, because the ports may go on in the next one.
+        if at + 1 > limit {
+            return Err(protection(0).into());
+        }
+        let bits = self.read_value(memory, self.tr.base.wrapping_add(at), 2)? >> (port % 8);
+        match bits & ((1 << size) - 1) {
+            0 => Ok(()),
+            _ => Err(protection(0).into()),
+        }
     }
 
     fn port(&self, instruction: &Instruction, port: u16, write: bool, string: bool) -> Outcome {
@@ -650,7 +675,11 @@ fn alias(debug: u8) -> usize {
 fn is_unprivileged(op: Op) -> bool {
     matches!(
         op,
-        Op::Pushf
+        Op::In(_)
+            | Op::Out(_)
+            | Op::Ins
+            | Op::Outs
+            | Op::Pushf
             | Op::Popf
             | Op::Push(_)
             | Op::PushImmediate(_)
