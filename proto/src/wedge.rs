@@ -1,11 +1,12 @@
-//! What a loader tells the wedge that runs a guest in processes of Linux: one record at the beginning of the memory that they share.
+//! What a loader tells the wedge that runs a guest in processes of Linux: one record at the beginning of the memory that they share, and
+//! one for each disk behind it.
 //!
 //! All of it is numbers of 64 bits, little-endian, in the order of the fields.
 
 /// First word of the record: "PARADORW".
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PARADORW");
 /// Version of the record.
-pub const VERSION: u64 = 1;
+pub const VERSION: u64 = 2;
 
 /// Where things are in the address space of a process, and descriptors that it inherits. The part above the guest's programs is like
 /// Linux' own upper half; the image and its modules are where 32-bit sign-extended addresses reach.
@@ -53,7 +54,15 @@ pub mod layout {
     pub const MEMORY_FD: u32 = 3;
     /// Descriptor of the shared memory.
     pub const SHARED_FD: u32 = 4;
+    /// Descriptors of the disks, one after another; 5 is the wedge's own.
+    pub const DISKS_FD: u32 = 6;
+
+    /// Where the records of the disks are in the shared memory.
+    pub const DISKS: u64 = 0x800;
 }
+
+/// Most disks of a machine.
+pub const MAX_DISKS: usize = 4;
 
 macro_rules! record {
     ($($(#[$doc:meta])* $field:ident,)*) => {
@@ -112,6 +121,59 @@ record! {
     sites_length,
     /// Options: see [`option`].
     options,
+    /// Number of disks.
+    disks,
+    /// Messages that are printed: see [`log`].
+    log,
+}
+
+const _: () = assert!(Start::WORDS as u64 * 8 <= layout::DISKS);
+
+/// A disk: what its descriptor is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Disk {
+    /// Sectors of 512 bytes.
+    pub sectors: u64,
+    /// Nothing is written to it.
+    pub read_only: bool,
+    /// Its name for the guest, filled up with zeros.
+    pub serial: [u8; 20],
+}
+
+impl Disk {
+    /// Words of the record.
+    pub const WORDS: usize = 5;
+
+    /// The record as it lies in memory.
+    pub fn to_words(&self) -> [u64; Self::WORDS] {
+        let mut words = [self.sectors, self.read_only.into(), 0, 0, 0];
+        for (word, bytes) in words[2..].iter_mut().zip(self.serial.chunks(8)) {
+            let mut all = [0; 8];
+            all[..bytes.len()].copy_from_slice(bytes);
+            *word = u64::from_le_bytes(all);
+        }
+        words
+    }
+
+    /// The record from memory.
+    pub fn from_words(words: &[u64; Self::WORDS]) -> Self {
+        let [sectors, read_only, name @ ..] = *words;
+        let mut serial = [0; 20];
+        for (bytes, word) in serial.chunks_mut(8).zip(name) {
+            bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]);
+        }
+        Self { sectors, read_only: read_only != 0, serial }
+    }
+}
+
+/// Values of [`Start::log`]: the least grave messages that are printed.
+pub mod log {
+    /// The machine cannot go on.
+    pub const ERROR: u64 = 0;
+    /// The guest wanted something that there is not.
+    pub const WARN: u64 = 1;
+    /// Worth knowing.
+    pub const INFO: u64 = 2;
 }
 
 /// Bits of [`Start::options`].
@@ -137,5 +199,12 @@ mod tests {
         assert_eq!(Start::from_words(&words), Some(start));
         words[1] += 1;
         assert_eq!(Start::from_words(&words), None);
+    }
+
+    #[test]
+    fn a_disk_comes_back() {
+        let disk = Disk { sectors: 7, read_only: true, serial: *b"abcdefghijklmnopqrst" };
+        assert_eq!(Disk::from_words(&disk.to_words()), disk);
+        assert_eq!(Disk::from_words(&[0; Disk::WORDS]), Disk::default());
     }
 }

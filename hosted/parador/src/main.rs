@@ -9,6 +9,7 @@ mod channels;
 mod check;
 mod commands;
 mod description;
+mod disk;
 mod emulate;
 mod failure;
 mod fetch;

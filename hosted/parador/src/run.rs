@@ -1,6 +1,7 @@
 //! `parador run`: a virtual machine as processes of this host.
 
 use crate::description::Size;
+use crate::disk::{self, Disk};
 use crate::failure::{self, Failure};
 use crate::fetch;
 use crate::initramfs;
@@ -13,7 +14,7 @@ use crate::supervise::{self, AtEnd};
 use clap::{Args, ValueEnum};
 use command_fds::{CommandFdExt, FdMapping};
 use hosted_vmm::{Error, Image};
-use proto::wedge::{layout, option};
+use proto::wedge::{MAX_DISKS, layout, log, option};
 use rustix::process::Signal;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -39,6 +40,17 @@ pub enum Backend {
     Process,
 }
 
+/// What is printed of the machine itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Log {
+    /// The machine cannot go on.
+    Error,
+    /// The guest wanted something that the machine has not.
+    Warn,
+    /// What the guest has looked for in vain, too.
+    Info,
+}
+
 /// Options of `parador run`.
 #[derive(Debug, Args)]
 pub struct Options {
@@ -54,6 +66,9 @@ pub struct Options {
     /// Added to the kernel's command line.
     #[arg(short = 'p', long, value_name = "TEXT", alias = "append")]
     cmdline: Option<String>,
+    /// Disk: FILE, or path=FILE,ro=on,id=NAME,format=raw; up to four.
+    #[arg(short, long = "disk", value_name = "DISK")]
+    disks: Vec<String>,
     /// Memory.
     #[arg(short, long, value_name = "SIZE", value_parser = Size::parse, default_value = "256M")]
     memory: Size,
@@ -76,6 +91,9 @@ pub struct Options {
     /// Do without an optimisation, to see what it is worth.
     #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME")]
     without: Vec<Optimisation>,
+    /// Messages about the machine that are printed when it has ended.
+    #[arg(long, value_enum, value_name = "LEVEL", default_value = "warn")]
+    log: Log,
     /// Check everything, but do not start.
     #[arg(long)]
     dry_run: bool,
@@ -127,17 +145,25 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Some(path) if path == Path::new("busybox") => Some(busybox()?),
         Some(path) => Some(read(path)?),
     };
+    let disks = open_disks(&options.disks)?;
     let wedge = wedge(options.artifacts.as_deref())?;
     let mut command_line = COMMAND_LINE.to_owned();
     if let Some(more) = &options.cmdline {
         command_line.push(' ');
         command_line.push_str(more);
     }
+    let records: Vec<_> = disks.iter().map(|disk| disk.record).collect();
     let machine = hosted_vmm::Machine {
         memory,
         initrd: initrd.as_deref(),
         command_line: &command_line,
         options: options.bits(),
+        log: match options.log {
+            Log::Error => log::ERROR,
+            Log::Warn => log::WARN,
+            Log::Info => log::INFO,
+        },
+        disks: &records,
     };
     let prepared =
         hosted_vmm::prepare(&image, &machine).map_err(|error| refused(&error, kernel))?;
@@ -146,12 +172,13 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         return Ok(0);
     }
     let mut command = supervise::command(wedge.as_os_str(), AtEnd::Kill)?;
-    let descriptors = [
-        FdMapping { parent_fd: prepared.memory, child_fd: layout::MEMORY_FD as i32 },
-        FdMapping { parent_fd: prepared.shared, child_fd: layout::SHARED_FD as i32 },
-    ];
+    let memory = [(prepared.memory, layout::MEMORY_FD), (prepared.shared, layout::SHARED_FD)];
+    let disks = disks.into_iter().map(|disk| disk.file.into()).zip(layout::DISKS_FD..);
+    let descriptors = memory.into_iter().chain(disks);
+    let descriptors =
+        descriptors.map(|(parent_fd, number)| FdMapping { parent_fd, child_fd: number as i32 });
     command
-        .fd_mappings(descriptors.into())
+        .fd_mappings(descriptors.collect())
         .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
     let start = Instant::now();
     let machine = Machine::start(WEDGE, command)?;
@@ -170,6 +197,16 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let seconds = start.elapsed().as_secs_f64();
     eprintln!("parador: {text} (exit code {code}, {seconds:.1} s)");
     Ok(code)
+}
+
+/// Opens the disks that the user names.
+fn open_disks(texts: &[String]) -> Result<Vec<Disk>, Failure> {
+    if texts.len() > MAX_DISKS {
+        let text = format!("{} disks are more than {MAX_DISKS}", texts.len());
+        return Err(Failure::new(failure::USAGE, text));
+    }
+    let opened = texts.iter().enumerate().map(|(number, text)| disk::parse(text)?.open(number));
+    opened.collect()
 }
 
 /// What an end means.

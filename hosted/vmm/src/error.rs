@@ -22,6 +22,8 @@ pub enum Error {
     Boot(BootError),
     /// The host refused something.
     Host(&'static str, io::Error),
+    /// More disks than a machine has.
+    TooManyDisks(usize),
     /// The host's processor or kernel lacks something.
     Lacking(&'static str),
 }
@@ -38,6 +40,9 @@ impl fmt::Display for Error {
             }
             Self::Boot(error) => write!(f, "{error:?}"),
             Self::Host(action, error) => write!(f, "cannot {action}: {error}"),
+            Self::TooManyDisks(count) => {
+                write!(f, "{count} disks are more than {}", proto::wedge::MAX_DISKS)
+            }
             Self::Lacking(what) => write!(f, "this host has no {what}"),
         }
     }

@@ -4,7 +4,7 @@ use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::os::fd::OwnedFd;
 
 use hw_x86::paging::{entry, xcr0};
-use proto::wedge::{Start, layout};
+use proto::wedge::{Disk, MAX_DISKS, Start, layout};
 use vmm_boot::Rest;
 use vmm_mem::GuestMemory;
 use vmm_mem::shared::SharedMemory;
@@ -33,6 +33,10 @@ pub struct Machine<'a> {
     pub command_line: &'a str,
     /// Bits of [`proto::wedge::option`].
     pub options: u64,
+    /// Least grave messages that are printed: see [`proto::wedge::log`].
+    pub log: u64,
+    /// Disks.
+    pub disks: &'a [Disk],
 }
 
 /// What the wedge is started with.
@@ -47,7 +51,10 @@ pub struct Prepared {
 /// Puts a kernel into the memory of a new machine.
 pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Error> {
     let xcr0 = check_processor()?;
-    let chips = vmm_machine::layout();
+    if machine.disks.len() > MAX_DISKS {
+        return Err(Error::TooManyDisks(machine.disks.len()));
+    }
+    let chips = vmm_machine::layout_with_pci();
     let host = |action| move |error| Error::Host(action, error);
     let mut memory = SharedMemory::new("parador-guest", machine.memory)
         .map_err(host("make the guest's memory"))?;
@@ -62,6 +69,8 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         sites,
         sites_length,
         options: machine.options,
+        disks: machine.disks.len() as u64,
+        log: machine.log,
         ..Start::default()
     };
     memory
@@ -70,7 +79,10 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     let mut shared = SharedMemory::new("parador-shared", layout::SHARED_LENGTH)
         .map_err(host("make the machine's shared memory"))?;
     let written = shared.with([(0, layout::SHARED_LENGTH)], |memory| {
-        (0..).step_by(8).zip(start.to_words()).try_for_each(|(at, word)| memory.write(at, word))
+        let disks = machine.disks.iter().flat_map(Disk::to_words);
+        let disks = (layout::DISKS..).step_by(8).zip(disks);
+        let mut words = (0..).step_by(8).zip(start.to_words()).chain(disks);
+        words.try_for_each(|(at, word)| memory.write(at, word))
     });
     written.map_err(host("fill shared memory"))?.map_err(vmm_boot::BootError::from)?;
     let descriptors = (memory.into_descriptor(), shared.into_descriptor());

@@ -68,7 +68,10 @@ pub fn serve() -> u8 {
 /// Tells the virtual CPU of an event.
 pub fn tell(what: u32) {
     let shared = shared();
-    events().fetch_or(what, SeqCst);
+    if events().fetch_or(what, SeqCst) & what != 0 {
+        // Somebody else tells it.
+        return;
+    }
     if shared.idle.load(SeqCst) != 0 {
         sys::wake(events());
         return;
@@ -143,16 +146,22 @@ fn dead_child() -> Option<u8> {
     }
     let (signal, code) = ((status & 0x7f) as u8, (status >> 8) as u8);
     crate::report::say(format_args!(
-        "process {process} of the guest died: status {code}, signal {signal}"
+        "process {process} of the machine died: status {code}, signal {signal}"
     ));
     Some(if signal != 0 { 128 + signal } else { code })
 }
 
+/// Ends all other processes, and waits until they are gone: whoever waits for this one finds nothing left, and no disk in use.
 fn end_all() {
-    for slot in &shared().slots {
-        let process = slot.process.load(SeqCst);
+    let shared = shared();
+    let guests = shared.slots.iter().map(|slot| &slot.child);
+    for process in guests.chain(&shared.workers) {
+        let process = process.load(SeqCst);
         if process != 0 {
             sys::kill(process, linux::SIGKILL);
         }
     }
+    let arguments = [u64::MAX, 0, 0, 0, 0, 0];
+    // SAFETY: no memory is touched. It fails when there is nobody left.
+    while unsafe { sys::call(linux::__NR_wait4, arguments) }.is_ok() {}
 }

@@ -4,18 +4,19 @@ use core::arch::x86_64::{__cpuid_count, _rdtsc};
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use hw_x86::cpuid::{extended_b, extended_c, features_c, leaf};
+use hw_x86::paging::entry;
 use linux_raw_sys::general as linux;
-use proto::wedge::{Start, layout, option};
+use proto::wedge::{MAX_DISKS, Start, layout, option};
 use vmm_cpu::backend::{Segment, Window};
 use vmm_cpu::walk::Intent;
 use vmm_cpu::{Backend, Event, Exit, Gpr, MemoryFault, Reg, Seg, TscClock};
-use vmm_machine::{Outcome, Pause, Pc, PcConfig};
+use vmm_machine::{Outcome, Pause, Pc, PcConfig, Slots};
 use vmm_mem::GuestMemory;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
 use wedge_x86::{Cause, Stub, decode_all};
 
 use crate::memory::{self, Fault, Ram};
-use crate::outside::LinuxHost;
+use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
 use crate::shared::{cell, count, event, events, mine, shared, start};
 use crate::sites::Sites;
 use crate::{calls, processes, profile, report, signal};
@@ -306,6 +307,7 @@ impl LinuxVcpu {
                 if self.profiles {
                     profile::count(cpu.frame.rip, profile::What::Device, || false);
                 }
+                self.show_kernel();
                 // The emulator fetches the instruction itself.
                 self.next = 0;
                 self.length = 0;
@@ -316,6 +318,18 @@ impl LinuxVcpu {
                 report::say(format_args!("the host cannot map guest memory: error {error}"));
                 Step::Exit(Exit::HostError(error as u64))
             }
+        }
+    }
+
+    /// Makes all of the kernel's addresses known to the root that the machine follows: those above programs are in the current tables only.
+    fn show_kernel(&self) {
+        const ENTRY: u64 = 1 << 39;
+        let cpu = cpu();
+        let current = cpu.cr3 & entry::ADDRESS;
+        for at in (layout::DIRECT / ENTRY..layout::GUEST_END / ENTRY).map(|index| index * 8) {
+            // Tables that are not memory show nothing.
+            let value = self.memory.read::<u64>(current + at).unwrap_or(0);
+            let _ = self.memory.write(cpu.shared.root + at, value);
         }
     }
 
@@ -335,7 +349,7 @@ impl LinuxVcpu {
                 cpu.system_call();
                 Step::On
             }
-            Ok(instruction) if cpu.cpl == 0 || is_software_interrupt(&instruction) => {
+            Ok(instruction) if cpu.cpl == 0 || is_for_programs(&instruction) => {
                 count(count::UNRECORDED);
                 let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);
                 self.carry_out(&[instruction], &bytes[..instruction.length], resume)
@@ -348,8 +362,10 @@ impl LinuxVcpu {
     }
 }
 
-fn is_software_interrupt(instruction: &Instruction) -> bool {
-    matches!(instruction.op, wedge_core::Op::Int(_))
+/// What the guest's kernel may let programs do, and the host does not.
+fn is_for_programs(instruction: &Instruction) -> bool {
+    use wedge_core::Op;
+    matches!(instruction.op, Op::Int(_) | Op::In(_) | Op::Out(_) | Op::Ins | Op::Outs)
 }
 
 impl Backend for LinuxVcpu {
@@ -619,8 +635,12 @@ pub extern "sysv64" fn main() -> ! {
         steal_time: false,
         id: 1,
     };
-    let machine: Pc<'_, spin::relax::Spin, 1> = Pc::new(config, &memory, host_cpuid);
-    let mut host = LinuxHost;
+    let disks = (start.disks as usize).min(MAX_DISKS);
+    let mut slots: Slots<Link, MAX_FUNCTIONS> = Slots::new();
+    outside::fill(&mut slots, disks);
+    let machine: Pc<'_, spin::relax::Spin, 1, _> =
+        Pc::with_functions(config, &memory, host_cpuid, slots);
+    let mut host = LinuxHost::new(&start);
     let mut state = machine.cpu(0);
     let mut vcpu = LinuxVcpu {
         ram,
@@ -646,6 +666,11 @@ pub extern "sysv64" fn main() -> ! {
                     processes::finish(exit_code(Outcome::PowerOff));
                 }
                 machine.input(Some(&state), &mut host);
+                if events as u32 & event::DISK != 0 {
+                    for slot in 0..disks {
+                        machine.function_input(slot, Some(&state), &mut host);
+                    }
+                }
             }
             Pause::Idle { deadline_tsc } => idle(deadline_tsc),
             Pause::End(outcome) => {

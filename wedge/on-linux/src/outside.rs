@@ -1,14 +1,25 @@
-//! The outside of the machine: the console's rings and the device process.
+//! The outside of the machine: the console's rings, the disks' requests, and the device process.
 
 use core::fmt;
 
-use vmm_machine::{Host, Level};
+use proto::wedge::{MAX_DISKS, Start, log};
+use vmm_bus::Block;
+use vmm_machine::{Host, Level, Model, Outside, Slots};
 
-use crate::shared::shared;
-use crate::{processes, report};
+use crate::shared::{self, shared};
+use crate::{disk, processes, report, sys};
 
 /// The outside as the virtual CPU reaches it.
-pub struct LinuxHost;
+pub struct LinuxHost {
+    log: u64,
+}
+
+impl LinuxHost {
+    /// As the loader wants it.
+    pub fn new(start: &Start) -> Self {
+        Self { log: start.log }
+    }
+}
 
 impl Host for LinuxHost {
     fn tsc(&self) -> u64 {
@@ -31,7 +42,12 @@ impl Host for LinuxHost {
     }
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
-        if level != Level::Info {
+        let grave = match level {
+            Level::Error => log::ERROR,
+            Level::Warning => log::WARN,
+            Level::Info => log::INFO,
+        };
+        if grave <= self.log {
             report::say(text);
         }
     }
@@ -39,4 +55,38 @@ impl Host for LinuxHost {
     fn kick(&mut self, _: usize) {
         // There is one virtual CPU, which never needs it.
     }
+}
+
+/// PCI functions of a machine: disks, then the source of random numbers.
+pub const MAX_FUNCTIONS: usize = MAX_DISKS + 1;
+
+/// What a PCI function is connected to.
+pub enum Link {
+    /// A file.
+    Disk(disk::Link),
+    /// The host's random numbers.
+    Entropy,
+}
+
+impl Outside for Link {
+    fn block(&mut self) -> Option<&mut dyn Block> {
+        match self {
+            Self::Disk(disk) => Some(disk),
+            Self::Entropy => None,
+        }
+    }
+
+    fn entropy(&mut self, to: &mut [u8]) -> bool {
+        sys::random(to)
+    }
+}
+
+/// Fills the slots of the bus; disk `n` is in slot `n`.
+pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, disks: usize) {
+    for number in 0..disks {
+        let info = disk::info(&shared::disk(number));
+        // There are as many slots.
+        let _ = slots.add(Model::Block(info), Link::Disk(disk::Link::new(number)));
+    }
+    let _ = slots.add(Model::Entropy, Link::Entropy);
 }

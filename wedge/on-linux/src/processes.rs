@@ -166,10 +166,9 @@ pub fn finish(code: u8) -> ! {
 pub fn make(number: usize) -> Result<u32, Errno> {
     // Its first turn may come before it has looked.
     let turn = shared().slots[number].turn.load(SeqCst);
-    let arguments = [linux::SIGCHLD.into(), 0, 0, 0, 0, 0];
-    // SAFETY: as `fork`: the child goes on with a copy of this process's own memory.
-    let child = unsafe { sys::call(linux::__NR_clone, arguments) }? as u32;
+    let child = fork()?;
     if child != 0 {
+        shared().slots[number].child.store(child, SeqCst);
         return Ok(child);
     }
     match become_guest(number, turn) {
@@ -234,11 +233,27 @@ pub fn begin(main: extern "sysv64" fn() -> !) {
     sys::wake(&shared.slots[0].turn);
 }
 
-fn die_with_parent() -> Result<(), Errno> {
+/// Makes a process: gives its number to this one, 0 to itself.
+pub fn fork() -> Result<u32, Errno> {
+    let arguments = [linux::SIGCHLD.into(), 0, 0, 0, 0, 0];
+    // SAFETY: the child goes on with a copy of this process's own memory.
+    unsafe { sys::call(linux::__NR_clone, arguments) }.map(|child| child as u32)
+}
+
+/// Makes this process end with the device process, which made it.
+pub fn die_with_parent() -> Result<(), Errno> {
     let arguments =
         [linux_raw_sys::prctl::PR_SET_PDEATHSIG.into(), linux::SIGKILL.into(), 0, 0, 0, 0];
     // SAFETY: no memory is touched.
-    unsafe { sys::call(linux::__NR_prctl, arguments).map(drop) }
+    let parent = unsafe {
+        sys::call(linux::__NR_prctl, arguments)?;
+        sys::call(linux::__NR_getppid, [0; 6])?
+    };
+    // It may have ended before the request.
+    if parent != u64::from(shared().device.load(Relaxed)) {
+        sys::exit(HOST);
+    }
+    Ok(())
 }
 
 /// Goes to the guest until it stops.

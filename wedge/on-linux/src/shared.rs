@@ -5,7 +5,8 @@
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
-use proto::wedge::{Start, layout};
+use crate::disk::MAX_WORKERS;
+use proto::wedge::{Disk, MAX_DISKS, Start, layout};
 use wedge_x86::{CELL, Cell, PRIVATE};
 
 /// Most address spaces that have a process of their own.
@@ -44,6 +45,8 @@ pub mod event {
     pub const STOP: u32 = 4;
     /// A device has something to say.
     pub const DEVICE: u32 = 8;
+    /// Requests of disks are done.
+    pub const DISK: u32 = 16;
 }
 
 /// A value that only the process with the virtual CPU uses.
@@ -92,6 +95,8 @@ pub struct Signal {
 pub struct Slot {
     /// Its process; 0: not there yet.
     pub process: AtomicU32,
+    /// The same number as soon as the device process knows it.
+    pub child: AtomicU32,
     /// Counts up whenever it gets the virtual CPU.
     pub turn: AtomicU32,
     /// What it maps for programs is out of date.
@@ -171,6 +176,8 @@ pub struct Shared {
     pub ended: AtomicU32,
     /// The device process has been rung for.
     pub rung: AtomicU32,
+    /// The device process's number.
+    pub device: AtomicU32,
     /// Time-stamp counter at which the virtual CPU wants to be told.
     pub deadline: AtomicU64,
     /// [`Start::options`].
@@ -189,6 +196,10 @@ pub struct Shared {
     pub output: Ring,
     /// To the guest.
     pub input: Ring,
+    /// Processes of the disks.
+    pub workers: [AtomicU32; MAX_WORKERS],
+    /// Requests to disks.
+    pub disks: crate::disk::Queues,
     /// Times that each kind of site came to the wedge.
     pub sites: [AtomicU64; 256],
     /// Other counters: see [`count`].
@@ -254,6 +265,14 @@ pub fn start() -> Option<Start> {
     // SAFETY: mapped by `main`; nobody changes it after the loader.
     let words = unsafe { &*(layout::SHARED as *const [u64; Start::WORDS]) };
     Start::from_words(words)
+}
+
+/// What the loader says of a disk.
+pub fn disk(number: usize) -> Disk {
+    let at = layout::SHARED + layout::DISKS;
+    // SAFETY: as above.
+    let disks = unsafe { &*(at as *const [[u64; Disk::WORDS]; MAX_DISKS]) };
+    disks.get(number).map(Disk::from_words).unwrap_or_default()
 }
 
 /// The number of a process's slot, and whether system calls are dispatched; in its own memory.

@@ -102,6 +102,30 @@ pub fn wake(word: &core::sync::atomic::AtomicU32) {
     let _ = unsafe { call(linux::__NR_futex, arguments) };
 }
 
+/// Wakes one of those who wait for `word`.
+pub fn wake_one(word: &core::sync::atomic::AtomicU32) {
+    let arguments = [word.as_ptr() as u64, u64::from(linux::FUTEX_WAKE), 1, 0, 0, 0];
+    // SAFETY: nothing is changed. It cannot fail with a mapped word.
+    let _ = unsafe { call(linux::__NR_futex, arguments) };
+}
+
+/// Makes this process ignore a signal.
+pub fn ignore(signal: u32) -> Result<()> {
+    // `SIG_IGN`, and neither flags nor a mask.
+    let action = [1_u64, 0, 0, 0];
+    let arguments = [signal.into(), action.as_ptr() as u64, 0, 8, 0, 0];
+    // SAFETY: the action is read.
+    unsafe { call(linux::__NR_rt_sigaction, arguments).map(drop) }
+}
+
+/// Fills with random bytes, if the host has any.
+pub fn random(to: &mut [u8]) -> bool {
+    let arguments = [to.as_mut_ptr() as u64, to.len() as u64, linux::GRND_NONBLOCK.into(), 0, 0, 0];
+    // SAFETY: the bytes are the caller's to change.
+    let filled = unsafe { call(linux::__NR_getrandom, arguments) };
+    filled == Ok(to.len() as u64)
+}
+
 /// Sends a signal to a process.
 pub fn kill(process: u32, signal: u32) {
     let arguments = [process.into(), signal.into(), 0, 0, 0, 0];
