@@ -1,5 +1,6 @@
 //! The command line.
 
+use crate::afterburn::{self, AfterburnCommand};
 use crate::check::{self, Overrides, Plan};
 use crate::description::{Board, Size};
 use crate::emulate;
@@ -44,6 +45,9 @@ Examples:
     /// Make disks for guests.
     #[command(subcommand)]
     Rootfs(RootfsCommand),
+    /// Pre-virtualize kernels while they are assembled, and check them.
+    #[command(subcommand)]
+    Afterburn(AfterburnCommand),
 }
 
 #[derive(Debug, Subcommand)]
@@ -229,6 +233,7 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
     match cli.command {
         Command::Run(options) => run::run(&options),
         Command::System(command) => system(command),
+        Command::Afterburn(command) => afterburn::run(command),
         Command::Rootfs(RootfsCommand::Debian {
             output,
             size,

@@ -4,6 +4,7 @@
 //! Messages go to standard error, what was asked for goes to standard output.
 #![forbid(unsafe_code)]
 
+mod afterburn;
 mod attach;
 mod channels;
 mod check;
@@ -35,7 +36,7 @@ use clap::error::ErrorKind;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    if let Some(code) = supervise::become_other_program() {
+    if let Some(code) = supervise::become_other_program().or_else(afterburn::become_assembler) {
         return code;
     }
     let arguments = match commands::Cli::try_parse() {

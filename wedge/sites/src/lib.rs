@@ -284,10 +284,7 @@ impl<'a> Sites<'a> {
     /// Checks the contents of a section [`SITES_SECTION`] that is loaded (or linked) at `address`.
     pub fn parse(bytes: &'a [u8], address: u64) -> Result<Self, Error> {
         let records = Records::parse(bytes, address)?;
-        records
-            .clone()
-            .enumerate()
-            .try_for_each(|(index, record)| site(index, record).map(drop))?;
+        records.enumerate().try_for_each(|(index, record)| site(index, record).map(drop))?;
         Ok(Self { records })
     }
 
@@ -314,10 +311,7 @@ impl<'a> Constants<'a> {
     /// Checks the contents of a section [`CONSTANTS_SECTION`] that is loaded (or linked) at `address`.
     pub fn parse(bytes: &'a [u8], address: u64) -> Result<Self, Error> {
         let records = Records::parse(bytes, address)?;
-        records
-            .clone()
-            .enumerate()
-            .try_for_each(|(index, record)| constant(index, record).map(drop))?;
+        records.enumerate().try_for_each(|(index, record)| constant(index, record).map(drop))?;
         Ok(Self { records })
     }
 

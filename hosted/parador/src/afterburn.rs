@@ -1,0 +1,147 @@
+//! `parador afterburn`: pre-virtualization of kernels (`wedge/afterburn`), from the command line and from compilers.
+
+use crate::failure::Failure;
+use clap::Subcommand;
+use std::convert::Infallible;
+use std::env;
+use std::ffi::OsString;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use wedge_afterburn::{Error, Pads, assembler};
+
+#[derive(Debug, Subcommand)]
+pub enum AfterburnCommand {
+    /// Make a folder for gcc's option -B, with an assembler that pads and records sensitive instructions.
+    #[command(after_help = "\
+Example:
+  parador afterburn tools build/tools
+  make KCFLAGS=-Bbuild/tools KAFLAGS=-Bbuild/tools
+
+gcc passes no options to it, so they come in the environment:
+  PARADOR_AFTERBURN=pad=8,sti=16,skip=GLOB:GLOB,stats=FILE,keep=FOLDER
+    pad    bytes that a site owns at least; sti the same for `sti`
+    skip   outputs that are not kernel code (vDSO, boot loader); `*` and `?` as in file names
+    stats  file that gets a line of JSON for each text
+    keep   folder for the rewritten texts
+  PARADOR_AS  the real assembler, if it is not the first `as` in PATH")]
+    Tools {
+        /// The folder.
+        folder: PathBuf,
+    },
+    /// Be the assembler: rewrite what it is to assemble, then run it.
+    #[command(disable_help_flag = true)]
+    As {
+        /// Arguments of the assembler.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
+        arguments: Vec<OsString>,
+    },
+    /// Show what the assembler would get.
+    #[command(after_help = "Example: gcc -S -o - x.c | parador afterburn rewrite -")]
+    Rewrite {
+        /// Assembler text; - is standard input.
+        file: PathBuf,
+        /// Bytes that a site owns at least.
+        #[arg(long, default_value_t = Pads::default().usual, value_parser = clap::value_parser!(u8).range(5..=64))]
+        pad: u8,
+        /// Bytes that `sti` owns at least.
+        #[arg(long, default_value_t = Pads::default().sti, value_parser = clap::value_parser!(u8).range(5..=64))]
+        sti: u8,
+        /// Write to this file instead of standard output.
+        #[arg(short, long, value_name = "FILE")]
+        output: Option<PathBuf>,
+    },
+}
+
+/// Does what the command line says and returns the exit code.
+pub fn run(command: AfterburnCommand) -> Result<u8, Failure> {
+    match command {
+        AfterburnCommand::Tools { folder } => tools(&folder),
+        AfterburnCommand::As { arguments } => match assembler::run(&arguments) {
+            Ok(never) => match never {},
+            Err(error) => Err(error.into()),
+        },
+        AfterburnCommand::Rewrite { file, pad, sti, output } => {
+            let text = read(&file)?;
+            let name = file.to_string_lossy();
+            let pads = Pads { usual: pad, sti };
+            let rewritten = wedge_afterburn::rewrite(&text, &name, pads).map_err(Error::from)?;
+            write(output.as_deref(), rewritten.text.as_ref().unwrap_or(&text))?;
+            Ok(0)
+        }
+    }
+}
+
+/// Reads a file, or standard input if it is `-`.
+fn read(path: &Path) -> Result<Vec<u8>, Failure> {
+    if path != Path::new("-") {
+        return fs::read(path).map_err(|error| Failure::file("read", path, &error));
+    }
+    let mut text = Vec::new();
+    let read = io::stdin().lock().read_to_end(&mut text);
+    read.map_err(|error| Failure::os("read standard input", &error))?;
+    Ok(text)
+}
+
+fn write(path: Option<&Path>, text: &[u8]) -> Result<(), Failure> {
+    match path {
+        Some(path) => fs::write(path, text).map_err(|error| Failure::file("write", path, &error)),
+        None => {
+            let written = io::stdout().write_all(text);
+            written.map_err(|error| Failure::os("write to standard output", &error))
+        }
+    }
+}
+
+/// Makes the folder for `-B`.
+fn tools(folder: &Path) -> Result<u8, Failure> {
+    let this = env::current_exe().map_err(|error| Failure::os("find this program", &error))?;
+    fs::create_dir_all(folder).map_err(|error| Failure::file("make", folder, &error))?;
+    let link = folder.join(assembler::NAME);
+    // It may be of an earlier version of this program.
+    match fs::remove_file(&link) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            return Err(Failure::file("replace", &link, &error));
+        }
+        _ => {}
+    }
+    symlink(this, &link).map_err(|error| Failure::file("make", &link, &error))?;
+    println!("{}", folder.display());
+    Ok(0)
+}
+
+/// Becomes the assembler if this program was started under its name. Returns the exit code if that fails, `None` if
+/// this is an ordinary start.
+pub fn become_assembler() -> Option<ExitCode> {
+    let mut arguments = env::args_os();
+    let name = arguments.next()?;
+    if Path::new(&name).file_name()? != assembler::NAME {
+        return None;
+    }
+    let arguments: Vec<OsString> = arguments.collect();
+    let result: Result<Infallible, Error> = assembler::run(&arguments);
+    let Err(error) = result;
+    // As compilers say it, so that editors find the place.
+    match &error {
+        Error::Misunderstood(error) => {
+            eprintln!("{}: error: afterburn: {}", error.source, error.reason);
+        }
+        _ => eprintln!("parador afterburn: error: {error}"),
+    }
+    Some(ExitCode::from(error.code()))
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let code = error.code();
+        let message = match &error {
+            Error::File { action, path, error } => {
+                format!("cannot {action} {}: {}", path.display(), crate::failure::describe(error))
+            }
+            _ => error.to_string(),
+        };
+        Self::new(code, message)
+    }
+}

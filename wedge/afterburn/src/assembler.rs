@@ -1,0 +1,345 @@
+//! The assembler as a compiler calls it: rewrites what is to be assembled and becomes the real assembler.
+//!
+//! gcc looks for a program `as` in the folder of its option `-B` first. It passes no options of ours, so they come
+//! in the environment: [`OPTIONS`]. The rewritten text is a file in memory on the real assembler's standard input,
+//! so no process waits and nothing is left behind, however it ends.
+
+use crate::error::Error;
+use crate::rewrite::{self, Pads, Rewritten};
+use rustix::fs::{MemfdFlags, memfd_create};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::env;
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Name under which a program is taken for the assembler.
+pub const NAME: &str = "as";
+/// Environment variable with the options: `pad=8,sti=16,skip=GLOB:GLOB,stats=FILE,keep=FOLDER,off`.
+pub const OPTIONS: &str = "PARADOR_AFTERBURN";
+/// Environment variable with the real assembler, if it is not the first in `PATH`.
+pub const ASSEMBLER: &str = "PARADOR_AS";
+
+/// What the environment asks for.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct Options {
+    /// Bytes per site.
+    pub pads: Pads,
+    /// Pass everything on as it is.
+    pub off: bool,
+    /// Outputs whose text is passed on as it is: not kernel code. `*` and `?` as in file names; a pattern matches
+    /// the whole path or what follows a `/`.
+    pub skip: Vec<String>,
+    /// A line of JSON for each text is appended to this file.
+    pub stats: Option<PathBuf>,
+    /// Rewritten texts are also written to this folder.
+    pub keep: Option<PathBuf>,
+}
+
+impl Options {
+    /// Reads the value of [`OPTIONS`].
+    pub fn parse(text: &str) -> Result<Self, Error> {
+        let mut options = Self::default();
+        for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+            let (name, value) = part.split_once('=').unwrap_or((part, ""));
+            match name {
+                "pad" => options.pads.usual = pad(name, value)?,
+                "sti" => options.pads.sti = pad(name, value)?,
+                "off" if value.is_empty() => options.off = true,
+                "skip" => options.skip.extend(value.split(':').map(str::to_owned)),
+                "stats" => options.stats = Some(value.into()),
+                "keep" => options.keep = Some(value.into()),
+                _ => {
+                    let known = "pad, sti, off, skip, stats, keep";
+                    return Err(Error::Usage(format!(
+                        "{OPTIONS}: no option `{part}`; there are {known}"
+                    )));
+                }
+            }
+        }
+        Ok(options)
+    }
+}
+
+fn pad(name: &str, value: &str) -> Result<u8, Error> {
+    let refuse =
+        || Error::Usage(format!("{OPTIONS}: {name}={value}: a pad has 5 (a jump) to 64 bytes"));
+    value.parse().ok().filter(|bytes| (5..=64).contains(bytes)).ok_or_else(refuse)
+}
+
+/// Assembles as the arguments say: does not return if all goes well.
+pub fn run(arguments: &[OsString]) -> Result<Infallible, Error> {
+    let assembler = assembler()?;
+    let options = match env::var(OPTIONS) {
+        Ok(text) => Options::parse(&text)?,
+        Err(env::VarError::NotPresent) => Options::default(),
+        Err(_) => return Err(Error::Usage(format!("{OPTIONS} is not UTF-8"))),
+    };
+    let mut command = Command::new(&assembler);
+    match Call::parse(arguments)? {
+        Call::Other => {
+            command.args(arguments);
+        }
+        Call::Assemble { .. } if options.off => {
+            command.args(arguments);
+        }
+        Call::Assemble { inputs, output } => {
+            let skipped =
+                options.skip.iter().any(|glob| path_matches(glob.as_bytes(), output.as_bytes()));
+            match if skipped { None } else { text(arguments, &inputs, &output, &options)? } {
+                Some(file) => {
+                    let others = |index: &usize| !inputs.contains(index);
+                    command
+                        .args((0..arguments.len()).filter(others).map(|index| &arguments[index]));
+                    command.arg("-").stdin(file);
+                }
+                None => {
+                    command.args(arguments);
+                }
+            }
+        }
+    }
+    Err(Error::file("start", &assembler, command.exec()))
+}
+
+/// The text to assemble if it differs from the one that the arguments name.
+fn text(
+    arguments: &[OsString],
+    inputs: &[usize],
+    output: &OsStr,
+    options: &Options,
+) -> Result<Option<File>, Error> {
+    let standard_input = inputs.is_empty() || inputs.iter().any(|&index| arguments[index] == "-");
+    let mut text = Vec::new();
+    let mut name = None;
+    // Several files are one text.
+    for &index in inputs {
+        if arguments[index] != "-" {
+            let path = Path::new(&arguments[index]);
+            text.extend(fs::read(path).map_err(|error| Error::file("read", path, error))?);
+            name.get_or_insert(path);
+        }
+    }
+    if standard_input {
+        let read = io::stdin().lock().read_to_end(&mut text);
+        read.map_err(|error| Error::file("read", Path::new("standard input"), error))?;
+    }
+    let name = name.unwrap_or(Path::new("{standard input}")).to_string_lossy();
+    let rewritten = rewrite::rewrite(&text, &name, options.pads)?;
+    if let Some(path) = &options.stats {
+        note(path, output, &rewritten)?;
+    }
+    let text = match rewritten.text {
+        Some(rewritten) => rewritten,
+        // What was read from there cannot be read again.
+        None if standard_input => text,
+        None => return Ok(None),
+    };
+    if let Some(folder) = &options.keep {
+        let flat: Vec<u8> =
+            output.as_bytes().iter().map(|&byte| if byte == b'/' { b'_' } else { byte }).collect();
+        let mut path = folder.join(OsStr::from_bytes(&flat)).into_os_string();
+        path.push(".s");
+        let path = PathBuf::from(path);
+        let kept = fs::create_dir_all(folder).and_then(|()| fs::write(&path, &text));
+        kept.map_err(|error| Error::file("write", &path, error))?;
+    }
+    memory_file(&text)
+        .map(Some)
+        .map_err(|error| Error::file("write", Path::new("a file in memory"), error))
+}
+
+fn memory_file(text: &[u8]) -> io::Result<File> {
+    let mut file = File::from(memfd_create("assembly", MemfdFlags::CLOEXEC)?);
+    file.write_all(text)?;
+    file.rewind()?;
+    Ok(file)
+}
+
+/// A line about a text.
+#[derive(Serialize)]
+struct Note<'a> {
+    output: &'a str,
+    padded: BTreeMap<&'a str, u32>,
+    recorded: BTreeMap<&'a str, u32>,
+}
+
+fn note(path: &Path, output: &OsStr, rewritten: &Rewritten) -> Result<(), Error> {
+    let output = &output.to_string_lossy();
+    let named = |counts: &BTreeMap<wedge_sites::Kind, u32>| {
+        counts.iter().map(|(kind, &count)| (kind.name(), count)).collect()
+    };
+    let note =
+        Note { output, padded: named(&rewritten.padded), recorded: named(&rewritten.recorded) };
+    let fail = |error| Error::file("write", path, error);
+    let mut line = serde_json::to_vec(&note).map_err(|error| fail(error.into()))?;
+    line.push(b'\n');
+    let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(fail)?;
+    // One write, so that lines of several processes do not mix.
+    file.write_all(&line).map_err(fail)
+}
+
+/// What the arguments ask for ("Using as", 2).
+#[derive(PartialEq, Eq, Debug)]
+enum Call {
+    /// Nothing that is rewritten: information, or 32-bit code.
+    Other,
+    /// 64-bit code.
+    Assemble {
+        /// Which arguments are inputs; none means standard input.
+        inputs: Vec<usize>,
+        output: OsString,
+    },
+}
+
+impl Call {
+    fn parse(arguments: &[OsString]) -> Result<Self, Error> {
+        let mut inputs = Vec::new();
+        let mut output = OsString::from("a.out");
+        let mut index = 0;
+        while index < arguments.len() {
+            let argument = arguments[index].as_bytes();
+            match argument {
+                b"-o" => {
+                    index += 1;
+                    output = arguments.get(index).cloned().unwrap_or_default();
+                }
+                b"-I"
+                | b"-defsym"
+                | b"--defsym"
+                | b"-MD"
+                | b"--MD"
+                | b"-debug-prefix-map"
+                | b"--debug-prefix-map" => {
+                    index += 1;
+                }
+                b"--32" | b"--version" | b"-version" | b"--help" | b"-help" | b"--target-help" => {
+                    return Ok(Self::Other);
+                }
+                b"--x32" | b"-msyntax=intel" | b"-mnaked-reg" => {
+                    let option = String::from_utf8_lossy(argument);
+                    return Err(Error::Usage(format!("code for `{option}` is not understood")));
+                }
+                b"-" => inputs.push(index),
+                _ if argument.starts_with(b"@") => {
+                    let file = String::from_utf8_lossy(argument);
+                    return Err(Error::Usage(format!(
+                        "arguments in a file ({file}) are not understood"
+                    )));
+                }
+                _ if argument.starts_with(b"-o") => {
+                    output = OsStr::from_bytes(&argument[2..]).to_owned()
+                }
+                _ if argument.starts_with(b"-") => {}
+                _ => inputs.push(index),
+            }
+            index += 1;
+        }
+        Ok(Self::Assemble { inputs, output })
+    }
+}
+
+/// The real assembler: what the environment names, or the first in `PATH` that is not this program.
+fn assembler() -> Result<PathBuf, Error> {
+    if let Some(path) = env::var_os(ASSEMBLER).filter(|path| !path.is_empty()) {
+        return Ok(path.into());
+    }
+    let this = env::current_exe().and_then(fs::canonicalize).ok();
+    let path = env::var_os("PATH").ok_or(Error::NoAssembler)?;
+    let mut candidates = env::split_paths(&path).map(|folder| folder.join(NAME));
+    let real = |path: &PathBuf| {
+        path.is_file() && fs::canonicalize(path).ok().is_some_and(|path| Some(path) != this)
+    };
+    candidates.find(real).ok_or(Error::NoAssembler)
+}
+
+/// Whether a pattern matches the path, or the end of it after a `/`.
+fn path_matches(glob: &[u8], path: &[u8]) -> bool {
+    let starts = std::iter::once(0)
+        .chain(path.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(at, _)| at + 1));
+    starts.into_iter().any(|start| matches(glob, &path[start..]))
+}
+
+/// `*` is any text, also with `/`; `?` any byte.
+fn matches(glob: &[u8], text: &[u8]) -> bool {
+    let (mut g, mut t) = (0, 0);
+    // Where to try again: after the last star, and one byte further.
+    let mut star: Option<(usize, usize)> = None;
+    while t < text.len() {
+        match glob.get(g) {
+            Some(b'*') => {
+                star = Some((g + 1, t));
+                g += 1;
+            }
+            Some(&byte) if byte == b'?' || byte == text[t] => {
+                g += 1;
+                t += 1;
+            }
+            _ => match star {
+                Some((after, from)) => {
+                    (g, t) = (after, from + 1);
+                    star = Some((after, t));
+                }
+                None => return false,
+            },
+        }
+    }
+    glob[g..].iter().all(|&byte| byte == b'*')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(line: &str) -> Result<Call, Error> {
+        Call::parse(&line.split_whitespace().map(OsString::from).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn arguments() {
+        let assemble = |inputs: &[usize], output: &str| Call::Assemble {
+            inputs: inputs.to_vec(),
+            output: output.into(),
+        };
+        assert_eq!(call("--64 -I . -o x.o /tmp/a.s").unwrap(), assemble(&[5], "x.o"));
+        assert_eq!(call("-ox.o -").unwrap(), assemble(&[1], "x.o"));
+        assert_eq!(call("--gdwarf-5").unwrap(), assemble(&[], "a.out"));
+        assert_eq!(call("a.s --32 b.s").unwrap(), Call::Other);
+        assert_eq!(call("--version").unwrap(), Call::Other);
+        assert!(call("@args").is_err() && call("-msyntax=intel a.s").is_err());
+    }
+
+    #[test]
+    fn options() {
+        let options = Options::parse("pad=5, sti=9,skip=a:b*,stats=/x,keep=y").unwrap();
+        assert_eq!(options.pads, Pads { usual: 5, sti: 9 });
+        assert_eq!(options.skip, ["a", "b*"]);
+        assert_eq!(options.stats, Some("/x".into()));
+        assert_eq!(Options::parse("").unwrap(), Options::default());
+        for wrong in ["pad=4", "pad=", "pad=65", "pads=8", "off=1"] {
+            assert!(Options::parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn patterns() {
+        for (glob, path) in [
+            ("arch/x86/boot/*", "arch/x86/boot/a/b.o"),
+            ("boot/*.o", "/k/arch/x86/boot/a.o"),
+            ("v?so.o", "x/vdso.o"),
+            ("*", ""),
+            ("a*b*c", "aXbXbXc"),
+        ] {
+            assert!(path_matches(glob.as_bytes(), path.as_bytes()), "{glob} {path}");
+        }
+        for (glob, path) in [("boot", "boot/a.o"), ("oot/*", "boot/a.o"), ("a*b", "a"), ("", "x")] {
+            assert!(!path_matches(glob.as_bytes(), path.as_bytes()), "{glob} {path}");
+        }
+    }
+}

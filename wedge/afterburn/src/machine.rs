@@ -1,0 +1,164 @@
+//! What an instruction in machine code is: the same list as in [`crate::mnemonics`], for decoded bytes. Whatever
+//! the front-end overlooks in text, the verifier finds here.
+
+use iced_x86::{Code, Instruction, Mnemonic, OpKind, Register};
+use wedge_sites::Kind;
+
+/// The kind of a sensitive instruction of 64-bit code, `None` of any other.
+pub fn kind(instruction: &Instruction) -> Option<Kind> {
+    use Mnemonic as M;
+    Some(match instruction.mnemonic() {
+        M::Cli => Kind::Cli,
+        M::Sti => Kind::Sti,
+        M::Hlt => Kind::Hlt,
+        M::Pushf | M::Pushfd | M::Pushfq => Kind::Pushf,
+        M::Popf | M::Popfd | M::Popfq => Kind::Popf,
+        M::In => Kind::In,
+        M::Out => Kind::Out,
+        M::Insb | M::Insw | M::Insd => Kind::Ins,
+        M::Outsb | M::Outsw | M::Outsd => Kind::Outs,
+        M::Rdmsr => Kind::Rdmsr,
+        M::Wrmsr => Kind::Wrmsr,
+        M::Lgdt => Kind::Lgdt,
+        M::Lidt => Kind::Lidt,
+        M::Sgdt => Kind::Sgdt,
+        M::Sidt => Kind::Sidt,
+        M::Lldt => Kind::Lldt,
+        M::Sldt => Kind::Sldt,
+        M::Ltr => Kind::Ltr,
+        M::Str => Kind::Str,
+        M::Smsw => Kind::Smsw,
+        M::Lmsw => Kind::Lmsw,
+        M::Clts => Kind::Clts,
+        M::Invlpg => Kind::Invlpg,
+        M::Invpcid => Kind::Invpcid,
+        M::Wbinvd => Kind::Wbinvd,
+        M::Wbnoinvd => Kind::Wbnoinvd,
+        M::Invd => Kind::Invd,
+        M::Iret | M::Iretd | M::Iretq => Kind::Iret,
+        M::Sysretq => Kind::Sysretq,
+        M::Sysret => Kind::Sysretl,
+        M::Sysexit | M::Sysexitq => Kind::Sysexit,
+        M::Swapgs => Kind::Swapgs,
+        M::Lfs | M::Lgs | M::Lss => Kind::WriteSegment,
+        M::Retf => Kind::FarReturn,
+        M::Cpuid => Kind::Cpuid,
+        M::Rdpmc => Kind::Rdpmc,
+        M::Xsetbv => Kind::Xsetbv,
+        M::Stac => Kind::Stac,
+        M::Clac => Kind::Clac,
+        M::Monitor => Kind::Monitor,
+        M::Mwait => Kind::Mwait,
+        M::Lar => Kind::Lar,
+        M::Lsl => Kind::Lsl,
+        M::Verr => Kind::Verr,
+        M::Verw => Kind::Verw,
+        M::Int if instruction.code() == Code::Int_imm8 => Kind::Int,
+        M::Xsaves | M::Xsaves64 => Kind::Xsaves,
+        M::Xrstors | M::Xrstors64 => Kind::Xrstors,
+        M::Vmcall => Kind::Vmcall,
+        M::Vmmcall => Kind::Vmmcall,
+        M::Encls => Kind::Encls,
+        M::Monitorx => Kind::Monitorx,
+        M::Mwaitx => Kind::Mwaitx,
+        M::Clgi
+        | M::Clrssbsy
+        | M::Enclv
+        | M::Erets
+        | M::Eretu
+        | M::Getsec
+        | M::Hreset
+        | M::Invept
+        | M::Invlpga
+        | M::Invlpgb
+        | M::Invvpid
+        | M::Lkgs
+        | M::Loadiwkey
+        | M::Mcommit
+        | M::Pconfig
+        | M::Psmash
+        | M::Pvalidate
+        | M::Rdmsrlist
+        | M::Rmpadjust
+        | M::Rmpquery
+        | M::Rmpupdate
+        | M::Rsm
+        | M::Seamcall
+        | M::Seamops
+        | M::Seamret
+        | M::Setssbsy
+        | M::Skinit
+        | M::Stgi
+        | M::Tdcall
+        | M::Tlbsync
+        | M::Vmclear
+        | M::Vmfunc
+        | M::Vmgexit
+        | M::Vmlaunch
+        | M::Vmload
+        | M::Vmptrld
+        | M::Vmptrst
+        | M::Vmread
+        | M::Vmresume
+        | M::Vmrun
+        | M::Vmsave
+        | M::Vmwrite
+        | M::Vmxoff
+        | M::Vmxon
+        | M::Wrmsrlist
+        | M::Wrmsrns
+        | M::Wrussd
+        | M::Wrussq => Kind::Other,
+        M::Jmp => match instruction.code() {
+            Code::Jmp_m1616 | Code::Jmp_m1632 | Code::Jmp_m1664 => Kind::FarJump,
+            _ => return None,
+        },
+        M::Call => match instruction.code() {
+            Code::Call_m1616 | Code::Call_m1632 | Code::Call_m1664 => Kind::FarCall,
+            _ => return None,
+        },
+        M::Mov => return moved(instruction),
+        M::Push if segment(instruction, 0) => Kind::PushSegment,
+        M::Pop if segment(instruction, 0) => Kind::PopSegment,
+        _ => return None,
+    })
+}
+
+/// The kind of two instructions that are one site when they stand together.
+pub fn pair(first: &Instruction, second: &Instruction) -> Option<Kind> {
+    Some(match (first.mnemonic(), second.mnemonic()) {
+        (Mnemonic::Sti, Mnemonic::Hlt) => Kind::StiHlt,
+        (Mnemonic::Sti, Mnemonic::Mwait) => Kind::StiMwait,
+        (Mnemonic::Pushf | Mnemonic::Pushfq, Mnemonic::Pop) => Kind::SaveFlags,
+        (Mnemonic::Push, Mnemonic::Popf | Mnemonic::Popfq) => Kind::RestoreFlags,
+        _ => return None,
+    })
+}
+
+fn moved(instruction: &Instruction) -> Option<Kind> {
+    let register = |operand| match instruction.op_kind(operand) {
+        OpKind::Register => instruction.op_register(operand),
+        _ => Register::None,
+    };
+    let (to, from) = (register(0), register(1));
+    Some(if from.is_cr() {
+        Kind::ReadControl
+    } else if to.is_cr() {
+        Kind::WriteControl
+    } else if from.is_dr() {
+        Kind::ReadDebug
+    } else if to.is_dr() {
+        Kind::WriteDebug
+    } else if from.is_segment_register() {
+        Kind::ReadSegment
+    } else if to.is_segment_register() {
+        Kind::WriteSegment
+    } else {
+        return None;
+    })
+}
+
+fn segment(instruction: &Instruction, operand: u32) -> bool {
+    instruction.op_kind(operand) == OpKind::Register
+        && instruction.op_register(operand).is_segment_register()
+}
