@@ -1,6 +1,6 @@
 //! `parador afterburn`: pre-virtualization of kernels (`wedge/afterburn`), from the command line and from compilers.
 
-use crate::failure::Failure;
+use crate::failure::{self, Failure};
 use clap::Subcommand;
 use std::convert::Infallible;
 use std::env;
@@ -53,6 +53,19 @@ gcc passes no options to it, so they come in the environment:
         #[arg(short, long, value_name = "FILE")]
         output: Option<PathBuf>,
     },
+    /// Look for sensitive instructions that were missed, and pads that are in the way, in a finished kernel or module.
+    #[command(after_help = "\
+Example: parador afterburn verify vmlinux
+
+Exit codes: 0 nothing is missed, no site is wrong, no pad overlaps; 1 otherwise; 65 no ELF file, damaged,
+no table of sites, or one of another version; 66 no such file.")]
+    Verify {
+        /// The kernel or module.
+        file: PathBuf,
+        /// Print the report as JSON.
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 /// Does what the command line says and returns the exit code.
@@ -71,7 +84,23 @@ pub fn run(command: AfterburnCommand) -> Result<u8, Failure> {
             write(output.as_deref(), rewritten.text.as_ref().unwrap_or(&text))?;
             Ok(0)
         }
+        AfterburnCommand::Verify { file, json } => verify(&file, json),
     }
+}
+
+/// Exit code if a verified file is not as it should be.
+const NOT_VERIFIED: u8 = 1;
+
+fn verify(file: &Path, json: bool) -> Result<u8, Failure> {
+    let report = wedge_afterburn::verify(file, &read(file)?)?;
+    let text = match json {
+        true => serde_json::to_string_pretty(&report).map_err(|error| {
+            Failure::new(failure::INTERNAL, format!("cannot write JSON: {error}"))
+        })?,
+        false => report.to_string().trim_end().to_owned(),
+    };
+    write(None, format!("{text}\n").as_bytes())?;
+    Ok(if report.is_good() { 0 } else { NOT_VERIFIED })
 }
 
 /// Reads a file, or standard input if it is `-`.

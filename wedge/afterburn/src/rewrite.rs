@@ -194,6 +194,8 @@ struct Rewriter<'a> {
     /// The last instruction of this line, and whether it is a site.
     last: Option<(Range<usize>, bool)>,
     statements_on_line: bool,
+    /// Between the labels around an alternative's original text.
+    original: bool,
     inline: bool,
     flags_out: bool,
     watch: Watch,
@@ -228,6 +230,7 @@ impl<'a> Rewriter<'a> {
             bytes: Run::default(),
             last: None,
             statements_on_line: false,
+            original: false,
             inline: false,
             flags_out: false,
             watch: Watch::Nothing,
@@ -396,6 +399,7 @@ impl<'a> Rewriter<'a> {
         let mut at = 0;
         while let Some(end) = label(body, at) {
             self.label()?;
+            self.label_of_alternative(&body[at..end]);
             at = end;
             at += blanks(&body[at..]);
         }
@@ -443,6 +447,19 @@ impl<'a> Rewriter<'a> {
         Ok(())
     }
 
+    /// Linux puts these labels around the original text of an alternative: in C, and in its assembler macros. A pad
+    /// there would be overwritten; that the text really is one is checked in the binary.
+    fn label_of_alternative(&mut self, label: &[u8]) {
+        let in_macro = matches!(self.frames.last(), Some(Frame::Macro { .. }));
+        match label {
+            b"661:" => self.original = true,
+            b"662:" => self.original = false,
+            b"140:" if in_macro => self.original = true,
+            b"141:" if in_macro => self.original = false,
+            _ => {}
+        }
+    }
+
     /// What was waiting for its second half does not get one.
     fn settle(&mut self) -> Step {
         self.settle_bytes(false)?;
@@ -465,7 +482,10 @@ impl<'a> Rewriter<'a> {
     }
 
     fn section(&self) -> Section {
-        self.string.unwrap_or(self.sections.current())
+        match self.string.unwrap_or(self.sections.current()) {
+            Section::Code if self.original => Section::Replaced,
+            section => section,
+        }
     }
 
     // Instructions.
@@ -558,7 +578,7 @@ impl<'a> Rewriter<'a> {
     fn site(&mut self, range: Range<usize>, kind: Kind) -> Step {
         let flags = match self.section() {
             Section::Code => Flags::NONE,
-            Section::Replacement | Section::Data => Flags::RECORD_ONLY,
+            Section::Replaced | Section::Replacement | Section::Data => Flags::RECORD_ONLY,
             Section::Discarded => return Ok(()),
             Section::Unclear => {
                 return Err(self.error(format!(

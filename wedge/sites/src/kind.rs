@@ -122,4 +122,39 @@ impl Kind {
     pub const fn is_pair(self) -> bool {
         matches!(self, Self::StiHlt | Self::StiMwait | Self::SaveFlags | Self::RestoreFlags)
     }
+
+    /// Whether the instruction faults when it is executed without privilege (with I/O privilege level 0), so that it
+    /// could be emulated without having been rewritten (APM vol. 3).
+    pub const fn traps(self) -> bool {
+        !matches!(
+            self,
+            Self::SaveFlags
+                | Self::RestoreFlags
+                | Self::Pushf
+                | Self::Popf
+                | Self::Sgdt
+                | Self::Sidt
+                | Self::Sldt
+                | Self::Str
+                | Self::Smsw
+                | Self::Iret
+                | Self::ReadSegment
+                | Self::WriteSegment
+                | Self::PushSegment
+                | Self::PopSegment
+                | Self::FarReturn
+                | Self::FarJump
+                | Self::FarCall
+                | Self::Cpuid
+                | Self::Lar
+                | Self::Lsl
+                | Self::Verr
+                | Self::Verw
+                | Self::Int
+                | Self::Other
+                | Self::PageTable
+                | Self::Announce
+                | Self::Retract
+        )
+    }
 }

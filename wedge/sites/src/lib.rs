@@ -119,8 +119,9 @@ pub struct Flags(u8);
 impl Flags {
     /// Nothing is known.
     pub const NONE: Self = Self(0);
-    /// Replacement text of an alternative, which the kernel may copy elsewhere: not padded and never to be
-    /// rewritten. The wedge hides the feature that would select it.
+    /// Text of an alternative, original or replacement, which the kernel may overwrite or copy: not padded and never
+    /// to be rewritten. The wedge hides the feature that would select a replacement, and emulates an original when
+    /// it traps ([`Kind::traps`]).
     pub const RECORD_ONLY: Self = Self(1);
     /// The arithmetic flags are dead after the site (inline assembly of a compiler that clobbers them).
     pub const FLAGS_DEAD: Self = Self(2);

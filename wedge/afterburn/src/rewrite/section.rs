@@ -7,6 +7,8 @@ use std::collections::HashMap;
 pub enum Section {
     /// Instructions that are executed where they stand. Also what cannot be known inside of a macro.
     Code,
+    /// Instructions that an alternative may overwrite.
+    Replaced,
     /// Text that alternatives copy over instructions (Linux, `.altinstr_replacement`).
     Replacement,
     /// Data. An instruction in it is a template that something copies.

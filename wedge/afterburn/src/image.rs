@@ -1,0 +1,245 @@
+//! A linked kernel or a module, as far as its instructions and the tables about them go (System V ABI, "Object
+//! Files"; AMD64 psABI, 4.4).
+//!
+//! Sections of a module have no addresses yet. They get some, one behind the other, and what its tables say is
+//! relocated to them.
+
+use crate::error::Error;
+use object::read::elf::{ElfFile64, ElfSection64};
+use object::{
+    Object, ObjectKind, ObjectSection, ObjectSymbol, RelocationFlags, RelocationTarget,
+    SectionFlags, SymbolKind, elf,
+};
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::path::Path;
+use wedge_sites::{Constants, Site, Sites, Table};
+
+/// An ELF file.
+pub struct Image<'d> {
+    /// Sections that are in memory, in the order of the file.
+    pub sections: Vec<Section<'d>>,
+    /// Symbols in these sections, by address.
+    pub symbols: Vec<Symbol<'d>>,
+    /// Not linked: a module.
+    pub is_module: bool,
+}
+
+/// A section that is in memory.
+pub struct Section<'d> {
+    /// Its name.
+    pub name: &'d str,
+    /// Where it is, or in a module: where it was put.
+    pub address: u64,
+    /// Its contents: empty if it is zero.
+    pub data: Cow<'d, [u8]>,
+    /// Where the contents are in the file.
+    pub offset: u64,
+    /// Whether it has instructions.
+    pub executable: bool,
+}
+
+/// A name for an address.
+#[derive(Clone, Copy, Debug)]
+pub struct Symbol<'d> {
+    /// The address.
+    pub address: u64,
+    /// Bytes; 0 if not said.
+    pub size: u64,
+    /// The name.
+    pub name: &'d str,
+}
+
+/// Where sections of a module are put: far from 0, so that distances cannot wrap around.
+const MODULE_BASE: u64 = 0x1_0000_0000;
+
+impl<'d> Image<'d> {
+    /// Reads a file. `path` is for messages.
+    pub fn parse(path: &Path, data: &'d [u8]) -> Result<Self, Error> {
+        let wrong =
+            |what: &dyn std::fmt::Display| Error::Image(format!("{}: {what}", path.display()));
+        if !data.starts_with(&elf::ELFMAG) {
+            return Err(wrong(&"not an ELF file"));
+        }
+        let file = ElfFile64::<'d, object::LittleEndian>::parse(data)
+            .map_err(|error| wrong(&format_args!("damaged or not 64-bit ELF: {error}")))?;
+        if file.architecture() != object::Architecture::X86_64 {
+            return Err(wrong(&"not for x86-64"));
+        }
+        let broken = |error: object::Error| wrong(&format_args!("damaged: {error}"));
+        let is_module = file.kind() == ObjectKind::Relocatable;
+        let mut addresses = HashMap::new();
+        let mut next = MODULE_BASE;
+        let mut sections = Vec::new();
+        let mut inputs = Vec::new();
+        for section in file.sections() {
+            let SectionFlags::Elf { sh_flags, .. } = section.flags() else { continue };
+            if sh_flags.0 & elf::SHF_ALLOC.0 == 0 {
+                continue;
+            }
+            let address = match is_module {
+                false => section.address(),
+                true => {
+                    let align = section.align().max(1);
+                    let address = next.next_multiple_of(align.min(1 << 20));
+                    next = address.saturating_add(section.size());
+                    address
+                }
+            };
+            addresses.insert(section.index(), address);
+            sections.push(Section {
+                name: section.name().map_err(broken)?,
+                address,
+                data: Cow::Borrowed(section.data().map_err(broken)?),
+                offset: section.file_range().map_or(0, |(offset, _)| offset),
+                executable: sh_flags.0 & elf::SHF_EXECINSTR.0 != 0,
+            });
+            inputs.push(section);
+        }
+        if is_module {
+            for (section, input) in sections.iter_mut().zip(&inputs) {
+                if !section.executable {
+                    relocate(&file, section, input, &addresses);
+                }
+            }
+        }
+        let mut symbols: Vec<Symbol<'d>> = file
+            .symbols()
+            .filter(|symbol| !matches!(symbol.kind(), SymbolKind::Section | SymbolKind::File))
+            .filter_map(|symbol| {
+                let base = addresses.get(&symbol.section_index()?)?;
+                let address =
+                    if is_module { base.wrapping_add(symbol.address()) } else { symbol.address() };
+                Some(Symbol { address, size: symbol.size(), name: symbol.name().ok()? })
+            })
+            .collect();
+        symbols.sort_by_key(|symbol| symbol.address);
+        Ok(Self { sections, symbols, is_module })
+    }
+
+    /// A section by name.
+    pub fn section(&self, name: &str) -> Option<&Section<'d>> {
+        self.sections.iter().find(|section| section.name == name)
+    }
+
+    /// The address of a symbol.
+    pub fn symbol(&self, name: &str) -> Option<u64> {
+        self.symbols.iter().find(|symbol| symbol.name == name).map(|symbol| symbol.address)
+    }
+
+    /// `length` bytes at an address.
+    pub fn bytes(&self, address: u64, length: usize) -> Option<&[u8]> {
+        let section = self.section_at(address)?;
+        let start = usize::try_from(address - section.address).ok()?;
+        section.data.get(start..start.checked_add(length)?)
+    }
+
+    /// The section that has contents at this address.
+    pub fn section_at(&self, address: u64) -> Option<&Section<'d>> {
+        self.sections.iter().find(|section| section.contains(address))
+    }
+
+    /// For people: the last symbol at or before the address, and the distance.
+    pub fn describe(&self, address: u64) -> String {
+        let after = self.symbols.partition_point(|symbol| symbol.address <= address);
+        // Labels within a function say less than its name.
+        let near = self.symbols[..after].iter().rev().take(64);
+        let covers = |symbol: &&Symbol<'_>| address < symbol.address.saturating_add(symbol.size);
+        let named = near
+            .clone()
+            .find(covers)
+            .or_else(|| near.clone().find(|symbol| !is_local(symbol.name)));
+        match named {
+            Some(symbol) if symbol.address == address => symbol.name.to_owned(),
+            Some(symbol) => format!("{}+{:#x}", symbol.name, address - symbol.address),
+            None => format!("{address:#x}"),
+        }
+    }
+
+    /// The sites. A module may have none; a linked image without a table of them is an error.
+    pub fn sites(&self, path: &Path) -> Result<Vec<Site>, Error> {
+        let wrong =
+            |what: &dyn std::fmt::Display| Error::Image(format!("{}: {what}", path.display()));
+        let table = self.table(path, Table::Sites)?;
+        if table.is_none() && self.is_module {
+            return Ok(Vec::new());
+        }
+        let section = table.ok_or_else(|| {
+            wrong(&format_args!(
+                "no section {}: not assembled by `parador afterburn`",
+                wedge_sites::SITES_SECTION
+            ))
+        })?;
+        let sites = Sites::parse(&section.data, section.address)
+            .map_err(|error| wrong(&format_args!("{}: {error}", section.name)))?;
+        Ok(sites.iter().collect())
+    }
+
+    /// How many layout constants there are.
+    pub fn constants(&self, path: &Path) -> Result<usize, Error> {
+        let Some(section) = self.table(path, Table::Constants)? else { return Ok(0) };
+        let constants = Constants::parse(&section.data, section.address).map_err(|error| {
+            Error::Image(format!("{}: {}: {error}", path.display(), section.name))
+        })?;
+        Ok(constants.count())
+    }
+
+    fn table(&self, path: &Path, which: Table) -> Result<Option<&Section<'d>>, Error> {
+        let mut found = None;
+        for section in &self.sections {
+            match wedge_sites::section(section.name) {
+                Some(Ok(table)) if table == which => found = Some(section),
+                Some(Err(error)) => {
+                    let text = format!("{}: {}: {error}", path.display(), section.name);
+                    return Err(Error::Image(text));
+                }
+                _ => {}
+            }
+        }
+        Ok(found)
+    }
+}
+
+impl Section<'_> {
+    /// Whether it has contents at the address.
+    pub fn contains(&self, address: u64) -> bool {
+        address.checked_sub(self.address).is_some_and(|offset| offset < self.data.len() as u64)
+    }
+}
+
+/// Labels and mapping symbols rather than functions.
+fn is_local(name: &str) -> bool {
+    name.starts_with(".L") || name.starts_with('$') || name.is_empty()
+}
+
+/// Applies what relocations say about a section of a module. What refers to other images stays 0.
+fn relocate(
+    file: &ElfFile64<'_, object::LittleEndian>,
+    section: &mut Section<'_>,
+    input: &ElfSection64<'_, '_, object::LittleEndian>,
+    addresses: &HashMap<object::SectionIndex, u64>,
+) {
+    for (offset, relocation) in input.relocations() {
+        let RelocationFlags::Elf { r_type } = relocation.flags() else { continue };
+        let RelocationTarget::Symbol(index) = relocation.target() else { continue };
+        let Ok(symbol) = file.symbol_by_index(index) else { continue };
+        let Some(base) = symbol.section_index().and_then(|index| addresses.get(&index)) else {
+            continue;
+        };
+        let target = base.wrapping_add(symbol.address()).wrapping_add_signed(relocation.addend());
+        let place = section.address.wrapping_add(offset);
+        let distance = target.wrapping_sub(place);
+        let (value, width) = match r_type {
+            elf::R_X86_64_64 => (target, 8),
+            elf::R_X86_64_PC64 => (distance, 8),
+            elf::R_X86_64_32 | elf::R_X86_64_32S => (target, 4),
+            elf::R_X86_64_PC32 | elf::R_X86_64_PLT32 => (distance, 4),
+            _ => continue,
+        };
+        let Ok(at) = usize::try_from(offset) else { continue };
+        let field = section.data.to_mut().get_mut(at..at.saturating_add(width));
+        if let Some(field) = field {
+            field.copy_from_slice(&value.to_le_bytes()[..width]);
+        }
+    }
+}

@@ -1,0 +1,355 @@
+//! Checks a finished kernel or module: every sensitive instruction is a site, every site is what its record says,
+//! and no pad is where the kernel changes instructions itself.
+//!
+//! All code is decoded, from each symbol and each site anew, so that data between functions cannot lead the decoder
+//! astray for long. Code of other modes is left out where mapping symbols (`$c32.N`, `$c64.N`, which the front-end
+//! makes) say so.
+
+use crate::error::Error;
+use crate::image::{Image, Section};
+use crate::machine;
+use crate::tables::{self, Places};
+use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+use wedge_sites::{Flags, Kind, Site};
+
+/// What was found.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Report {
+    /// The file.
+    pub file: String,
+    /// Sites of each kind.
+    pub kinds: BTreeMap<&'static str, Count>,
+    /// Sites in all.
+    pub sites: Count,
+    /// Layout constants.
+    pub constants: usize,
+    /// Sensitive instructions that are no site.
+    pub missed: Vec<Missed>,
+    /// Sites that are not what their record says.
+    pub wrong: Vec<Wrong>,
+    /// Pads where the kernel changes instructions itself.
+    pub overlaps: Vec<Overlap>,
+    /// Entries in each table that was compared.
+    pub tables: BTreeMap<&'static str, usize>,
+    /// Sites that begin where the exception table says: as intended.
+    pub exception_starts: usize,
+    /// Sizes.
+    pub text: Text,
+}
+
+/// Numbers of sites.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize)]
+pub struct Count {
+    /// With a pad.
+    pub padded: usize,
+    /// In text that alternatives copy.
+    pub recorded: usize,
+    /// Of the padded ones: flags are dead.
+    pub flags_dead: usize,
+}
+
+/// A sensitive instruction that is no site.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Missed {
+    /// Its address.
+    pub address: u64,
+    /// Its kind.
+    pub kind: &'static str,
+    /// The section.
+    pub section: String,
+    /// The function, with an offset.
+    pub function: String,
+}
+
+/// A site that is not what its record says.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Wrong {
+    /// Its address.
+    pub address: u64,
+    /// The kind in the record.
+    pub kind: &'static str,
+    /// The function, with an offset.
+    pub function: String,
+    /// What is wrong.
+    pub reason: String,
+}
+
+/// A pad that the kernel would change.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Overlap {
+    /// Address of the site.
+    pub address: u64,
+    /// Its kind.
+    pub kind: &'static str,
+    /// The function, with an offset.
+    pub function: String,
+    /// The table.
+    pub table: &'static str,
+    /// What the table's entry refers to.
+    pub place: u64,
+}
+
+/// Sizes in bytes.
+#[derive(Clone, Copy, PartialEq, Default, Debug, Serialize)]
+pub struct Text {
+    /// Instructions without pads and without what only fills gaps.
+    pub code: u64,
+    /// NOPs of the sites.
+    pub pads: u64,
+    /// Pads in per cent of the code.
+    pub growth_percent: f64,
+    /// What could not be decoded: data.
+    pub undecoded: u64,
+    /// Code of other modes.
+    pub other_modes: u64,
+}
+
+impl Report {
+    /// Whether nothing is missed, wrong or overlapping.
+    pub fn is_good(&self) -> bool {
+        self.missed.is_empty() && self.wrong.is_empty() && self.overlaps.is_empty()
+    }
+}
+
+/// Checks the contents of a file.
+pub fn verify(path: &Path, data: &[u8]) -> Result<Report, Error> {
+    let image = Image::parse(path, data)?;
+    let mut sites = image.sites(path)?;
+    sites.sort_by_key(|site| (site.address, site.padded));
+    let mut report = Report {
+        file: path.display().to_string(),
+        kinds: BTreeMap::new(),
+        sites: Count::default(),
+        constants: image.constants(path)?,
+        missed: Vec::new(),
+        wrong: Vec::new(),
+        overlaps: Vec::new(),
+        tables: BTreeMap::new(),
+        exception_starts: 0,
+        text: Text::default(),
+    };
+    for site in &sites {
+        for count in [report.kinds.entry(site.kind.name()).or_default(), &mut report.sites] {
+            match site.flags.contains(Flags::RECORD_ONLY) {
+                true => count.recorded += 1,
+                false => count.padded += 1,
+            }
+            count.flags_dead += usize::from(site.flags.contains(Flags::FLAGS_DEAD));
+        }
+        if let Err(reason) = check(&image, site) {
+            report.wrong.push(Wrong {
+                address: site.address,
+                kind: site.kind.name(),
+                function: image.describe(site.address),
+                reason,
+            });
+        }
+    }
+    for pair in sites.windows(2) {
+        if pair[0].end() > pair[1].address {
+            report.wrong.push(Wrong {
+                address: pair[1].address,
+                kind: pair[1].kind.name(),
+                function: image.describe(pair[1].address),
+                reason: format!("begins in the site before it ({})", pair[0].kind.name()),
+            });
+        }
+    }
+    let tables = tables::all(&image);
+    let originals = tables.iter().find(|table| table.name == tables::ORIGINALS);
+    let mut originals: Vec<(u64, u64)> = originals.map_or(Vec::new(), |table| table.places.clone());
+    originals.sort_unstable();
+    for section in image.sections.iter().filter(|section| section.executable) {
+        decode(&image, section, &sites, &originals, &mut report);
+    }
+    overlaps(&image, tables, &sites, &mut report);
+    let text = &mut report.text;
+    text.pads = sites.iter().map(|site| u64::from(site.padded - site.length)).sum();
+    text.growth_percent = 100.0 * text.pads as f64 / text.code.max(1) as f64;
+    Ok(report)
+}
+
+/// Whether the instructions at a site are those of its record.
+fn check(image: &Image<'_>, site: &Site) -> Result<(), String> {
+    let bytes = image.bytes(site.address, site.padded.into()).ok_or("it is not in the image")?;
+    let (instructions, pad) = bytes.split_at(site.length.into());
+    let mut decoder = Decoder::with_ip(64, instructions, site.address, DecoderOptions::NONE);
+    let decoded: Vec<Instruction> = decoder.iter().collect();
+    if decoded.iter().any(Instruction::is_invalid) {
+        return Err("it does not decode".to_owned());
+    }
+    let found = match &decoded[..] {
+        [] => None,
+        [one] => machine::kind(one),
+        [first, second] => machine::pair(first, second),
+        _ => return Err(format!("it has {} instructions", decoded.len())),
+    };
+    let expected = match site.kind {
+        kind if kind.is_marker() || kind == Kind::PageTable => None,
+        kind => Some(kind),
+    };
+    if found != expected {
+        let found = found.map_or("an instruction that is not sensitive", Kind::name);
+        return Err(format!("there is {found}"));
+    }
+    let mut decoder = Decoder::new(64, pad, DecoderOptions::NONE);
+    match decoder.iter().all(|instruction| instruction.mnemonic() == Mnemonic::Nop) {
+        true => Ok(()),
+        false => Err("its pad has other instructions than NOPs".to_owned()),
+    }
+}
+
+/// Decodes a section and looks for sensitive instructions that are no sites.
+fn decode(
+    image: &Image<'_>,
+    section: &Section<'_>,
+    sites: &[Site],
+    originals: &[(u64, u64)],
+    report: &mut Report,
+) {
+    let end = section.address.saturating_add(section.data.len() as u64);
+    let within = |address: &u64| (section.address..end).contains(address);
+    let mut cuts: Vec<u64> = [section.address, end]
+        .into_iter()
+        .chain(image.symbols.iter().map(|symbol| symbol.address).filter(within))
+        .chain(sites.iter().flat_map(|site| [site.address, site.end()]).filter(within))
+        .collect();
+    cuts.sort_unstable();
+    cuts.dedup();
+    let replacement = section.name.starts_with(".altinstr_replacement");
+    let mut modes = image
+        .symbols
+        .iter()
+        .filter(|symbol| within(&symbol.address))
+        .filter_map(|symbol| {
+            let name = symbol.name.strip_prefix("$c")?;
+            Some((symbol.address, name.starts_with("64")))
+        })
+        .peekable();
+    let mut long = true;
+    for pair in cuts.windows(2) {
+        let (start, stop) = (pair[0], pair[1]);
+        while let Some((_, mode)) = modes.next_if(|(address, _)| *address <= start) {
+            long = mode;
+        }
+        if !long {
+            report.text.other_modes += stop - start;
+            continue;
+        }
+        let Some(bytes) = image.bytes(start, (stop - start) as usize) else { continue };
+        if let Some(site) = site_at(sites, start).filter(|site| site.address == start) {
+            report.text.code += u64::from(site.length);
+        }
+        for instruction in Decoder::with_ip(64, bytes, start, DecoderOptions::NONE).iter() {
+            let address = instruction.ip();
+            if instruction.is_invalid() {
+                report.text.undecoded += stop - address;
+                break;
+            }
+            let site = site_at(sites, address);
+            let filler = matches!(instruction.mnemonic(), Mnemonic::Nop | Mnemonic::Int3)
+                || bytes[(address - start) as usize..].starts_with(&[0, 0]);
+            if site.is_none() && !filler {
+                report.text.code += instruction.len() as u64;
+            }
+            let Some(kind) = machine::kind(&instruction) else { continue };
+            // What an alternative may overwrite need not be rewritten if it traps.
+            let original = || kind.traps() && is_within(originals, address);
+            let covered = site.is_some_and(|site| {
+                address < site.address + u64::from(site.length)
+                    && (!site.flags.contains(Flags::RECORD_ONLY) || replacement || original())
+            });
+            if !covered {
+                report.missed.push(Missed {
+                    address,
+                    kind: kind.name(),
+                    section: section.name.to_owned(),
+                    function: image.describe(address),
+                });
+            }
+        }
+    }
+}
+
+/// The site that owns the byte at an address.
+fn site_at(sites: &[Site], address: u64) -> Option<&Site> {
+    let after = sites.partition_point(|site| site.address <= address);
+    sites[..after].last().filter(|site| address < site.end())
+}
+
+/// Whether one of the places, sorted, has this address.
+fn is_within(places: &[(u64, u64)], address: u64) -> bool {
+    let after = places.partition_point(|(start, _)| *start <= address);
+    places[..after].iter().rev().take(8).any(|(start, length)| address - start < *length)
+}
+
+fn overlaps(image: &Image<'_>, tables: Vec<Places>, sites: &[Site], report: &mut Report) {
+    let padded: Vec<&Site> =
+        sites.iter().filter(|site| !site.flags.contains(Flags::RECORD_ONLY)).collect();
+    for table in tables {
+        report.tables.insert(table.name, table.places.len());
+        for (place, length) in table.places {
+            let before = padded.partition_point(|site| site.address < place.saturating_add(length));
+            let hit = padded[..before].iter().rev().take_while(|site| site.end() > place);
+            for site in hit {
+                if table.may_coincide && site.address == place {
+                    report.exception_starts += 1;
+                    continue;
+                }
+                report.overlaps.push(Overlap {
+                    address: site.address,
+                    kind: site.kind.name(),
+                    function: image.describe(site.address),
+                    table: table.name,
+                    place,
+                });
+            }
+        }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { text, sites, .. } = self;
+        writeln!(f, "{}", self.file)?;
+        for missed in &self.missed {
+            let Missed { address, kind, section, function } = missed;
+            writeln!(f, "  missed: {address:#x} {kind} in {function} ({section})")?;
+        }
+        for wrong in &self.wrong {
+            let Wrong { address, kind, function, reason } = wrong;
+            writeln!(f, "  wrong: {address:#x} {kind} in {function}: {reason}")?;
+        }
+        for overlap in &self.overlaps {
+            let Overlap { address, kind, function, table, place } = overlap;
+            writeln!(f, "  overlap: {address:#x} {kind} in {function} with {table} at {place:#x}")?;
+        }
+        writeln!(f, "{:<20} {:>7} {:>9} {:>10}", "  kind", "padded", "recorded", "flags dead")?;
+        for (kind, count) in self.kinds.iter().chain([(&"all", sites)]) {
+            let Count { padded, recorded, flags_dead } = count;
+            writeln!(f, "  {kind:<18} {padded:>7} {recorded:>9} {flags_dead:>10}")?;
+        }
+        write!(f, "  compared with:")?;
+        for (name, entries) in self.tables.iter().filter(|(_, entries)| **entries > 0) {
+            write!(f, " {name} {entries},")?;
+        }
+        writeln!(f, " {} sites begin where an exception may", self.exception_starts)?;
+        writeln!(f, "  layout constants: {}", self.constants)?;
+        writeln!(
+            f,
+            "  code: {} bytes and {} of pads, +{:.2} %; not decoded {}, of other modes {}",
+            text.code, text.pads, text.growth_percent, text.undecoded, text.other_modes
+        )?;
+        writeln!(
+            f,
+            "  missed {}, wrong {}, overlapping {}",
+            self.missed.len(),
+            self.wrong.len(),
+            self.overlaps.len()
+        )
+    }
+}
