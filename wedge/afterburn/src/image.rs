@@ -33,8 +33,6 @@ pub struct Section<'d> {
     pub address: u64,
     /// Its contents: empty if it is zero.
     pub data: Cow<'d, [u8]>,
-    /// Where the contents are in the file.
-    pub offset: u64,
     /// Whether it has instructions.
     pub executable: bool,
 }
@@ -48,6 +46,8 @@ pub struct Symbol<'d> {
     pub size: u64,
     /// The name.
     pub name: &'d str,
+    /// Its section, in [`Image::sections`]: at a border the address does not tell.
+    pub section: usize,
 }
 
 /// Where sections of a module are put: far from 0, so that distances cannot wrap around.
@@ -86,12 +86,11 @@ impl<'d> Image<'d> {
                     address
                 }
             };
-            addresses.insert(section.index(), address);
+            addresses.insert(section.index(), (address, sections.len()));
             sections.push(Section {
                 name: section.name().map_err(broken)?,
                 address,
                 data: Cow::Borrowed(section.data().map_err(broken)?),
-                offset: section.file_range().map_or(0, |(offset, _)| offset),
                 executable: sh_flags.0 & elf::SHF_EXECINSTR.0 != 0,
             });
             inputs.push(section);
@@ -107,10 +106,10 @@ impl<'d> Image<'d> {
             .symbols()
             .filter(|symbol| !matches!(symbol.kind(), SymbolKind::Section | SymbolKind::File))
             .filter_map(|symbol| {
-                let base = addresses.get(&symbol.section_index()?)?;
+                let &(base, section) = addresses.get(&symbol.section_index()?)?;
                 let address =
                     if is_module { base.wrapping_add(symbol.address()) } else { symbol.address() };
-                Some(Symbol { address, size: symbol.size(), name: symbol.name().ok()? })
+                Some(Symbol { address, size: symbol.size(), name: symbol.name().ok()?, section })
             })
             .collect();
         symbols.sort_by_key(|symbol| symbol.address);
@@ -217,13 +216,13 @@ fn relocate(
     file: &ElfFile64<'_, object::LittleEndian>,
     section: &mut Section<'_>,
     input: &ElfSection64<'_, '_, object::LittleEndian>,
-    addresses: &HashMap<object::SectionIndex, u64>,
+    addresses: &HashMap<object::SectionIndex, (u64, usize)>,
 ) {
     for (offset, relocation) in input.relocations() {
         let RelocationFlags::Elf { r_type } = relocation.flags() else { continue };
         let RelocationTarget::Symbol(index) = relocation.target() else { continue };
         let Ok(symbol) = file.symbol_by_index(index) else { continue };
-        let Some(base) = symbol.section_index().and_then(|index| addresses.get(&index)) else {
+        let Some((base, _)) = symbol.section_index().and_then(|index| addresses.get(&index)) else {
             continue;
         };
         let target = base.wrapping_add(symbol.address()).wrapping_add_signed(relocation.addend());

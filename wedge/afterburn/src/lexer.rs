@@ -123,7 +123,15 @@ impl<'a> Lexer<'a> {
                 }
                 Class::Slash if self.peek(at + 1) == Some(b'*') => {
                     let end = self.block(at).ok_or(Unterminated::Comment)?;
-                    self.line += self.text[at..end].iter().filter(|&&byte| byte == b'\n').count();
+                    // Line ends in a comment end the statement as others do.
+                    let lines = self.text[at..end].iter().filter(|&&byte| byte == b'\n').count();
+                    if lines > 0
+                        && let Some(statement) = self.close()
+                    {
+                        return Ok(Some(statement));
+                    }
+                    self.line += lines;
+                    self.line_start |= lines > 0;
                     self.at = end;
                     self.comment_after = true;
                     return Ok(Some(Token::Block(at..end)));
@@ -259,7 +267,7 @@ mod tests {
         assert_eq!(tokens("/ all\n\t/ all\ncli"), ["C / all", "\n", "C / all", "\n", "cli"]);
         assert_eq!(tokens("rep/insb"), ["rep/insb"]);
         assert_eq!(tokens("mov /* a */ %eax"), ["b /* a */", "[mov /* a */ %eax]"]);
-        assert_eq!(tokens("cli /* a;\n# b */ ; hlt"), ["b /* a;\n# b */", "cli", "hlt"]);
+        assert_eq!(tokens("cli /* a;\n# b */ hlt"), ["cli", "b /* a;\n# b */", "hlt"]);
         assert_eq!(tokens("/* a */ cli"), ["b /* a */", "cli"]);
     }
 

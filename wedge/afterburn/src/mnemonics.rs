@@ -254,9 +254,13 @@ pub fn always_sensitive(mnemonic: &[u8]) -> Option<Kind> {
     SENSITIVE.iter().find(|(known, _)| known.as_bytes() == name).map(|&(_, kind)| kind)
 }
 
-/// Whether a sensitive mnemonic begins and ends like this and has something between.
-pub fn could_become_sensitive(begin: &[u8], end: &[u8]) -> bool {
-    SENSITIVE.iter().map(|(name, _)| name.as_bytes()).any(|name| {
+/// Sensitive mnemonics that begin and end like this and have something between.
+pub fn completions<'t>(
+    begin: &'t [u8],
+    end: &'t [u8],
+) -> impl Iterator<Item = (&'static str, Kind)> + 't {
+    sensitive().filter(move |(name, _)| {
+        let name = name.as_bytes();
         name.len() > begin.len() + end.len() && name.starts_with(begin) && name.ends_with(end)
     })
 }
@@ -364,7 +368,8 @@ fn numbered(operand: &[u8], prefix: &[u8; 2]) -> bool {
 fn is_numbered(name: &[u8], prefix: &[u8; 2]) -> bool {
     match name {
         [a, b, digits @ ..] => {
-            [a | 0x20, b | 0x20] == *prefix && matches!(digits, [b'0'..=b'9'] | [b'1', b'0'..=b'5'])
+            [a | 0x20, b | 0x20] == *prefix // The number may come from a macro's argument.
+                && matches!(digits, [b'0'..=b'9'] | [b'1', b'0'..=b'5'] | [b'\\', ..])
         }
         _ => false,
     }
@@ -501,9 +506,10 @@ mod tests {
 
     #[test]
     fn pieces_of_mnemonics() {
-        assert!(could_become_sensitive(b"rd", b""));
-        assert!(could_become_sensitive(b"ou", b"l"));
-        assert!(!could_become_sensitive(b"mov", b""));
+        let names = |begin, end| completions(begin, end).map(|(name, _)| name).collect::<Vec<_>>();
+        assert_eq!(names(b"rd", b""), ["rdmsr", "rdpmc", "rdmsrlist"]);
+        assert_eq!(names(b"ou", b"l"), ["outl", "outsl"]);
+        assert_eq!(names(b"mov", b""), [""; 0]);
         assert!(is_sensitive_register(b"%cr3") && is_sensitive_register(b"ds"));
         assert!(!is_sensitive_register(b"%rcx") && !is_sensitive_register(b"0"));
     }

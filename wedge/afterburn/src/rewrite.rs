@@ -85,11 +85,12 @@ impl std::error::Error for Misunderstood {}
 
 /// Rewrites a text for 64-bit code. `name` is for messages where the text does not say where it comes from.
 pub fn rewrite(text: &[u8], name: &str, pads: Pads) -> Result<Rewritten, Misunderstood> {
-    let mut rewriter = Rewriter::new(text, name, pads, false);
+    let mut rewriter = Rewriter::new(text, name, pads);
     rewriter.run()?;
     // A macro that gets a sensitive mnemonic as an argument is rewritten so that its expansion decides.
-    if rewriter.mnemonic_passed && rewriter.mnemonic_inserted {
-        rewriter = Rewriter::new(text, name, pads, true);
+    if rewriter.mnemonic_inserted && !rewriter.passed.is_empty() {
+        let passed = rewriter.passed;
+        rewriter = Rewriter { dynamic: true, passed, ..Rewriter::new(text, name, pads) };
         rewriter.run()?;
     }
     Ok(rewriter.finish())
@@ -180,7 +181,7 @@ struct Rewriter<'a> {
     section_text: Range<usize>,
     mode: Mode,
     /// Last mode of sections that have code of several, by the operands that named them.
-    modes: HashMap<Vec<u8>, Mode>,
+    modes: BTreeMap<Vec<u8>, Mode>,
     mapping: u32,
     frames: Vec<Frame>,
     macros: HashMap<Vec<u8>, Macro>,
@@ -199,7 +200,8 @@ struct Rewriter<'a> {
     inline: bool,
     flags_out: bool,
     watch: Watch,
-    mnemonic_passed: bool,
+    /// Sensitive mnemonics that arguments of macros may make.
+    passed: BTreeMap<&'static str, Kind>,
     mnemonic_inserted: bool,
     ended: bool,
 }
@@ -207,11 +209,11 @@ struct Rewriter<'a> {
 type Step = Result<(), Misunderstood>;
 
 impl<'a> Rewriter<'a> {
-    fn new(text: &'a [u8], name: &str, pads: Pads, dynamic: bool) -> Self {
+    fn new(text: &'a [u8], name: &str, pads: Pads) -> Self {
         Self {
             text,
             pads,
-            dynamic,
+            dynamic: false,
             line: 1,
             edits: Vec::new(),
             place: Place::new(name),
@@ -219,7 +221,7 @@ impl<'a> Rewriter<'a> {
             sections: Stack::default(),
             section_text: 0..0,
             mode: Mode::Long,
-            modes: HashMap::new(),
+            modes: BTreeMap::new(),
             mapping: 0,
             frames: Vec::new(),
             macros: HashMap::new(),
@@ -234,7 +236,7 @@ impl<'a> Rewriter<'a> {
             inline: false,
             flags_out: false,
             watch: Watch::Nothing,
-            mnemonic_passed: false,
+            passed: BTreeMap::new(),
             mnemonic_inserted: false,
             ended: false,
         }
@@ -600,28 +602,21 @@ impl<'a> Rewriter<'a> {
         if self.bytes.is_empty() {
             return Ok(());
         }
-        let start = self.bytes.start();
-        match self.bytes.take(in_front) {
-            Meaning::Nothing => self.settle_first(),
-            Meaning::Prefixes => {
-                self.prefix = self.prefix.take().or(start.map(|start| (start, false)));
-                Ok(())
-            }
-            Meaning::Instructions(items) => {
-                self.prefix = None;
-                let mut end = 0;
-                for item in items {
-                    let start = item.statement.unwrap_or(item.text.start);
-                    if item.statement.is_none() {
-                        self.edits.push(Edit { at: end, what: What::Separate(item.text.start) });
-                        self.edits.push(Edit { at: start, what: What::Bytes });
-                    }
-                    end = item.text.end;
-                    self.item(start..end, item.kind.map_or(Class::Other, Class::Sensitive))?;
-                }
-                Ok(())
-            }
+        let Meaning { items, prefix } = self.bytes.take(in_front);
+        if items.is_empty() && prefix.is_none() {
+            return self.settle_first();
         }
+        for item in items {
+            if let Some(comma) = item.comma {
+                self.edits.push(Edit { at: comma.start, what: What::Separate(comma.end) });
+                self.edits.push(Edit { at: comma.end, what: What::Bytes });
+            }
+            self.item(item.text, item.kind.map_or(Class::Other, Class::Sensitive))?;
+        }
+        if let Some(prefix) = prefix {
+            self.prefix.get_or_insert((prefix, false));
+        }
+        Ok(())
     }
 
     // Macros.
@@ -629,6 +624,25 @@ impl<'a> Rewriter<'a> {
     fn is_parameter(&self, name: &[u8]) -> bool {
         self.alternate
             && matches!(self.frames.last(), Some(Frame::Macro { body, .. }) if body.has(name))
+    }
+
+    /// Words of a macro's arguments: perhaps mnemonics, or their beginnings or ends.
+    fn pass(&mut self, arguments: &[u8]) {
+        for word in words(arguments).filter(|word| mnemonics::always_sensitive(word).is_some()) {
+            let known = mnemonics::sensitive();
+            let parts = known.filter(|(name, _)| {
+                name.as_bytes().starts_with(word) || name.as_bytes().ends_with(word)
+            });
+            self.passed.extend(parts);
+        }
+    }
+
+    /// The macro being defined whose parameter this is.
+    fn owner(&mut self, parameter: &[u8]) -> Option<&mut Macro> {
+        self.frames.iter_mut().rev().find_map(|frame| match frame {
+            Frame::Macro { body, .. } if body.has(parameter) => Some(body),
+            _ => None,
+        })
     }
 
     /// A statement whose mnemonic is, or has in it, a macro's parameter.
@@ -639,7 +653,8 @@ impl<'a> Rewriter<'a> {
             false => None,
         };
         let section = self.section();
-        if let (Some(parameter), Some(Frame::Macro { body, .. })) = (whole, self.frames.last_mut())
+        if let Some(parameter) = whole
+            && let Some(body) = self.owner(parameter)
         {
             body.used(parameter, section);
         }
@@ -649,13 +664,16 @@ impl<'a> Rewriter<'a> {
         // `in\size`: the literal part alone says what it may become.
         if let Some(at) = name.iter().position(|&byte| byte == b'\\').filter(|&at| at > 0) {
             let end = name.rsplit(|&byte| byte == b')').next().filter(|end| !end.contains(&b'\\'));
-            if mnemonics::could_become_sensitive(&name[..at], end.unwrap_or_default()) {
-                self.mnemonic_passed = true;
-            }
+            self.passed.extend(mnemonics::completions(&name[..at], end.unwrap_or_default()));
         }
         let start = self.prefix.take().map_or(statement.start, |(start, _)| start);
         if !self.dynamic || self.string.is_some() {
             return Ok(());
+        }
+        if self.alternate {
+            return Err(
+                self.error("a sensitive mnemonic as a macro's argument, in `.altmacro` mode")
+            );
         }
         let flags = match section {
             Section::Code => Flags::NONE,
@@ -722,7 +740,7 @@ impl<'a> Rewriter<'a> {
         let value = &statement.operands[range.clone()];
         let inner = value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\""));
         if let Some(parameter) = macros::reference(inner.unwrap_or(value))
-            && let Some(Frame::Macro { body, .. }) = self.frames.last_mut()
+            && let Some(body) = self.owner(parameter)
         {
             if section != Section::Unclear {
                 body.used(parameter, section);
@@ -740,7 +758,7 @@ impl<'a> Rewriter<'a> {
                 text_of(value)
             )));
         }
-        self.mnemonic_passed |= names_mnemonic(value);
+        self.pass(value);
         Ok(())
     }
 
@@ -782,7 +800,7 @@ impl<'a> Rewriter<'a> {
             }
             b".rept" | b".rep" | b".irp" | b".irep" | b".irpc" | b".irepc" => {
                 self.settle()?;
-                self.mnemonic_passed |= names_mnemonic(operands);
+                self.pass(operands);
                 let at = statement.operands_at;
                 self.frames.push(Frame::Repeat { values: at..at + operands.len() });
             }
@@ -848,7 +866,7 @@ impl<'a> Rewriter<'a> {
             .iter()
             .position(|byte| matches!(byte, b' ' | b'\t' | b','))
             .unwrap_or(operands.len());
-        self.mnemonic_passed |= names_mnemonic(&operands[end..]);
+        self.pass(&operands[end..]);
         let sections = std::mem::take(&mut self.sections);
         self.frames.push(Frame::Macro {
             name: lowered(&operands[..end]).into_owned(),
@@ -938,7 +956,9 @@ impl<'a> Rewriter<'a> {
         self.edits.sort_by_key(|edit| (edit.at, edit.what.rank()));
         let mut out = Vec::with_capacity(self.text.len() + self.edits.len() * 200);
         let dynamic = self.edits.iter().any(|edit| matches!(edit.what, What::EndUnknown(..)));
-        prelude(&mut out, dynamic.then_some(self.pads), self.text);
+        if !self.edits.iter().all(|edit| matches!(edit.what, What::Mode(..))) {
+            prelude(&mut out, dynamic.then_some((&self.passed, self.pads)), self.text);
+        }
         let mut done = 0;
         for edit in &self.edits {
             out.extend_from_slice(&self.text[done..edit.at.max(done)]);
@@ -1011,12 +1031,12 @@ struct Statement<'s> {
 
 /// What stands before everything else: sections keep the attributes that they were first given, and in strings no
 /// quotes may be inserted.
-fn prelude(out: &mut Vec<u8>, dynamic: Option<Pads>, text: &[u8]) {
+fn prelude(out: &mut Vec<u8>, dynamic: Option<(&BTreeMap<&str, Kind>, Pads)>, text: &[u8]) {
     let mut prelude = format!(".pushsection {SITES_SECTION},\"a\",@progbits;.popsection;");
-    if let Some(pads) = dynamic {
+    if let Some((passed, pads)) = dynamic {
         prelude.push('\n');
         // Cannot fail: a String takes everything.
-        let _ = dynamic_macro(&mut prelude, pads);
+        let _ = dynamic_macro(&mut prelude, passed, pads);
     }
     // A comment or a line marker is one only at the start of a line.
     let first = text.iter().find(|byte| !matches!(byte, b' ' | b'\t'));
@@ -1027,9 +1047,9 @@ fn prelude(out: &mut Vec<u8>, dynamic: Option<Pads>, text: &[u8]) {
 }
 
 /// A macro that finds the kind of a mnemonic when it is known, and records a site if there is one.
-fn dynamic_macro(out: &mut String, pads: Pads) -> fmt::Result {
+fn dynamic_macro(out: &mut String, passed: &BTreeMap<&str, Kind>, pads: Pads) -> fmt::Result {
     writeln!(out, ".macro parador_site name,flags\n.set .Lparador_kind,255")?;
-    for (name, kind) in mnemonics::sensitive() {
+    for (name, &kind) in passed {
         writeln!(out, ".ifeqs \"\\name\",\"{name}\"")?;
         writeln!(
             out,
@@ -1203,11 +1223,6 @@ fn blank_comments(statement: &[u8]) -> Vec<u8> {
 
 fn words(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     text.split(|byte| !(byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'.' | b'%' | b'\\')))
-}
-
-/// Whether a word of a macro's arguments is a sensitive mnemonic.
-fn names_mnemonic(arguments: &[u8]) -> bool {
-    words(arguments).any(|word| mnemonics::always_sensitive(word).is_some())
 }
 
 /// Whether a word of a macro's arguments is a sensitive register.

@@ -6,7 +6,7 @@
 //! makes) say so.
 
 use crate::error::Error;
-use crate::image::{Image, Section};
+use crate::image::Image;
 use crate::machine;
 use crate::tables::{self, Places};
 use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic};
@@ -163,8 +163,12 @@ pub fn verify(path: &Path, data: &[u8]) -> Result<Report, Error> {
     let originals = tables.iter().find(|table| table.name == tables::ORIGINALS);
     let mut originals: Vec<(u64, u64)> = originals.map_or(Vec::new(), |table| table.places.clone());
     originals.sort_unstable();
-    for section in image.sections.iter().filter(|section| section.executable) {
-        decode(&image, section, &sites, &originals, &mut report);
+    for (index, section) in image.sections.iter().enumerate() {
+        // Linkers throw these away.
+        if !section.executable || section.name.starts_with(".discard") {
+            continue;
+        }
+        decode(&image, index, &sites, &originals, &mut report);
     }
     overlaps(&image, tables, &sites, &mut report);
     let text = &mut report.text;
@@ -206,11 +210,12 @@ fn check(image: &Image<'_>, site: &Site) -> Result<(), String> {
 /// Decodes a section and looks for sensitive instructions that are no sites.
 fn decode(
     image: &Image<'_>,
-    section: &Section<'_>,
+    index: usize,
     sites: &[Site],
     originals: &[(u64, u64)],
     report: &mut Report,
 ) {
+    let section = &image.sections[index];
     let end = section.address.saturating_add(section.data.len() as u64);
     let within = |address: &u64| (section.address..end).contains(address);
     let mut cuts: Vec<u64> = [section.address, end]
@@ -224,7 +229,7 @@ fn decode(
     let mut modes = image
         .symbols
         .iter()
-        .filter(|symbol| within(&symbol.address))
+        .filter(|symbol| symbol.section == index)
         .filter_map(|symbol| {
             let name = symbol.name.strip_prefix("$c")?;
             Some((symbol.address, name.starts_with("64")))

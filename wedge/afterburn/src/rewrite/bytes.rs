@@ -24,41 +24,32 @@ struct Element {
 }
 
 /// What a run turned out to be.
-#[derive(PartialEq, Eq, Debug)]
-pub enum Meaning {
-    /// Data, or instructions that are not sensitive.
-    Nothing,
-    /// Prefixes of the instruction that follows.
-    Prefixes,
-    /// Instructions, at least one of them sensitive.
-    Instructions(Vec<Item>),
+#[derive(PartialEq, Eq, Default, Debug)]
+pub struct Meaning {
+    /// Instructions, if any of them is sensitive.
+    pub items: Vec<Item>,
+    /// Where prefixes of the instruction that follows begin.
+    pub prefix: Option<usize>,
 }
 
 /// An instruction of a run.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Item {
-    /// Its operands in the text, from the first to the end of the last.
+    /// In the text: from its directive, or its first operand, to the end of its last operand.
     pub text: Range<usize>,
-    /// Place of the directive if the instruction begins with the statement.
-    pub statement: Option<usize>,
-    /// Whether it is the last of its statement.
-    pub ends_statement: bool,
+    /// What separates it from another one before it in the same statement.
+    pub comma: Option<Range<usize>>,
     /// Kind, if it is sensitive.
     pub kind: Option<Kind>,
 }
 
 /// Longer runs are taken for data, whatever they decode to: tables and texts in code sections.
-const LONGEST_RUN: usize = 20;
+const LONGEST_RUN: usize = 16;
 
 impl Run {
     /// Whether there is anything.
     pub fn is_empty(&self) -> bool {
         self.elements.is_empty()
-    }
-
-    /// Place of the first directive.
-    pub fn start(&self) -> Option<usize> {
-        Some(self.elements.first()?.statement)
     }
 
     /// Adds the operands of a directive whose elements have `width` bytes.
@@ -76,59 +67,89 @@ impl Run {
         }
     }
 
-    /// Takes the run apart. `in_front` says that an instruction follows, so that it may be a prefix.
+    /// Takes the run apart. `in_front` says that an instruction follows, so that its end may be a prefix.
     pub fn take(&mut self, in_front: bool) -> Meaning {
         let elements = std::mem::take(&mut self.elements);
-        let meaning = meaning(&elements, in_front);
-        self.elements = elements;
-        self.elements.clear();
+        let known = |element: &Element| element.value;
+        // `ud2` is in almost every file.
+        if elements.iter().map_while(known).eq([0x0f, 0x0b]) || width(&elements) > LONGEST_RUN {
+            return Meaning::default();
+        }
+        let mut meaning = Meaning::default();
+        let mut rest = &elements[..];
+        while let Some(first) = rest.first() {
+            let statement =
+                rest.iter().take_while(|element| element.statement == first.statement).count();
+            let taken = match instructions(rest) {
+                Some((taken, items)) => {
+                    meaning.items.extend(items);
+                    taken
+                }
+                None if in_front
+                    && rest.iter().all(|element| element.value.is_some_and(is_prefix)) =>
+                {
+                    meaning.prefix = Some(first.statement);
+                    break;
+                }
+                // Data: what follows may still be code.
+                None => statement,
+            };
+            rest = &rest[taken..];
+        }
+        if meaning.items.iter().all(|item| item.kind.is_none()) {
+            meaning.items.clear();
+        }
         meaning
     }
 }
 
-fn meaning(elements: &[Element], in_front: bool) -> Meaning {
-    let bytes: Vec<u8> = elements
-        .iter()
-        .flat_map(|element| std::iter::repeat_n(element.value.unwrap_or(0), element.width))
-        .collect();
-    if bytes.len() > LONGEST_RUN || elements.first().is_none_or(|first| first.value.is_none()) {
-        return Meaning::Nothing;
+fn width(elements: &[Element]) -> usize {
+    elements.iter().map(|element| element.width).sum()
+}
+
+/// Instructions that begin and end with statements, and how many elements they are.
+fn instructions(elements: &[Element]) -> Option<(usize, Vec<Item>)> {
+    elements.first()?.value?;
+    let mut bytes = Vec::new();
+    // The element of each byte.
+    let mut owner = Vec::new();
+    for (index, element) in elements.iter().enumerate() {
+        bytes.extend(std::iter::repeat_n(element.value.unwrap_or(0), element.width));
+        owner.extend(std::iter::repeat_n(index, element.width));
     }
-    // `ud2` is in almost every file.
-    if bytes.starts_with(&[0x0f, 0x0b]) {
-        return Meaning::Nothing;
-    }
-    if in_front && elements.iter().all(|element| element.value.is_some_and(is_prefix)) {
-        return Meaning::Prefixes;
-    }
-    // Where each byte's element is.
-    let owner: Vec<usize> = (0..elements.len())
-        .flat_map(|index| std::iter::repeat_n(index, elements[index].width))
-        .collect();
+    owner.push(elements.len());
     let mut decoder = Decoder::new(64, &bytes, DecoderOptions::NONE);
     let mut items = Vec::new();
-    while decoder.can_decode() {
-        let start = decoder.position();
+    loop {
+        let first = owner[decoder.position()];
         let instruction = decoder.decode();
-        let end = decoder.position();
-        let whole = end == bytes.len() || owner[end] != owner[end - 1];
-        if decoder.last_error() != DecoderError::None || !whole {
-            return Meaning::Nothing;
+        let next = owner[decoder.position()];
+        let last = next.checked_sub(1)?;
+        let splits = owner[decoder.position() - 1] != last;
+        if decoder.last_error() != DecoderError::None || splits {
+            return None;
         }
-        let (first, last) = (owner[start], owner[end - 1]);
-        let begins = first == 0 || elements[first - 1].statement != elements[first].statement;
-        let ends =
-            elements.get(last + 1).is_none_or(|next| next.statement != elements[last].statement);
+        let new_statement = |index: usize| {
+            index == 0
+                || elements
+                    .get(index)
+                    .is_none_or(|element| element.statement != elements[index - 1].statement)
+        };
+        let (start, comma) = match new_statement(first) {
+            true => (elements[first].statement, None),
+            false => {
+                let start = elements[first].text.start;
+                (start, Some(elements[first - 1].text.end..start))
+            }
+        };
         items.push(Item {
-            text: elements[first].text.start..elements[last].text.end,
-            statement: begins.then_some(elements[first].statement),
-            ends_statement: ends,
+            text: start..elements[last].text.end,
+            comma,
             kind: machine::kind(&instruction),
         });
-    }
-    match items.iter().any(|item| item.kind.is_some()) {
-        true => Meaning::Instructions(items),
-        false => Meaning::Nothing,
+        if new_statement(next) {
+            return Some((next, items));
+        }
     }
 }
 
@@ -196,23 +217,27 @@ mod tests {
 
     #[test]
     fn kinds() {
-        let kinds = |meaning| match meaning {
-            Meaning::Instructions(items) => items.iter().map(|item| item.kind).collect::<Vec<_>>(),
-            _ => Vec::new(),
+        let kinds = |statements: &[&str], in_front| {
+            let meaning = run(statements, in_front);
+            let kinds: Vec<_> = meaning.items.iter().map(|item| item.kind).collect();
+            (kinds, meaning.prefix)
         };
-        assert_eq!(kinds(run(&["0x0f,0x01,0xca"], false)), [Some(Kind::Clac)]);
-        assert_eq!(kinds(run(&["0x0f", "0x01, 0xc9"], true)), [Some(Kind::Mwait)]);
+        let (stac, clac) = (Some(Kind::Stac), Some(Kind::Clac));
+        assert_eq!(kinds(&["0x0f,0x01,0xca"], false), (vec![clac], None));
+        assert_eq!(kinds(&["0x0f", "0x01, 0xcb"], true), (vec![stac], None));
+        assert_eq!(kinds(&["0x90, 0xfa"], false), (vec![None, Some(Kind::Cli)], None));
         assert_eq!(
-            kinds(run(&["0x90, 0xfa, 0xfb"], false)),
-            [None, Some(Kind::Cli), Some(Kind::Sti)]
+            kinds(&["0x66,0x0f,0x38,0x82,\\modrm"], false),
+            (vec![Some(Kind::Invpcid)], None)
         );
-        assert_eq!(kinds(run(&["0x66,0x0f,0x38,0x82,\\modrm"], false)), [Some(Kind::Invpcid)]);
-        assert_eq!(run(&["0x0f, 0x0b"], false), Meaning::Nothing);
-        assert_eq!(run(&["0xf3"], true), Meaning::Prefixes);
-        assert_eq!(run(&["0xf3"], false), Meaning::Nothing);
-        assert_eq!(
-            run(&["80,111,108,121,49,51,48,53,32,102,111,114,32,120,56,54,95,54,52,44"; 2], false),
-            Meaning::Nothing
-        );
+        assert_eq!(kinds(&["0x0f, 0x0b"], false), (vec![], None));
+        assert_eq!(kinds(&["0x0f, 0x0b", "0xf4"], false), (vec![None, Some(Kind::Hlt)], None));
+        assert_eq!(kinds(&["0xf3"], true), (vec![], Some(0)));
+        assert_eq!(kinds(&["0xf3"], false), (vec![], None));
+        assert_eq!(kinds(&["0xf4", "0xf3"], true), (vec![Some(Kind::Hlt)], Some(4)));
+        assert_eq!(kinds(&["0xff, 0xff", "0xf4"], false), (vec![Some(Kind::Hlt)], None));
+        assert_eq!(kinds(&["0xf4, 0x0f"], false), (vec![], None));
+        let letters = "80,111,108,121,49,51,48,53,32,102,111";
+        assert_eq!(kinds(&[letters, letters], false), (vec![], None));
     }
 }

@@ -1,1 +1,86 @@
+//! What is refused, and where it says it is. What is rewritten, and how, is in `tests/golden`.
+
 use super::*;
+
+fn refused(text: &str) -> String {
+    rewrite(text.as_bytes(), "x.s", Pads::default()).unwrap_err().to_string()
+}
+
+fn kinds(text: &str) -> Vec<(Kind, u32)> {
+    let rewritten = rewrite(text.as_bytes(), "x.s", Pads::default()).unwrap();
+    rewritten.padded.into_iter().collect()
+}
+
+#[test]
+fn refusals_name_the_place() {
+    for (text, message) in [
+        ("\tnop\n.intel_syntax noprefix\n", "x.s:2: Intel syntax is not understood"),
+        (".att_syntax noprefix", "x.s:1: registers without `%` are not understood"),
+        ("nop\n\n.include \"a.s\"", "x.s:3: `.include` hides instructions"),
+        ("# 7 \"a.h\"\nnop\n.popsection", "a.h:8: `.popsection` without `.pushsection`"),
+        (".pushsection .data\nnop", "x.s:2: `.pushsection` has no `.popsection`"),
+        (".macro a\ncli\n", "x.s:3: `.macro a` has no `.endm`"),
+        (".endm", "x.s:1: `.endm` without `.macro`"),
+        (".endr", "x.s:1: `.endr` without `.rept` or `.irp`"),
+        (".rept 2\ncli", "x.s:2: `.rept` has no `.endr`"),
+        (".ascii \"a\n", "x.s:1: the string does not end on its line"),
+        ("nop /* \n", "x.s:1: the comment has no end"),
+        ("rep\n1: insb", "x.s:2: a label between a sensitive instruction and its prefix"),
+        ("nop # parador:other", "x.s:1: no marker `parador:other`"),
+        ("nop # parador:announce", "x.s:1: `parador:announce` stands alone on its line"),
+        ("# parador:pgtable", "x.s:1: no instruction before `parador:pgtable` on its line"),
+        ("cli # parador:pgtable", "x.s:1: the marked instruction is a site already"),
+        (".code32\nmov %eax, (%edx) # parador:pgtable", "x.s:2: a marker in 16-bit or 32-bit code"),
+        (
+            ".macro a r\nmov \\r, %rax\n.endm\na %cr3",
+            "x.s:4: `%cr3` as an argument of a macro that moves it",
+        ),
+        (
+            ".irp r, ds, es\nmov %\\r, %eax\n.endr",
+            "x.s:2: a sensitive register as a value of `.irp`",
+        ),
+        (
+            ".macro a b\n.ascii \\b\n.endm\na \"cli\"",
+            "x.s:4: a sensitive instruction (cli) in a string",
+        ),
+    ] {
+        let refused = refused(text);
+        assert!(refused.starts_with(message), "{text}: {refused}");
+    }
+}
+
+#[test]
+fn pads() {
+    let pads = Pads { usual: 5, sti: 7 };
+    let text = rewrite(b"cli;sti", "x.s", pads).unwrap().text.unwrap();
+    let text = String::from_utf8(text).unwrap();
+    assert!(
+        text.contains("97710:cli;97711:.nops -((5-")
+            && text.contains("97710:sti;97711:.nops -((7-")
+    );
+}
+
+#[test]
+fn what_is_not_sensitive_stays() {
+    for text in [
+        "",
+        "f:\tmovq %rax, %rbx\n\tret\n",
+        ".macro op_x op\n\\op\n.endm\nop_x nop\n",
+        ".section .rodata\n.byte 0xfa\n",
+        ".irp r, a, b\nmov %r\\r\\()x, %rax\n.endr\n",
+        "cli_count:\n.set sti, 5\nmov $hlt, %rax\ncall cli\n",
+    ] {
+        let rewritten = rewrite(text.as_bytes(), "x.s", Pads::default()).unwrap();
+        assert_eq!(rewritten.text.map(|text| String::from_utf8(text).unwrap()), None, "{text}");
+    }
+}
+
+#[test]
+fn pairs_need_each_other() {
+    assert_eq!(kinds("sti;hlt"), [(Kind::StiHlt, 1)]);
+    assert_eq!(kinds("sti\n1: hlt"), [(Kind::Sti, 1), (Kind::Hlt, 1)]);
+    assert_eq!(
+        kinds("#APP\n# 1 \"a\" 1\nsti\n# 0 \"\" 2\n# 2 \"a\" 1\nhlt\n# 0 \"\" 2\n#NO_APP"),
+        [(Kind::StiHlt, 1)]
+    );
+}
