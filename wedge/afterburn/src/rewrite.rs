@@ -506,8 +506,10 @@ impl<'a> Rewriter<'a> {
         if name.contains(&b'\\') || self.is_parameter(name) {
             return self.inserted(statement);
         }
-        if !self.frames.is_empty() {
-            self.check_parameters(statement)?;
+        if !self.frames.is_empty()
+            && let Some(class) = self.check_parameters(statement)?
+        {
+            return self.item(statement.start..statement.end, class);
         }
         let mut class = mnemonics::class(name, operands);
         while class == Class::Prefix {
@@ -687,28 +689,43 @@ impl<'a> Rewriter<'a> {
     }
 
     /// Inside of a macro: whether an operand that is a parameter could make an instruction sensitive.
-    fn check_parameters(&mut self, statement: &Statement<'_>) -> Step {
+    /// Returns the class if the values of `.irp` decide it.
+    fn check_parameters(
+        &mut self,
+        statement: &Statement<'_>,
+    ) -> Result<Option<Class>, Misunderstood> {
         let root =
             [&b"mov"[..], b"push", b"pop"].iter().any(|root| statement.name.starts_with(root));
         let from_outside = |operand: &[u8]| {
             macros::reference(operand.strip_prefix(b"%").unwrap_or(operand)).is_some()
         };
         if !root || !mnemonics::operand_list(statement.operands).any(from_outside) {
-            return Ok(());
+            return Ok(None);
         }
         let values = self.frames.iter().rev().find_map(|frame| match frame {
             Frame::Repeat { values } => Some(values.clone()),
             Frame::Macro { .. } => None,
         });
-        if values.is_some_and(|values| names_register(&self.text[values])) {
-            return Err(self.error("a sensitive register as a value of `.irp`"));
+        if let Some(values) = values.filter(|values| names_register(&self.text[values.clone()])) {
+            // If it is the same kind with each value, it is of that kind.
+            let mut words = macros::arguments(&self.text[values.clone()])
+                .map(|word| &self.text[values.clone()][word]);
+            let parameter = [b"\\", words.next().unwrap_or_default()].concat();
+            let mut classes = words.map(|word| {
+                mnemonics::class(statement.name, &replace(statement.operands, &parameter, word))
+            });
+            let class = classes.next().unwrap_or(Class::Other);
+            if classes.any(|other| other != class) {
+                return Err(self.error("sensitive registers and others as values of `.irp`"));
+            }
+            return Ok(Some(class));
         }
         for frame in &mut self.frames {
             if let Frame::Macro { body, .. } = frame {
                 body.moves_parameter = true;
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// A macro is called.
@@ -1218,6 +1235,19 @@ fn blank_comments(statement: &[u8]) -> Vec<u8> {
             _ => at += 1,
         }
     }
+    out
+}
+
+/// The text with another text in place of each `from`.
+fn replace(text: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    let mut rest = text;
+    while let Some(at) = find(rest, from) {
+        out.extend_from_slice(&rest[..at]);
+        out.extend_from_slice(to);
+        rest = &rest[at + from.len()..];
+    }
+    out.extend_from_slice(rest);
     out
 }
 

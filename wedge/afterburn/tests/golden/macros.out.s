@@ -128,6 +128,9 @@
 	.irp	op, sti, nop, hlt
 	97710:\op;97711:parador_site "\op",0
 	.endr
+	.irp	segment, ds, es
+	97710:mov	%eax, %\segment;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,41,0;.popsection
+	.endr
 	.irpc	n, 04
 	97710:mov	%cr\n, %rax;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,13,0;.popsection
 	.endr

@@ -36,6 +36,9 @@
 	.irp	op, sti, nop, hlt
 	\op
 	.endr
+	.irp	segment, ds, es
+	mov	%eax, %\segment
+	.endr
 	.irpc	n, 04
 	mov	%cr\n, %rax
 	.endr
