@@ -62,13 +62,13 @@ start64:
 1:	hlt
 	jmp	1b
 
-	/* Like Linux has it: the mnemonic is the argument. */
+	/* Like Linux has it: the mnemonic is the argument; so is the table of what may fail. */
 	.macro	safely op
 1:	\op
 	xor	%eax, %eax
 2:	ret
-	.pushsection fixups, "a"
-	.quad	1b, fixup
+	.pushsection __ex_table, "a"
+	.long	1b - ., fixup - ., 0
 	.popsection
 	.endm
 

@@ -17,7 +17,7 @@ struct gate {
 
 extern u8 vectors[], stack_top[], parador_sites_1_start[], parador_sites_1_end[];
 extern u64 table4[512], tss[];
-extern struct { u64 place, fixup; } fixups[], fixups_end[];
+extern struct { int place, fixup, unused; } fixups[], fixups_end[];
 extern void syscall_entry(void), leave_user(void) __attribute__((noreturn));
 extern int safe_rdmsr(u32 msr), safe_wrmsr(u32 msr, u32 value), safe_xsetbv(void);
 extern void user(void (*program)(void), void *stack);
@@ -127,8 +127,9 @@ void trap(struct frame *frame)
 		return;
 	}
 	for (unsigned i = 0; &fixups[i] < fixups_end; i++) {
-		if ((frame->vector == 6 || frame->vector == 13) && fixups[i].place == frame->rip) {
-			frame->rip = fixups[i].fixup;
+		/* Distances from the fields themselves. */
+		if ((frame->vector == 6 || frame->vector == 13) && (u64)&fixups[i].place + fixups[i].place == frame->rip) {
+			frame->rip = (u64)&fixups[i].fixup + fixups[i].fixup;
 			return;
 		}
 	}

@@ -66,6 +66,24 @@ no table of sites, or one of another version; 66 no such file.")]
         #[arg(long)]
         json: bool,
     },
+    /// Make an image that behaves as a kernel does, but goes through a stub at every sensitive instruction.
+    #[command(after_help = "\
+Example:
+  parador afterburn null vmlinux -o vmlinux.null
+  qemu-system-x86_64 -M q35 -kernel vmlinux.null ...
+
+The kernel needs room for the stubs, between its symbols parador_arena and parador_arena_end, and with --count for
+counters, 64 bits for each kind, between parador_counters and parador_counters_end.")]
+    Null {
+        /// The kernel, linked.
+        file: PathBuf,
+        /// The null image.
+        #[arg(short, long, value_name = "FILE")]
+        output: PathBuf,
+        /// Count executions, by kind.
+        #[arg(long)]
+        count: bool,
+    },
 }
 
 /// Does what the command line says and returns the exit code.
@@ -85,6 +103,12 @@ pub fn run(command: AfterburnCommand) -> Result<u8, Failure> {
             Ok(0)
         }
         AfterburnCommand::Verify { file, json } => verify(&file, json),
+        AfterburnCommand::Null { file, output, count } => {
+            let null = wedge_afterburn::null(&file, &read(&file)?, count)?;
+            write(Some(&output), &null.file)?;
+            write(None, format!("{}\n{}\n", output.display(), null.report).as_bytes())?;
+            Ok(0)
+        }
     }
 }
 

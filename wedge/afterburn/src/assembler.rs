@@ -75,7 +75,7 @@ fn pad(name: &str, value: &str) -> Result<u8, Error> {
 
 /// Assembles as the arguments say: does not return if all goes well.
 pub fn run(arguments: &[OsString]) -> Result<Infallible, Error> {
-    let assembler = assembler()?;
+    let assembler = real()?;
     let options = match env::var(OPTIONS) {
         Ok(text) => Options::parse(&text)?,
         Err(env::VarError::NotPresent) => Options::default(),
@@ -246,7 +246,7 @@ impl Call {
 }
 
 /// The real assembler: what the environment names, or the first in `PATH` that is not this program.
-fn assembler() -> Result<PathBuf, Error> {
+pub fn real() -> Result<PathBuf, Error> {
     if let Some(path) = env::var_os(ASSEMBLER).filter(|path| !path.is_empty()) {
         return Ok(path.into());
     }

@@ -23,6 +23,8 @@ pub struct Image<'d> {
     pub symbols: Vec<Symbol<'d>>,
     /// Not linked: a module.
     pub is_module: bool,
+    /// Places in code that change when a linked image is moved, sorted. Known if the linker kept relocations.
+    relocations: Vec<u64>,
 }
 
 /// A section that is in memory.
@@ -33,6 +35,8 @@ pub struct Section<'d> {
     pub address: u64,
     /// Its contents: empty if it is zero.
     pub data: Cow<'d, [u8]>,
+    /// Where the contents are in the file.
+    pub offset: u64,
     /// Whether it has instructions.
     pub executable: bool,
 }
@@ -91,6 +95,7 @@ impl<'d> Image<'d> {
                 name: section.name().map_err(broken)?,
                 address,
                 data: Cow::Borrowed(section.data().map_err(broken)?),
+                offset: section.file_range().map_or(0, |(offset, _)| offset),
                 executable: sh_flags.0 & elf::SHF_EXECINSTR.0 != 0,
             });
             inputs.push(section);
@@ -102,6 +107,7 @@ impl<'d> Image<'d> {
                 }
             }
         }
+        let relocations = if is_module { Vec::new() } else { absolute(&inputs) };
         let mut symbols: Vec<Symbol<'d>> = file
             .symbols()
             .filter(|symbol| !matches!(symbol.kind(), SymbolKind::Section | SymbolKind::File))
@@ -113,7 +119,7 @@ impl<'d> Image<'d> {
             })
             .collect();
         symbols.sort_by_key(|symbol| symbol.address);
-        Ok(Self { sections, symbols, is_module })
+        Ok(Self { sections, symbols, is_module, relocations })
     }
 
     /// A section by name.
@@ -124,6 +130,18 @@ impl<'d> Image<'d> {
     /// The address of a symbol.
     pub fn symbol(&self, name: &str) -> Option<u64> {
         self.symbols.iter().find(|symbol| symbol.name == name).map(|symbol| symbol.address)
+    }
+
+    /// The symbols of exactly this address.
+    pub fn symbols_at(&self, address: u64) -> impl Iterator<Item = &Symbol<'d>> {
+        let first = self.symbols.partition_point(|symbol| symbol.address < address);
+        self.symbols[first..].iter().take_while(move |symbol| symbol.address == address)
+    }
+
+    /// Whether moving the image would change some of these bytes.
+    pub fn has_relocation(&self, address: u64, length: u64) -> bool {
+        let first = self.relocations.partition_point(|place| *place < address);
+        self.relocations.get(first).is_some_and(|place| *place < address + length)
     }
 
     /// `length` bytes at an address.
@@ -209,6 +227,22 @@ impl Section<'_> {
 /// Labels and mapping symbols rather than functions.
 fn is_local(name: &str) -> bool {
     name.starts_with(".L") || name.starts_with('$') || name.is_empty()
+}
+
+/// Places of relocations in code, except distances within the image. Distances to per-CPU variables are not within it:
+/// these do not move.
+fn absolute(sections: &[ElfSection64<'_, '_, object::LittleEndian>]) -> Vec<u64> {
+    let mut places = Vec::new();
+    for section in sections.iter().filter(|section| section.kind() == object::SectionKind::Text) {
+        for (place, relocation) in section.relocations() {
+            let RelocationFlags::Elf { r_type } = relocation.flags() else { continue };
+            if !matches!(r_type, elf::R_X86_64_PC32 | elf::R_X86_64_PLT32 | elf::R_X86_64_PC64) {
+                places.push(place);
+            }
+        }
+    }
+    places.sort_unstable();
+    places
 }
 
 /// Applies what relocations say about a section of a module. What refers to other images stays 0.
