@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/* Which addresses are the image's is asked in a way that is right in both halves: there, it may be below the direct mapping. */
+#ifndef _PARADOR_PAGE_64_H
+#define _PARADOR_PAGE_64_H
+
+#define __phys_addr_nodebug __phys_addr_upper_half
+#include_next <asm/page_64.h>
+#undef __phys_addr_nodebug
+
+#ifndef __ASSEMBLY__
+static __always_inline unsigned long __phys_addr_nodebug(unsigned long address)
+{
+	unsigned long offset = parador_image_offset(address);
+
+	return offset < KERNEL_IMAGE_SIZE ? offset + phys_base : address - PAGE_OFFSET;
+}
+#endif
+
+#endif
