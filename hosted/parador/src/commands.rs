@@ -7,6 +7,7 @@ use crate::emulate;
 use crate::failure::{self, Failure};
 use crate::graph::{self, Graph};
 use crate::image::{self, Image};
+use crate::kernel::{self, KernelCommand};
 use crate::programs::Programs;
 use crate::rootfs;
 use crate::run;
@@ -48,6 +49,9 @@ Examples:
     /// Pre-virtualize kernels while they are assembled, and check them.
     #[command(subcommand)]
     Afterburn(AfterburnCommand),
+    /// Make Linux kernels that run with and without a hypervisor below them.
+    #[command(subcommand)]
+    Kernel(KernelCommand),
 }
 
 #[derive(Debug, Subcommand)]
@@ -234,6 +238,7 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
         Command::Run(options) => run::run(&options),
         Command::System(command) => system(command),
         Command::Afterburn(command) => afterburn::run(command),
+        Command::Kernel(command) => kernel::run(command),
         Command::Rootfs(RootfsCommand::Debian {
             output,
             size,

@@ -38,6 +38,9 @@ const MODULES: [&str; 15] = [
     "button.ko",
     "evdev.ko",
 ];
+/// Linux' source for [`crate::kernel`], and the file in it.
+const SOURCE_PACKAGE: &str = "linux-source-6.1";
+const SOURCE: &str = "linux-source-6.1.tar.xz";
 /// Changes when other files of packages are kept than before.
 const KEPT: u32 = 4;
 
@@ -122,6 +125,20 @@ pub fn debian_kernel(
         file => MODULES.into_iter().find(|module| *module == file),
     };
     fetch(cache, &package, step, interruptible, pick, "vmlinuz")
+}
+
+/// The archive with Debian's source of Linux.
+pub fn linux_source(
+    cache: &Path,
+    step: &Step,
+    interruptible: &Interruptible,
+) -> Result<PathBuf, Failure> {
+    step.now("asking apt");
+    let version = apt_show(SOURCE_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
+    let package = Package { name: SOURCE_PACKAGE.to_owned(), version };
+    let pick = |name: &Path| (name.file_name()? == SOURCE).then_some(SOURCE);
+    let fetched = fetch(cache, &package, step, interruptible, pick, SOURCE)?;
+    Ok(fetched.folder.join(SOURCE))
 }
 
 /// A static busybox: the installed one, else from its package.

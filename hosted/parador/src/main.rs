@@ -20,6 +20,7 @@ mod image;
 mod initramfs;
 mod interrupt;
 mod machine;
+mod kernel;
 mod machine_exit;
 mod module;
 mod problem;
