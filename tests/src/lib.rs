@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 pub mod debian;
+pub mod previrt;
 pub mod scenario;
 pub mod system;
 pub mod transcript;

@@ -2,9 +2,9 @@
 
 use anyhow::{Result, bail};
 use libtest_mimic::{Arguments, Failed, Trial};
-use parador_tests::debian;
 use parador_tests::scenario::{Backend, Scenario, Step};
 use parador_tests::system::{Machine, parador};
+use parador_tests::{debian, previrt};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -15,6 +15,9 @@ const PARALLEL: usize = 2;
 
 /// Numbers of host CPUs with which a whole Debian must work.
 const DEBIAN_CPUS: [u32; 1] = [2];
+
+/// Numbers of CPUs with which the pre-virtualized kernel must work.
+const PREVIRT_CPUS: [u32; 2] = [1, 2];
 
 /// The head of a description. Virtual machines share CPUs where there is only one.
 const HEAD: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\nshare_cpus = true\n";
@@ -925,6 +928,8 @@ fn main() -> ExitCode {
             Box::new(move || debian::run(cpus)),
         );
     }
+    // The kernel is built here if need be; the tests that boot it come last.
+    add("previrt/verify".to_owned(), Box::new(previrt::verify));
     for &(name, description, code, message) in REFUSALS {
         add(format!("refuses/{name}"), Box::new(move || refusal(description, code, message)));
     }
@@ -939,6 +944,19 @@ fn main() -> ExitCode {
             }
         }
     }
+    for cpus in PREVIRT_CPUS {
+        add(
+            format!("previrt/raw/{cpus}-cpu"),
+            Box::new(move || previrt::raw("vmlinux", cpus, "nokaslr").map(drop)),
+        );
+        for &backend in EVERY_BACKEND {
+            add(
+                format!("{backend}/linux-previrtualized/{cpus}-cpu"),
+                Box::new(move || previrt::guest(backend, cpus)),
+            );
+        }
+    }
+    add("previrt/raw-randomized/2-cpu".to_owned(), Box::new(|| previrt::randomized(2)));
     let conclusion = libtest_mimic::run(&arguments, trials);
 
     let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,0 +1,190 @@
+//! The pre-virtualized kernel (`parador kernel build`), on the bare emulated machine and in a guest.
+
+use crate::scenario::{Backend, Scenario};
+use crate::system::{Machine, parador, target, workspace};
+use anyhow::{Context, Result, bail, ensure};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use tempfile::TempDir;
+
+/// Seconds that a machine may run on a busy host.
+const LIMIT: u64 = 300;
+const BUSYBOX: &str = "/bin/busybox";
+/// Ours, from sources in a folder outside the kernel's.
+const DRIVER: [&str; 3] = ["Kbuild", "parador_com.c", "parador_com.h"];
+
+/// What is done in every one: modules come and go, programs run on every processor and take memory.
+const SCRIPT: &str = "set -ex
+for round in 1 2 3; do
+    insmod /root/dummy.ko
+    ifconfig dummy0 up
+    rmmod dummy
+done
+insmod /root/parador_com.ko
+rmmod parador_com
+for n in 1 2 3 4; do (dd if=/dev/zero bs=1M count=20 | sha256sum) & done
+wait
+ls -R /proc/self /sys/class >/dev/null
+echo works on $(nproc) processors
+";
+const INIT: &str = "#!/bin/busybox sh
+/bin/busybox mount -t devtmpfs dev /dev
+/bin/busybox mount -t proc proc /proc
+/bin/busybox mount -t sysfs sys /sys
+/bin/busybox --install -s /bin
+export PATH=/bin
+sh /root/script || echo script failed
+grep -E ' (_text|dummy_setup)$' /proc/kallsyms
+poweroff -f
+";
+/// What Linux prints when it finds itself wrong.
+const WRONG: [&str; 6] =
+    ["BUG:", "WARNING:", "Oops", "Call Trace", "general protection", "script failed"];
+
+/// A kernel with what belongs to it.
+#[derive(Debug)]
+pub struct Kernel {
+    folder: PathBuf,
+    driver: PathBuf,
+    // Lives as long as the driver in it is needed.
+    _made: TempDir,
+}
+
+impl Kernel {
+    /// The kernel, built on the first call of all if it is not kept from before.
+    pub fn get() -> Result<&'static Self> {
+        static KERNEL: OnceLock<Result<Kernel, String>> = OnceLock::new();
+        let kernel = KERNEL.get_or_init(|| Self::build().map_err(|error| format!("{error:#}")));
+        kernel.as_ref().map_err(|error| anyhow::anyhow!("{error}"))
+    }
+
+    fn build() -> Result<Self> {
+        let made = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+        let text = succeed(parador(made.path()).args(["kernel", "build"]))?;
+        let path = text.split_whitespace().nth(1).map(Path::new);
+        let folder = path.and_then(Path::parent).context("`kernel build` prints no place")?;
+        for name in DRIVER {
+            fs::copy(workspace().join("guests/linux").join(name), made.path().join(name))
+                .with_context(|| format!("cannot copy {name}"))?;
+        }
+        succeed(parador(made.path()).args(["kernel", "module", "."]))?;
+        Ok(Self {
+            folder: folder.to_owned(),
+            driver: made.path().join("parador_com.ko"),
+            _made: made,
+        })
+    }
+
+    fn vmlinux(&self) -> PathBuf {
+        self.folder.join("vmlinux")
+    }
+
+    fn dummy(&self) -> Result<PathBuf> {
+        let versions = self.folder.join("modules/lib/modules");
+        let version = fs::read_dir(&versions)?.next().context("no modules")??;
+        Ok(version.path().join("kernel/drivers/net/dummy.ko"))
+    }
+}
+
+/// No sensitive instruction is missed, and no pad is in the way of what Linux rewrites itself.
+pub fn verify() -> Result<()> {
+    let kernel = Kernel::get()?;
+    for file in [kernel.vmlinux(), kernel.dummy()?, kernel.driver.clone()] {
+        succeed(parador(&target()).args(["afterburn", "verify"]).arg(file))?;
+    }
+    Ok(())
+}
+
+/// Boots `image` of the kernel's folder on the bare machine. Returns where its text is.
+pub fn raw(image: &str, cpus: u32, options: &str) -> Result<String> {
+    let kernel = Kernel::get()?;
+    let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+    let disk = ram_disk(kernel, folder.path())?;
+    let mut machine = Command::new("setpriv");
+    machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", &LIMIT.to_string()]);
+    machine.args(["qemu-system-x86_64", "-M", "q35", "-cpu", "max", "-accel", "tcg"]);
+    machine.args(["-m", "512", "-smp", &cpus.to_string(), "-nodefaults", "-no-user-config"]);
+    machine.args(["-display", "none", "-serial", "stdio", "-no-reboot", "-kernel"]);
+    machine.arg(kernel.folder.join(image)).arg("-initrd").arg(disk);
+    machine.args(["-append", &format!("console=ttyS0 panic=-1 {options}")]);
+    let console = succeed(&mut machine)?;
+    let works = format!("works on {cpus} processors");
+    ensure!(console.contains(&works), "`{works}` did not appear:\n{console}");
+    if let Some(wrong) = WRONG.iter().find(|wrong| console.contains(**wrong)) {
+        bail!("`{wrong}` appeared:\n{console}");
+    }
+    let place = console.lines().find_map(|line| line.trim_end().strip_suffix(" T _text"));
+    place.map(str::to_owned).with_context(|| format!("no `_text`:\n{console}"))
+}
+
+/// With address space randomization the kernel is somewhere else each time; three equal places are no accident.
+pub fn randomized(cpus: u32) -> Result<()> {
+    let places: Result<Vec<String>> = (0..3).map(|_| raw("bzImage", cpus, "")).collect();
+    let places = places?;
+    ensure!(places.iter().any(|place| *place != places[0]), "always at {}", places[0]);
+    Ok(())
+}
+
+/// Boots it in a guest of ours.
+pub fn guest(backend: Backend, cpus: u32) -> Result<()> {
+    let kernel = Kernel::get()?;
+    let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+    let script = folder.path().join("script");
+    fs::write(&script, SCRIPT).context("cannot write the script")?;
+    let files = [&script, &kernel.dummy()?, &kernel.driver]
+        .map(|path| format!("{:?}", path.display().to_string()))
+        .join(", ");
+    let scenario = Scenario {
+        name: "linux-previrtualized",
+        backends: &[],
+        cpus: &[],
+        system: format!(
+            "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\nshare_cpus = true\nfiles = [{files}]\n\
+             [[vm]]\nname = \"linux\"\nmemory = \"256M\"\nkernel = {:?}\ninitrd = \"busybox\"\n\
+             cpus = 2\nconsole = \"com1\"\n\
+             cmdline = 'console=ttyS0 parador.run=\"sh /root/script\"'\n",
+            kernel.vmlinux().display().to_string()
+        ),
+        machine: Machine::default(),
+        steps: Vec::new(),
+        code: 0,
+        texts: vec!["works on 2 processors".into()],
+        never: &WRONG,
+        limit: LIMIT,
+    };
+    scenario.run(backend, cpus)
+}
+
+fn ram_disk(kernel: &Kernel, folder: &Path) -> Result<PathBuf> {
+    let tree = folder.join("tree");
+    for name in ["bin", "dev", "proc", "root", "sys"] {
+        fs::create_dir_all(tree.join(name)).context("cannot make the RAM disk's folders")?;
+    }
+    fs::copy(BUSYBOX, tree.join("bin/busybox")).context("cannot copy busybox")?;
+    fs::copy(kernel.dummy()?, tree.join("root/dummy.ko")).context("cannot copy a module")?;
+    fs::copy(&kernel.driver, tree.join("root/parador_com.ko")).context("cannot copy a module")?;
+    fs::write(tree.join("root/script"), SCRIPT)?;
+    fs::write(tree.join("init"), INIT)?;
+    fs::set_permissions(tree.join("init"), fs::Permissions::from_mode(0o755))?;
+    let packed = succeed(
+        Command::new("sh")
+            .args(["-c", "find . | cpio -o -H newc --quiet >../disk"])
+            .current_dir(&tree),
+    );
+    packed.map(|_| folder.join("disk"))
+}
+
+/// Runs a program to its end and returns what it printed.
+fn succeed(command: &mut Command) -> Result<String> {
+    let output = command.stdin(Stdio::null()).output();
+    let output = output.with_context(|| format!("cannot start {command:?}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).replace('\r', "");
+    if !output.status.success() {
+        let errors = String::from_utf8_lossy(&output.stderr);
+        bail!("{command:?} failed ({})\n{text}\n{errors}", output.status);
+    }
+    Ok(text)
+}
