@@ -2,18 +2,22 @@
 
 XTASK := scripts/cargo xtask
 
-.PHONY: help run test bench image check clean setup
+.PHONY: help run test bench bench-previrt image check clean setup
 
 help:
 	@echo "make run      build Parador and boot three guests on an emulated machine, on this terminal"
 	@echo "make test     run every test: units, device scripts, micro-guests, Linux boots"
 	@echo "make bench    measure and compare with native Linux, KVM and Xen"
+	@echo "make bench-previrt  measure what it costs a kernel to be pre-virtualized"
 	@echo "make image    build a bootable ISO image"
 	@echo "make check    format, lints, import rules, unsafe counts, generated documents"
 	@echo "make clean    remove everything that was built"
 
 run test bench image check: setup
 	@$(XTASK) $@
+
+bench-previrt: setup
+	@$(XTASK) bench previrt
 
 setup:
 	@./install.sh

@@ -12,6 +12,7 @@ mod guest;
 mod house;
 mod linux;
 mod peers;
+mod previrt;
 mod report;
 mod runs;
 mod statistics;
@@ -82,6 +83,7 @@ const GATE_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[t
 fn main() -> ExitCode {
     let result = match std::env::args().nth(1) {
         None => measure(),
+        Some(row) if row == "previrt" => previrt::measure(),
         Some(row) => measure_house(&row),
     };
     match result {
@@ -159,7 +161,7 @@ fn measure() -> Result<()> {
         statistics.shared
     );
     report::print(&figures);
-    report::write_json(&figures)?;
+    report::write_json("bench.json", &figures)?;
     report::append_series(&figures, rows, first(&guest)?.fact("kernel"))?;
     draw(&bare, &guest)?;
     if figures.iter().any(|figure| !figure.holds()) {
@@ -173,7 +175,7 @@ fn measure_house(part: &str) -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
     let figures = House::new()?.figures(part)?;
     if figures.is_empty() {
-        bail!("no part `{part}`: ipi, disk, net, many");
+        bail!("no part `{part}`: ipi, disk, net, many, previrt");
     }
     report::print(&figures);
     Ok(())

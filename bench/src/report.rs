@@ -81,11 +81,11 @@ pub fn short(value: f64) -> String {
     }
 }
 
-/// Writes `target/bench.json`.
-pub fn write_json(figures: &[Figure]) -> Result<()> {
+/// Writes figures to a file in `target`.
+pub fn write_json(name: &str, figures: &[Figure]) -> Result<()> {
     let object: Map<String, Value> =
         figures.iter().map(|figure| (figure.key.to_owned(), figure.json())).collect();
-    let path = target().join("bench.json");
+    let path = target().join(name);
     let text = serde_json::to_string_pretty(&Value::Object(object))? + "\n";
     fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
     println!("\nwrote {}", path.display());

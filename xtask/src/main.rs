@@ -24,6 +24,7 @@ usage: cargo xtask COMMAND
   image [FILE]            build, then make a bootable ISO image
   test [FILTER]           unit tests, device scripts, and systems in QEMU
   bench [disk|net|many]   measure on the emulated machine, all or a part; write target/bench.json
+  bench previrt           measure a pre-virtualized kernel; write target/bench-previrt.json
   fuzz TARGET [--seconds N]
                           look for inputs that break a target of fuzz/; --seeds writes the first ones
   check                   format, clippy, deps, unsafe, spec, size
