@@ -5,5 +5,6 @@ mod build;
 mod check;
 mod emulate;
 mod graph;
+mod kernel;
 mod rootfs;
 mod support;
