@@ -559,7 +559,7 @@ impl VirtualCpu {
         if !known || segment::is_inner_data(&found, level) {
             return Ok(None);
         }
-        Ok(Some(if rights { descriptor >> 32 & 0x00ff_ff00 } else { found.limit.into() }))
+        Ok(Some(if rights { descriptor >> 32 & 0x00f0_ff00 } else { found.limit.into() }))
     }
 
     /// `VERR`, `VERW`.

@@ -326,8 +326,8 @@ fn what_descriptors_tell() {
         m.run_with(&[0x0f, 0x02, 0xc8], &[(0, selector.into()), (1, 5)]);
         (m.cpu.frame.rflags & ZF != 0).then_some(m.cpu.frame.gpr[1])
     };
-    assert_eq!(lar(USER_CS), Some(0x00af_fb00));
-    assert_eq!(lar(KERNEL_DS), Some(0x00cf_9300));
+    assert_eq!(lar(USER_CS), Some(0x00a0_fb00));
+    assert_eq!(lar(KERNEL_DS), Some(0x00c0_9300));
     assert_eq!(lar(KERNEL_DS | 3), None);
     assert_eq!(lar(0), None);
     assert_eq!(lar(0x1000), None);

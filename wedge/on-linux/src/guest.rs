@@ -240,15 +240,17 @@ impl LinuxVcpu {
                 self.page_fault(signal.address, signal.code)
             }
             linux::SIGSEGV if signal.vector == u64::from(vector::PROTECTION) => {
-                self.protection(signal.code as u32)
+                let fault = Event::exception_code(vector::PROTECTION, signal.code as u32);
+                self.refused(fault)
             }
+            linux::SIGILL => self.refused(Event::exception(vector::UNDEFINED)),
             linux::SIGTRAP if signal.vector == u64::from(vector::BREAKPOINT) => {
                 match cpu.deliver_software(&self.memory, vector::BREAKPOINT, 1) {
                     Ok(()) => Step::On,
                     Err(exit) => Step::Exit(exit),
                 }
             }
-            linux::SIGSEGV | linux::SIGBUS | linux::SIGILL | linux::SIGFPE | linux::SIGTRAP => {
+            linux::SIGSEGV | linux::SIGBUS | linux::SIGFPE | linux::SIGTRAP => {
                 let number = signal.vector as u8;
                 if number == vector::DEBUG && self.profiles && profile::is_stepping() {
                     profile::stepped(cpu);
@@ -333,8 +335,9 @@ impl LinuxVcpu {
         }
     }
 
-    /// `#GP` of the host: an instruction that only the wedge may carry out, without a site; or the guest's own fault.
-    fn protection(&mut self, code: u32) -> Step {
+    /// `#GP` or `#UD` of the host: an instruction that only the wedge may carry out, without a site (in the text of an alternative); or `fault`, the
+    /// guest's own.
+    fn refused(&mut self, fault: Event) -> Step {
         let cpu = cpu();
         let mut bytes = [0; LONGEST];
         let read = (1..=LONGEST)
@@ -355,7 +358,7 @@ impl LinuxVcpu {
                 self.carry_out(&[instruction], &bytes[..instruction.length], resume)
             }
             _ => {
-                self.event = Event::exception_code(vector::PROTECTION, code);
+                self.event = fault;
                 Step::On
             }
         }
