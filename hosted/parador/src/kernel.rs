@@ -109,7 +109,7 @@ const PADS: &str = "pad=8,sti=16";
 /// each there are files of the kernel itself.
 const SKIPPED: &[&str] = &[
     "arch/x86/boot/*",
-    "arch/x86/entry/vdso/note.o",
+    "arch/x86/entry/vdso/vdso-note.o",
     "arch/x86/entry/vdso/vclock_gettime.o",
     "arch/x86/entry/vdso/vgetcpu.o",
     "arch/x86/purgatory/*",
