@@ -87,10 +87,12 @@ impl std::error::Error for Misunderstood {}
 pub fn rewrite(text: &[u8], name: &str, pads: Pads) -> Result<Rewritten, Misunderstood> {
     let mut rewriter = Rewriter::new(text, name, pads);
     rewriter.run()?;
-    // A macro that gets a sensitive mnemonic as an argument is rewritten so that its expansion decides.
-    if rewriter.mnemonic_inserted && !rewriter.passed.is_empty() {
-        let passed = rewriter.passed;
-        rewriter = Rewriter { dynamic: true, passed, ..Rewriter::new(text, name, pads) };
+    // A macro that gets a sensitive mnemonic as an argument, or that is used in the text of an alternative too, is
+    // rewritten so that its expansion decides.
+    let dynamic = rewriter.mnemonic_inserted && !rewriter.passed.is_empty();
+    if dynamic || rewriter.used_in_alternative {
+        let (passed, conditional) = (rewriter.passed, rewriter.used_in_alternative);
+        rewriter = Rewriter { dynamic, conditional, passed, ..Rewriter::new(text, name, pads) };
         rewriter.run()?;
     }
     Ok(rewriter.finish())
@@ -113,14 +115,16 @@ struct Edit {
 
 /// In the order in which they stand at the same place.
 enum What {
-    /// After a site's last instruction.
-    End(Kind, Flags),
+    /// After a site's last instruction; whether that is in a macro.
+    End(Kind, Flags, bool),
     /// As `End`, for whatever mnemonic the macro's parameter turns out to be.
     EndUnknown(Range<usize>, Flags),
     /// A comma between two instructions in a list of bytes.
     Separate(usize),
     /// A site without instruction.
     Marker(Kind),
+    /// Whether macros expanded from here on are only recorded.
+    Only(bool),
     /// Mapping symbol: from here on, code is of this mode.
     Mode(bool, u32),
     /// Before a site's first instruction.
@@ -133,9 +137,9 @@ impl What {
     /// Order at the same place.
     fn rank(&self) -> u8 {
         match self {
-            Self::End(..) | Self::EndUnknown(..) => 0,
+            Self::End(..) | Self::EndUnknown(..) | Self::Only(false) => 0,
             Self::Separate(_) => 1,
-            Self::Marker(_) | Self::Mode(..) => 2,
+            Self::Marker(_) | Self::Mode(..) | Self::Only(true) => 2,
             Self::Begin => 3,
             Self::Bytes => 4,
         }
@@ -173,6 +177,8 @@ struct Rewriter<'a> {
     pads: Pads,
     /// Second pass: mnemonics may come from arguments.
     dynamic: bool,
+    /// Second pass: macros are told whether they may pad.
+    conditional: bool,
     line: usize,
     edits: Vec<Edit>,
     place: Place,
@@ -203,6 +209,8 @@ struct Rewriter<'a> {
     /// Sensitive mnemonics that arguments of macros may make.
     passed: BTreeMap<&'static str, Kind>,
     mnemonic_inserted: bool,
+    /// A macro with sites is used where nothing may be padded.
+    used_in_alternative: bool,
     ended: bool,
 }
 
@@ -214,6 +222,7 @@ impl<'a> Rewriter<'a> {
             text,
             pads,
             dynamic: false,
+            conditional: false,
             line: 1,
             edits: Vec::new(),
             place: Place::new(name),
@@ -238,6 +247,7 @@ impl<'a> Rewriter<'a> {
             watch: Watch::Nothing,
             passed: BTreeMap::new(),
             mnemonic_inserted: false,
+            used_in_alternative: false,
             ended: false,
         }
     }
@@ -372,7 +382,7 @@ impl<'a> Rewriter<'a> {
 
     fn flags_die(&mut self) {
         if let Watch::After(edit) = self.watch
-            && let What::End(_, flags) = &mut self.edits[edit].what
+            && let What::End(_, flags, _) = &mut self.edits[edit].what
         {
             *flags = flags.with(Flags::FLAGS_DEAD);
         }
@@ -596,7 +606,8 @@ impl<'a> Rewriter<'a> {
         if self.inline && self.string.is_none() && flags == Flags::NONE && keeps_flags(kind) {
             self.watch = Watch::Inside(self.edits.len());
         }
-        self.edits.push(Edit { at: range.end, what: What::End(kind, flags) });
+        let in_macro = self.has_sites();
+        self.edits.push(Edit { at: range.end, what: What::End(kind, flags, in_macro) });
         Ok(())
     }
 
@@ -626,6 +637,18 @@ impl<'a> Rewriter<'a> {
     fn is_parameter(&self, name: &[u8]) -> bool {
         self.alternate
             && matches!(self.frames.last(), Some(Frame::Macro { body, .. }) if body.has(name))
+    }
+
+    /// There is a site: every macro being defined has it. Returns whether there are such macros.
+    fn has_sites(&mut self) -> bool {
+        let mut in_macro = false;
+        for frame in &mut self.frames {
+            if let Frame::Macro { body, .. } = frame {
+                body.has_sites = true;
+                in_macro = true;
+            }
+        }
+        in_macro
     }
 
     /// Words of a macro's arguments: perhaps mnemonics, or their beginnings or ends.
@@ -677,6 +700,7 @@ impl<'a> Rewriter<'a> {
                 self.error("a sensitive mnemonic as a macro's argument, in `.altmacro` mode")
             );
         }
+        self.has_sites();
         let flags = match section {
             Section::Code => Flags::NONE,
             _ => Flags::RECORD_ONLY,
@@ -742,6 +766,15 @@ impl<'a> Rewriter<'a> {
                 let section = called.section_of(position, name);
                 position += usize::from(name.is_none());
                 self.argument(statement, value, section, called)?;
+            }
+        }
+        if called.has_sites {
+            self.has_sites();
+            let padded = matches!(self.section(), Section::Code | Section::Discarded);
+            self.used_in_alternative |= !padded;
+            if !padded && self.conditional {
+                self.edits.push(Edit { at: statement.start, what: What::Only(true) });
+                self.edits.push(Edit { at: statement.end, what: What::Only(false) });
             }
         }
         self.apply(&called.changes)
@@ -974,7 +1007,8 @@ impl<'a> Rewriter<'a> {
         let mut out = Vec::with_capacity(self.text.len() + self.edits.len() * 200);
         let dynamic = self.edits.iter().any(|edit| matches!(edit.what, What::EndUnknown(..)));
         if !self.edits.iter().all(|edit| matches!(edit.what, What::Mode(..))) {
-            prelude(&mut out, dynamic.then_some((&self.passed, self.pads)), self.text);
+            let dynamic = dynamic.then_some((&self.passed, self.pads));
+            prelude(&mut out, dynamic, self.conditional, self.text);
         }
         let mut done = 0;
         for edit in &self.edits {
@@ -993,12 +1027,17 @@ impl<'a> Rewriter<'a> {
                 }
                 What::Marker(kind) => {
                     out.extend_from_slice(b"97710:");
-                    record(&mut out, *kind, Flags::NONE, self.pads);
+                    record(&mut out, *kind, Flags::NONE, self.pads, false);
                     out.push(b' ');
                     *result.padded.entry(*kind).or_default() += 1;
                 }
-                What::End(kind, flags) => {
-                    record(&mut out, *kind, *flags, self.pads);
+                What::Only(only) => {
+                    let (before, after) = if *only { ("", ";") } else { (";", "") };
+                    let text = format!("{before}.set .Lparador_only,{}{after}", u8::from(*only));
+                    out.extend_from_slice(text.as_bytes());
+                }
+                What::End(kind, flags, in_macro) => {
+                    record(&mut out, *kind, *flags, self.pads, self.conditional && *in_macro);
                     let counts = match flags.contains(Flags::RECORD_ONLY) {
                         true => &mut result.recorded,
                         false => &mut result.padded,
@@ -1007,8 +1046,8 @@ impl<'a> Rewriter<'a> {
                 }
                 What::EndUnknown(name, flags) => {
                     let name = text_of(&self.text[name.clone()]);
-                    let flags = flags.bits();
-                    let text = format!(";97711:parador_site \"{name}\",{flags}");
+                    let only = if self.conditional { "|.Lparador_only" } else { "" };
+                    let text = format!(";97711:parador_site \"{name}\",{}{only}", flags.bits());
                     out.extend_from_slice(text.as_bytes());
                     *result.padded.entry(Kind::Other).or_default() += 1;
                 }
@@ -1048,8 +1087,16 @@ struct Statement<'s> {
 
 /// What stands before everything else: sections keep the attributes that they were first given, and in strings no
 /// quotes may be inserted.
-fn prelude(out: &mut Vec<u8>, dynamic: Option<(&BTreeMap<&str, Kind>, Pads)>, text: &[u8]) {
+fn prelude(
+    out: &mut Vec<u8>,
+    dynamic: Option<(&BTreeMap<&str, Kind>, Pads)>,
+    conditional: bool,
+    text: &[u8],
+) {
     let mut prelude = format!(".pushsection {SITES_SECTION},\"a\",@progbits;.popsection;");
+    if conditional {
+        prelude.push_str(".set .Lparador_only,0;");
+    }
     if let Some((passed, pads)) = dynamic {
         prelude.push('\n');
         // Cannot fail: a String takes everything.
@@ -1076,7 +1123,7 @@ fn dynamic_macro(out: &mut String, passed: &BTreeMap<&str, Kind>, pads: Pads) ->
         )?;
         writeln!(out, ".endif")?;
     }
-    writeln!(out, ".if .Lparador_kind-255\n.if \\flags&1\n97712:\n.else")?;
+    writeln!(out, ".if .Lparador_kind-255\n.if (\\flags)&1\n97712:\n.else")?;
     writeln!(
         out,
         ".nops -((.Lparador_pad-(97711b-97710b))>0)*(.Lparador_pad-(97711b-97710b))\n97712:\n.endif"
@@ -1086,19 +1133,24 @@ fn dynamic_macro(out: &mut String, passed: &BTreeMap<&str, Kind>, pads: Pads) ->
     writeln!(out, ".popsection\n.endif\n.endm")
 }
 
-/// What follows a site's last instruction.
-fn record(out: &mut Vec<u8>, kind: Kind, flags: Flags, pads: Pads) {
+/// What follows a site's last instruction. `conditional`: expansion decides whether it is padded.
+fn record(out: &mut Vec<u8>, kind: Kind, flags: Flags, pads: Pads, conditional: bool) {
     let (number, bits) = (kind.number(), flags.bits());
-    let text = if flags.contains(Flags::RECORD_ONLY) {
-        format!(
-            ";97711:.pushsection {SITES_SECTION};.long 97710b-.;.byte 97711b-97710b,97711b-97710b,{number},{bits};.popsection"
-        )
-    } else {
-        let pad = pads.of(kind);
-        format!(
-            ";97711:.nops -(({pad}-(97711b-97710b))>0)*({pad}-(97711b-97710b));97712:.pushsection {SITES_SECTION};.long 97710b-.;.byte 97711b-97710b,97712b-97710b,{number},{bits};.popsection"
-        )
+    let (end, pad) = match flags.contains(Flags::RECORD_ONLY) {
+        true => ("97711b", String::new()),
+        false => {
+            let (pad, times) =
+                (pads.of(kind), if conditional { "*(1-.Lparador_only)" } else { "" });
+            let nops =
+                format!(".nops -(({pad}-(97711b-97710b))>0)*({pad}-(97711b-97710b)){times};97712:");
+            ("97712b", nops)
+        }
     };
+    let only = if conditional { "|.Lparador_only" } else { "" };
+    let text = format!(
+        ";97711:{pad}.pushsection {SITES_SECTION};.long 97710b-.;\
+         .byte 97711b-97710b,{end}-97710b,{number},{bits}{only};.popsection"
+    );
     out.extend_from_slice(text.as_bytes());
 }
 

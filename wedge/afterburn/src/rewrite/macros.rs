@@ -13,6 +13,8 @@ pub struct Macro {
     pub uses: HashMap<Vec<u8>, Section>,
     /// What it does to the section of what follows it.
     pub changes: Vec<Change>,
+    /// It has sensitive instructions, or calls macros that have.
+    pub has_sites: bool,
     /// `mov`, `push` or `pop` of an operand that is a parameter, so that a register could make it sensitive.
     pub moves_parameter: bool,
 }

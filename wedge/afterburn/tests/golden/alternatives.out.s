@@ -1,4 +1,4 @@
-.pushsection parador_sites_1,"a",@progbits;.popsection;	.macro	ALTERNATIVE old, new, feature
+.pushsection parador_sites_1,"a",@progbits;.popsection;.set .Lparador_only,0;	.macro	ALTERNATIVE old, new, feature
 140:
 	\old
 141:
@@ -20,7 +20,13 @@
 	.macro	twice new, feature
 	ALTERNATIVE "", "\new", \feature
 	.endm
+	.macro	zap_gs
+	mov	$0x2b, %eax
+	97710:mov	%eax, %gs;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b))*(1-.Lparador_only);97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,41,0|.Lparador_only;.popsection
+	.endm
 	.text
+	zap_gs
+	ALTERNATIVE "", ".set .Lparador_only,1;zap_gs;.set .Lparador_only,0", 3
 	ALTERNATIVE "", "97710:swapgs;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,39,1;.popsection", ( 3*32+ 1)
 	ALTERNATIVE "97710:vmcall;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,61,1;.popsection", "97710:vmmcall;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,62,1;.popsection", 5
 	ALTERNATIVE new="97710:mov %cr3, %rax;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,13,1;.popsection; 97710:wrmsr;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,18,1;.popsection", old="", feature=7

@@ -20,7 +20,13 @@
 	.macro	twice new, feature
 	ALTERNATIVE "", "\new", \feature
 	.endm
+	.macro	zap_gs
+	mov	$0x2b, %eax
+	mov	%eax, %gs
+	.endm
 	.text
+	zap_gs
+	ALTERNATIVE "", "zap_gs", 3
 	ALTERNATIVE "", "swapgs", ( 3*32+ 1)
 	ALTERNATIVE "vmcall", "vmmcall", 5
 	ALTERNATIVE new="mov %cr3, %rax; wrmsr", old="", feature=7

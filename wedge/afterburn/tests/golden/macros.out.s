@@ -78,7 +78,7 @@
 .set .Lparador_pad,16
 .endif
 .if .Lparador_kind-255
-.if \flags&1
+.if (\flags)&1
 97712:
 .else
 .nops -((.Lparador_pad-(97711b-97710b))>0)*(.Lparador_pad-(97711b-97710b))
