@@ -15,6 +15,17 @@ const LIMIT: u64 = 300;
 const BUSYBOX: &str = "/bin/busybox";
 /// Ours, from sources in a folder outside the kernel's.
 const DRIVER: [&str; 3] = ["Kbuild", "parador_com.c", "parador_com.h"];
+/// Sequences of sensitive instructions.
+const CHECK: [&str; 2] = ["Kbuild", "check_wedge.c"];
+/// Runs them; their results are in the kernel's log.
+const CHECK_SCRIPT: &str = "set -x
+for seed in 1 2 3 4 5 6 7 8; do
+    insmod /root/check_wedge.ko seed=$seed rounds=20
+done
+dmesg | grep 'wedge: ' | sed 's/^[^w]*/RESULT /'
+";
+/// Rounds of all of them, and an end of each.
+const CHECK_LINES: usize = 8 * 21;
 
 /// What is done in every one: modules come and go, programs run on every processor and take memory.
 const SCRIPT: &str = "set -ex
@@ -49,6 +60,7 @@ const WRONG: [&str; 6] =
 pub struct Kernel {
     folder: PathBuf,
     driver: PathBuf,
+    check: PathBuf,
     // Lives as long as the driver in it is needed.
     _made: TempDir,
 }
@@ -66,14 +78,22 @@ impl Kernel {
         let text = succeed(parador(made.path()).args(["kernel", "build"]))?;
         let path = text.split_whitespace().nth(1).map(Path::new);
         let folder = path.and_then(Path::parent).context("`kernel build` prints no place")?;
-        for name in DRIVER {
-            fs::copy(workspace().join("guests/linux").join(name), made.path().join(name))
-                .with_context(|| format!("cannot copy {name}"))?;
+        let sources = workspace().join("guests/linux");
+        for (name, from, files) in
+            [("driver", sources.clone(), &DRIVER[..]), ("check", sources.join("check"), &CHECK)]
+        {
+            let to = made.path().join(name);
+            fs::create_dir(&to).context("cannot make a folder")?;
+            for file in files {
+                fs::copy(from.join(file), to.join(file))
+                    .with_context(|| format!("cannot copy {file}"))?;
+            }
+            succeed(parador(&to).args(["kernel", "module", "."]))?;
         }
-        succeed(parador(made.path()).args(["kernel", "module", "."]))?;
         Ok(Self {
             folder: folder.to_owned(),
-            driver: made.path().join("parador_com.ko"),
+            driver: made.path().join("driver/parador_com.ko"),
+            check: made.path().join("check/check_wedge.ko"),
             _made: made,
         })
     }
@@ -100,9 +120,60 @@ pub fn verify() -> Result<()> {
 
 /// Boots `image` of the kernel's folder on the bare machine. Returns where its text is.
 pub fn raw(image: &str, cpus: u32, options: &str) -> Result<String> {
+    let console = bare(image, cpus, options, SCRIPT)?;
+    works(&console, cpus)?;
+    let place = console.lines().find_map(|line| line.trim_end().strip_suffix(" T _text"));
+    place.map(str::to_owned).with_context(|| format!("no `_text`:\n{console}"))
+}
+
+/// Boots it in processes of this host.
+pub fn hosted() -> Result<()> {
+    works(&in_processes(SCRIPT)?, 1)
+}
+
+/// Sequences of sensitive instructions have the same results on the processor and under the wedge.
+pub fn same_results() -> Result<()> {
+    let results = |console: &str| -> Vec<String> {
+        console.lines().filter_map(|line| line.strip_prefix("RESULT ").map(str::to_owned)).collect()
+    };
+    let processor = bare("vmlinux", 1, "nokaslr", CHECK_SCRIPT)?;
+    let wedge = in_processes(CHECK_SCRIPT)?;
+    let (expected, found) = (results(&processor), results(&wedge));
+    ensure!(expected.len() == CHECK_LINES, "{} results:\n{processor}", expected.len());
+    let differ = expected.iter().zip(&found).find(|(expected, found)| expected != found);
+    if let Some((expected, found)) = differ {
+        bail!("the processor: {expected}, the wedge: {found}");
+    }
+    ensure!(found.len() == expected.len(), "{} results of the wedge:\n{wedge}", found.len());
+    Ok(())
+}
+
+/// Whether a console shows that all of [`SCRIPT`] worked.
+fn works(console: &str, cpus: u32) -> Result<()> {
+    let works = format!("works on {cpus} processors");
+    ensure!(console.contains(&works), "`{works}` did not appear:\n{console}");
+    if let Some(wrong) = WRONG.iter().find(|wrong| console.contains(**wrong)) {
+        bail!("`{wrong}` appeared:\n{console}");
+    }
+    Ok(())
+}
+
+/// Runs a script in processes of this host; gives the console.
+fn in_processes(script: &str) -> Result<String> {
     let kernel = Kernel::get()?;
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
-    let disk = ram_disk(kernel, folder.path())?;
+    let disk = ram_disk(kernel, folder.path(), script)?;
+    let mut run = parador(folder.path());
+    run.arg("run").arg(kernel.vmlinux()).arg("-i").arg(disk);
+    run.args(["-m", "512M", "--timeout", &format!("{LIMIT}s")]);
+    succeed(&mut run)
+}
+
+/// Runs a script on the bare machine; gives the console.
+fn bare(image: &str, cpus: u32, options: &str, script: &str) -> Result<String> {
+    let kernel = Kernel::get()?;
+    let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+    let disk = ram_disk(kernel, folder.path(), script)?;
     let mut machine = Command::new("setpriv");
     machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", &LIMIT.to_string()]);
     machine.args(["qemu-system-x86_64", "-M", "q35", "-cpu", "max", "-accel", "tcg"]);
@@ -110,14 +181,7 @@ pub fn raw(image: &str, cpus: u32, options: &str) -> Result<String> {
     machine.args(["-display", "none", "-serial", "stdio", "-no-reboot", "-kernel"]);
     machine.arg(kernel.folder.join(image)).arg("-initrd").arg(disk);
     machine.args(["-append", &format!("console=ttyS0 panic=-1 {options}")]);
-    let console = succeed(&mut machine)?;
-    let works = format!("works on {cpus} processors");
-    ensure!(console.contains(&works), "`{works}` did not appear:\n{console}");
-    if let Some(wrong) = WRONG.iter().find(|wrong| console.contains(**wrong)) {
-        bail!("`{wrong}` appeared:\n{console}");
-    }
-    let place = console.lines().find_map(|line| line.trim_end().strip_suffix(" T _text"));
-    place.map(str::to_owned).with_context(|| format!("no `_text`:\n{console}"))
+    succeed(&mut machine)
 }
 
 /// With address space randomization the kernel is somewhere else each time; three equal places are no accident.
@@ -158,7 +222,7 @@ pub fn guest(backend: Backend, cpus: u32) -> Result<()> {
     scenario.run(backend, cpus)
 }
 
-fn ram_disk(kernel: &Kernel, folder: &Path) -> Result<PathBuf> {
+fn ram_disk(kernel: &Kernel, folder: &Path, script: &str) -> Result<PathBuf> {
     let tree = folder.join("tree");
     for name in ["bin", "dev", "proc", "root", "sys"] {
         fs::create_dir_all(tree.join(name)).context("cannot make the RAM disk's folders")?;
@@ -166,7 +230,8 @@ fn ram_disk(kernel: &Kernel, folder: &Path) -> Result<PathBuf> {
     fs::copy(BUSYBOX, tree.join("bin/busybox")).context("cannot copy busybox")?;
     fs::copy(kernel.dummy()?, tree.join("root/dummy.ko")).context("cannot copy a module")?;
     fs::copy(&kernel.driver, tree.join("root/parador_com.ko")).context("cannot copy a module")?;
-    fs::write(tree.join("root/script"), SCRIPT)?;
+    fs::copy(&kernel.check, tree.join("root/check_wedge.ko")).context("cannot copy a module")?;
+    fs::write(tree.join("root/script"), script)?;
     fs::write(tree.join("init"), INIT)?;
     fs::set_permissions(tree.join("init"), fs::Permissions::from_mode(0o755))?;
     let packed = succeed(

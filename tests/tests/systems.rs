@@ -956,6 +956,8 @@ fn main() -> ExitCode {
             );
         }
     }
+    add("previrt/hosted".to_owned(), Box::new(previrt::hosted));
+    add("previrt/same-results".to_owned(), Box::new(previrt::same_results));
     add("previrt/raw-randomized/2-cpu".to_owned(), Box::new(|| previrt::randomized(2)));
     let conclusion = libtest_mimic::run(&arguments, trials);
 

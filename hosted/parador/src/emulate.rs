@@ -219,6 +219,7 @@ fn option_path(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::process::ExitStatus;
 
     fn exited(code: i32) -> Verdict {
         judge(&End::Exited(ExitStatus::from_raw(code << 8)))
