@@ -81,6 +81,11 @@ impl Tree {
         Ok(())
     }
 
+    /// Where a program of the tree is.
+    pub fn path(&self, program: &str) -> PathBuf {
+        self.folder.join("bin").join(program)
+    }
+
     /// Adds the first program, a script of `bench/guest`.
     pub fn init(&self, name: &str) -> Result<()> {
         self.file(&source(name), "init")?;

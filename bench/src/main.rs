@@ -9,6 +9,7 @@
 mod chart;
 mod counted;
 mod guest;
+mod hosted;
 mod house;
 mod linux;
 mod peers;

@@ -1,12 +1,10 @@
 //! What it costs a kernel to be pre-virtualized, on the bare emulated machine: the same kernel without pads is what it is
-//! compared with.
-//!
-//! Rows of back ends that run it elsewhere belong here, too, once there are such back ends.
+//! compared with. What programs pay in processes of this host follows ([`hosted`]).
 
 use crate::peers::GUEST;
 use crate::report::{self, Figure};
 use crate::runs::{self, Output};
-use crate::{chart, first, guest, ratios, repeat, spread};
+use crate::{chart, first, guest, hosted, ratios, repeat, spread};
 use anyhow::{Context, Result, bail};
 use parador_tests::system::{parador, workspace};
 use serde_json::Value;
@@ -46,6 +44,7 @@ pub fn measure() -> Result<()> {
         let title = "every site in a stub, geometric mean";
         figures.push(overhead("null_wedge_overhead", title, &plain, null, 1.02)?);
     }
+    figures.extend(hosted::measure(&padded_kernel)?);
     print_rows(&plain, &padded, null.as_deref())?;
     report::print(&figures);
     report::write_json("bench-previrt.json", &figures)?;

@@ -1,0 +1,117 @@
+/* Times of five things that programs do, in microseconds: medians of several rounds. Runs natively, in a guest, anywhere. */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { ROUNDS = 9 };
+
+static double now(void)
+{
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec * 1e6 + t.tv_nsec / 1e3;
+}
+
+static double null_call(void)
+{
+	enum { N = 20000 };
+	double start = now();
+	for (int i = 0; i < N; i++)
+		syscall(SYS_getppid);
+	return (now() - start) / N;
+}
+
+static double fork_wait(void)
+{
+	enum { N = 100 };
+	double start = now();
+	for (int i = 0; i < N; i++) {
+		pid_t child = fork();
+		if (child == 0)
+			_exit(0);
+		if (child < 0 || waitpid(child, NULL, 0) != child)
+			exit(1);
+	}
+	return (now() - start) / N;
+}
+
+static double pipe_round_trip(void)
+{
+	enum { N = 1000 };
+	int there[2], back[2];
+	char byte = 0;
+	if (pipe(there) || pipe(back))
+		exit(1);
+	pid_t child = fork();
+	if (child == 0) {
+		for (int i = 0; i < N + 1; i++)
+			if (read(there[0], &byte, 1) != 1 || write(back[1], &byte, 1) != 1)
+				_exit(1);
+		_exit(0);
+	}
+	double start = 0;
+	for (int i = 0; i < N + 1; i++) {
+		if (i == 1)
+			start = now();
+		if (write(there[1], &byte, 1) != 1 || read(back[0], &byte, 1) != 1)
+			exit(1);
+	}
+	double time = (now() - start) / N;
+	waitpid(child, NULL, 0);
+	close(there[0]), close(there[1]), close(back[0]), close(back[1]);
+	return time;
+}
+
+static double touch_page(void)
+{
+	enum { PAGES = 2048 };
+	char *memory = mmap(NULL, PAGES * 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (memory == MAP_FAILED)
+		exit(1);
+	double start = now();
+	for (int i = 0; i < PAGES; i++)
+		memory[i * 4096] = 1;
+	double time = (now() - start) / PAGES;
+	munmap(memory, PAGES * 4096);
+	return time;
+}
+
+static double compute(void)
+{
+	static volatile unsigned sink;
+	unsigned value = 1;
+	double start = now();
+	for (int i = 0; i < 40000000; i++)
+		value = value * 1664525 + 1013904223;
+	sink = value;
+	return now() - start;
+}
+
+static int ascending(const void *a, const void *b)
+{
+	double x = *(const double *)a, y = *(const double *)b;
+	return (x > y) - (x < y);
+}
+
+int main(void)
+{
+	static const struct { const char *name; double (*run)(void); } rows[] = {
+		{ "null_syscall", null_call }, { "fork", fork_wait }, { "pipe", pipe_round_trip },
+		{ "touch", touch_page }, { "compute", compute },
+	};
+	for (unsigned row = 0; row < sizeof(rows) / sizeof(*rows); row++) {
+		double times[ROUNDS];
+		for (int round = 0; round < ROUNDS; round++)
+			times[round] = rows[row].run();
+		qsort(times, ROUNDS, sizeof(*times), ascending);
+		printf("HB %s %.4f %.4f %.4f\n", rows[row].name, times[ROUNDS / 2], times[0], times[ROUNDS - 1]);
+		fflush(stdout);
+	}
+	return 0;
+}
