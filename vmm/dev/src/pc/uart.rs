@@ -6,8 +6,9 @@
 //! scratch register; divisor latch. The line has no speed: a byte written is outside at once, unless the
 //! outside refuses it; then it stays in the transmitter, whose "empty" bits tell the guest to
 //! wait. Likewise bytes stay outside until the receiver has room and the guest wants them: its interrupt
-//! is on and let through, or it polls, which is to look at the line status with nothing to wait for but data. So the receiver never
-//! overruns, and a driver that clears it while it starts, or prints without interrupts, loses nothing.
+//! is on and let through, or it polls, which is to look at the line status again and again with nothing to wait for but data. So the receiver never
+//! overruns. What is in the receiver when it is cleared comes once more, as if it had been a moment later. So a driver that clears it
+//! while it starts, or prints without interrupts, loses nothing.
 //! Missing: parity and framing errors, break outside of loop-back (reported), the modem's lines
 //! (clear to send, data set ready and carrier detect are always on), DMA mode (stored, no effect).
 //! Documentation: National Semiconductor PC16550D data sheet.
@@ -124,6 +125,9 @@ const TIMEOUT_BITS: u64 = 40;
 /// Longest character time-out: a slow divisor must not delay input that has no speed.
 const TIMEOUT_MAX: Nanos = 20_000_000;
 
+/// Looks at the line status after which the guest waits for data. Drivers look a few times when they print or start.
+const POLLING: u8 = 8;
+
 /// A ring of bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Fifo {
@@ -175,10 +179,12 @@ pub struct Uart {
     /// The oldest byte has waited for the character time-out.
     timed_out: bool,
     timer_armed: bool,
+    /// What is in the receiver comes from the transmitter.
+    looped: bool,
     /// There may be bytes outside that have not been taken.
     more: bool,
-    /// The last access was a look at the line status that found nothing to do; a second one is for data.
-    polled: bool,
+    /// Times in a row that the guest has looked at the line status, with nothing to wait for but data.
+    looks: u8,
     /// Present level of the interrupt line.
     line: bool,
 }
@@ -207,8 +213,9 @@ impl Uart {
             tx_event: false,
             timed_out: false,
             timer_armed: false,
+            looped: false,
             more: false,
-            polled: false,
+            looks: 0,
             line: false,
         }
     }
@@ -295,6 +302,7 @@ impl Uart {
                 break;
             };
             self.rx.push(byte);
+            self.looped = false;
         }
         if self.rx.len != before {
             self.restart_timeout(env);
@@ -316,6 +324,7 @@ impl Uart {
         if self.mcr & MCR_LOOP != 0 {
             if self.rx.len < self.capacity() {
                 self.rx.push(byte);
+                self.looped = true;
                 self.restart_timeout(env);
             } else {
                 self.lsr |= LSR_OVERRUN;
@@ -378,7 +387,7 @@ impl Uart {
     fn control_fifos(&mut self, value: u8, env: &mut dyn Env) {
         let value = if value & FCR_ENABLE == 0 { value & !0xf8 } else { value };
         let switched = (value ^ self.fcr) & FCR_ENABLE != 0;
-        if switched || value & FCR_CLEAR_RX != 0 {
+        if (switched || value & FCR_CLEAR_RX != 0) && self.looped {
             self.rx = Fifo::EMPTY;
         }
         if (switched || value & FCR_CLEAR_TX != 0) && self.tx.len != 0 {
@@ -438,14 +447,14 @@ impl Uart {
 impl Device for Uart {
     fn read(&mut self, access: Access, env: &mut dyn Env) -> u64 {
         let latch = self.lcr & LCR_DLAB != 0;
-        let polled = core::mem::take(&mut self.polled);
+        let looks = core::mem::take(&mut self.looks);
         let value = match access.offset {
             LSR => {
-                if polled && self.more && self.rx.len == 0 {
+                if looks >= POLLING && self.more && self.rx.len == 0 {
                     self.fill_to(1, env);
                 }
                 let status = self.line_status();
-                self.polled = self.tx.len == 0;
+                self.looks = if self.tx.len == 0 { looks.saturating_add(1) } else { 0 };
                 if self.lsr != 0 {
                     self.lsr = 0;
                     self.update_line(env);
@@ -454,8 +463,10 @@ impl Device for Uart {
             }
             DATA if latch => self.divisor as u8,
             DATA => {
-                // Who takes data goes on polling.
-                self.polled = self.rx.len != 0;
+                if self.rx.len != 0 {
+                    // Who takes data goes on polling.
+                    self.looks = looks.saturating_add(1);
+                }
                 self.receive(env)
             }
             IER if latch => (self.divisor >> 8) as u8,
@@ -480,7 +491,7 @@ impl Device for Uart {
     fn write(&mut self, access: Access, value: u64, env: &mut dyn Env) {
         let latch = self.lcr & LCR_DLAB != 0;
         let value = value as u8;
-        self.polled = false;
+        self.looks = 0;
         match access.offset {
             DATA if latch => self.divisor = self.divisor & 0xff00 | u16::from(value),
             DATA => self.transmit(value, env),
