@@ -16,6 +16,7 @@ cd /root
 
 # Drivers of devices that are there: a panic is reported to the machine; virtio devices are PCI functions.
 for module in /lib/modules/*.ko; do
+    [ -e "$module" ] || continue
     case $module in
     *pvpanic*) device=/sys/bus/acpi/devices/QEMU0001:00 ;;
     *-button.ko | *-evdev.ko) continue ;;
