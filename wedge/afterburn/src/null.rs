@@ -92,6 +92,8 @@ impl fmt::Display for Report {
     }
 }
 
+/// `nop` of one byte.
+const NOP: u8 = 0x90;
 /// Bytes of a module's stub, as `modules.S` has it.
 const SLOT: u64 = 32;
 
@@ -269,6 +271,8 @@ impl Writer<'_, '_> {
         }
         let mut code = vec![0xe8];
         code.extend(distance(site.address + 5, to));
+        // It comes back to the rest of the pad, of which only a part would be left of a longer NOP.
+        code.resize(site.padded.into(), NOP);
         self.write(path, site.address, &code)?;
         self.report.moved += 1;
         Ok(())
