@@ -41,6 +41,7 @@
 	. += 96 * 1024;							\
 	parador_arena_end = .;
 
+/* The tables, and a counter for each kind of site for whoever counts. */
 #define PARADOR_TABLES							\
 	parador_sites_1 : AT(ADDR(parador_sites_1) - LOAD_OFFSET) {	\
 		*(parador_sites_1)					\
