@@ -42,12 +42,20 @@
 	parador_arena_end = .;
 
 /* The tables, and a counter for each kind of site for whoever counts. */
+/* The tables, and a counter for each kind of site for whoever counts. */
 #define PARADOR_TABLES							\
 	parador_sites_1 : AT(ADDR(parador_sites_1) - LOAD_OFFSET) {	\
 		*(parador_sites_1)					\
 	}								\
 	parador_consts_1 : AT(ADDR(parador_consts_1) - LOAD_OFFSET) {	\
 		*(parador_consts_1)					\
+	}								\
+	. = ALIGN(64);							\
+	.parador_counters : AT(ADDR(.parador_counters) - LOAD_OFFSET) {	\
+		parador_counters = .;					\
+		QUAD(0)							\
+		. += 255 * 8;						\
+		parador_counters_end = .;				\
 	}
 
 #elif defined(__ASSEMBLY__)
