@@ -16,9 +16,12 @@ use command_fds::{CommandFdExt, FdMapping};
 use hosted_vmm::{Error, Image};
 use proto::wedge::{MAX_DISKS, layout, log, option};
 use rustix::process::Signal;
+use signal_hook::consts::SIGXFSZ;
+use signal_hook::flag;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The program that is the wedge, among Parador's own.
@@ -165,6 +168,9 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         },
         disks: &records,
     };
+    // A limit of the size of files is an error then, not the end.
+    flag::register(SIGXFSZ, Arc::default())
+        .map_err(|error| Failure::os("listen to signals", &error))?;
     let prepared =
         hosted_vmm::prepare(&image, &machine).map_err(|error| refused(&error, kernel))?;
     if options.dry_run {
@@ -220,7 +226,12 @@ fn judge(end: &End) -> (u8, String) {
         End::Exited(status) => match (status.code(), status.signal()) {
             (Some(code), _) => {
                 let code = code as u8;
-                (code, failure::meaning_of_end(code))
+                match code.checked_sub(128) {
+                    Some(signal) if signal != 0 => {
+                        (code, format!("a process of the machine was killed by signal {signal}"))
+                    }
+                    _ => (code, failure::meaning_of_end(code)),
+                }
             }
             (None, signal) => {
                 let signal = signal.unwrap_or(0);
@@ -261,11 +272,17 @@ fn wedge(named: Option<&Path>) -> Result<PathBuf, Failure> {
 
 fn refused(error: &Error, kernel: &Path) -> Failure {
     let code = match error {
-        Error::Host(..) => failure::OS_ERROR,
+        Error::Host(..) | Error::TooMuchMemory { .. } => failure::OS_ERROR,
         Error::Lacking(_) => failure::UNAVAILABLE,
         _ => failure::BAD_CONFIG,
     };
-    let failure = Failure::new(code, format!("{}: {error}", kernel.display()));
+    let failure = match error {
+        Error::Host(action, error) => Failure::os(action, error),
+        Error::Lacking(_) | Error::TooMuchMemory { .. } | Error::TooManyDisks(_) => {
+            Failure::new(code, error.to_string())
+        }
+        _ => Failure::new(code, format!("{}: {error}", kernel.display())),
+    };
     match error.help() {
         Some(help) => failure.help(help),
         None => failure,

@@ -22,6 +22,13 @@ pub enum Error {
     Boot(BootError),
     /// The host refused something.
     Host(&'static str, io::Error),
+    /// More memory than the host has: both in bytes.
+    TooMuchMemory {
+        /// What the machine is to have.
+        wanted: u64,
+        /// What the host has.
+        available: u64,
+    },
     /// More disks than a machine has.
     TooManyDisks(usize),
     /// The host's processor or kernel lacks something.
@@ -38,8 +45,12 @@ impl fmt::Display for Error {
             Self::Relocation(address, name) => {
                 write!(f, "the kernel cannot be moved: {name} does not fit at {address:#x}")
             }
-            Self::Boot(error) => write!(f, "{error:?}"),
+            Self::Boot(error) => write!(f, "{error}"),
             Self::Host(action, error) => write!(f, "cannot {action}: {error}"),
+            Self::TooMuchMemory { wanted, available } => {
+                let (wanted, available) = (wanted >> 20, available >> 20);
+                write!(f, "{wanted} MiB of memory are more than the {available} MiB of this host")
+            }
             Self::TooManyDisks(count) => {
                 write!(f, "{count} disks are more than {}", proto::wedge::MAX_DISKS)
             }
@@ -61,6 +72,10 @@ impl Error {
             }
             Self::Boot(BootError::TooLittleMemory { .. } | BootError::InitrdTooLarge { .. }) => {
                 Some("give the machine more memory with --memory")
+            }
+            Self::TooMuchMemory { .. } => Some("give the machine less memory with --memory"),
+            Self::Lacking(_) => {
+                Some("`parador system emulate` runs machines on hosts that lack it, slowly")
             }
             _ => None,
         }

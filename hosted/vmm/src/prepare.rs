@@ -50,7 +50,14 @@ pub struct Prepared {
 
 /// Puts a kernel into the memory of a new machine.
 pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Error> {
-    let xcr0 = check_processor()?;
+    let xcr0 = check_processor(__cpuid(1).ecx, rustix::param::linux_hwcap().1)?;
+    let host = rustix::system::sysinfo();
+    let unit = u64::from(host.mem_unit.max(1));
+    // Numbers of the host's kernel, which counts in units so that they fit.
+    let available = host.totalram.saturating_add(host.totalswap).saturating_mul(unit);
+    if machine.memory > available {
+        return Err(Error::TooMuchMemory { wanted: machine.memory, available });
+    }
     if machine.disks.len() > MAX_DISKS {
         return Err(Error::TooManyDisks(machine.disks.len()));
     }
@@ -159,20 +166,38 @@ fn memory_word(memory: &GuestMemory, at: u64) -> Result<u64, vmm_mem::MemoryErro
     Ok(u64::from_le_bytes(bytes))
 }
 
-/// What the wedge cannot do without; gives the extended state that the guest may use.
-fn check_processor() -> Result<u64, Error> {
+/// What the wedge cannot do without, of `CPUID` leaf 1 (`ECX`) and what the host's kernel says (`AT_HWCAP2`); gives the extended state
+/// that the guest may use.
+fn check_processor(features: u32, hwcap2: usize) -> Result<u64, Error> {
     const XSAVE: u32 = 1 << 26;
     const OSXSAVE: u32 = 1 << 27;
-    let features = __cpuid(1).ecx;
     if features & (XSAVE | OSXSAVE) != XSAVE | OSXSAVE {
         return Err(Error::Lacking("XSAVE"));
     }
     // `HWCAP2_FSGSBASE` (`arch/x86/include/uapi/asm/hwcap2.h` in Linux): the host's kernel lets programs use them.
     const FSGSBASE: usize = 1 << 1;
-    if rustix::param::linux_hwcap().1 & FSGSBASE == 0 {
-        return Err(Error::Lacking("FSGSBASE"));
+    if hwcap2 & FSGSBASE == 0 {
+        return Err(Error::Lacking(
+            "FSGSBASE for programs (a processor of 2013 and Linux 5.9, or newer)",
+        ));
     }
     let state = __cpuid_count(0xd, 0);
     let offered = u64::from(state.edx) << 32 | u64::from(state.eax);
     Ok(offered & (xcr0::X87 | xcr0::SSE | xcr0::AVX | xcr0::AVX512))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_that_lack_something() {
+        const XSAVE: u32 = 3 << 26;
+        let lacking = |features, hwcap2| check_processor(features, hwcap2).unwrap_err().to_string();
+        assert!(lacking(0, 2).contains("XSAVE"));
+        assert!(lacking(1 << 26, 2).contains("XSAVE"));
+        assert!(lacking(XSAVE, 0).contains("FSGSBASE"));
+        assert!(lacking(XSAVE, 1).contains("FSGSBASE"));
+        assert_ne!(check_processor(XSAVE, 2).unwrap() & xcr0::X87, 0);
+    }
 }
