@@ -1,0 +1,194 @@
+//! The new text: the old one with what is inserted.
+
+use super::text::text_of;
+use super::{Mode, Pads, Rewriter, Rewritten};
+use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
+use std::ops::Range;
+use wedge_sites::{Flags, Kind, SITES_SECTION};
+
+/// A change of the text.
+pub(super) struct Edit {
+    pub(super) at: usize,
+    pub(super) what: What,
+}
+
+/// In the order in which they stand at the same place.
+pub(super) enum What {
+    /// After a site's last instruction; whether that is in a macro.
+    End(Kind, Flags, bool),
+    /// As `End`, for whatever mnemonic the macro's parameter turns out to be.
+    EndUnknown(Range<usize>, Flags),
+    /// A comma between two instructions in a list of bytes.
+    Separate(usize),
+    /// A site without instruction.
+    Marker(Kind),
+    /// Whether macros expanded from here on are only recorded.
+    Only(bool),
+    /// Mapping symbol: from here on, code is of this mode.
+    Mode(bool, u32),
+    /// Before a site's first instruction.
+    Begin,
+    /// A directive for bytes that lost theirs to `Separate`.
+    Bytes,
+}
+
+impl What {
+    /// Order at the same place.
+    pub(super) fn rank(&self) -> u8 {
+        match self {
+            Self::End(..) | Self::EndUnknown(..) | Self::Only(false) => 0,
+            Self::Separate(_) => 1,
+            Self::Marker(_) | Self::Mode(..) | Self::Only(true) => 2,
+            Self::Begin => 3,
+            Self::Bytes => 4,
+        }
+    }
+}
+
+impl Rewriter<'_> {
+    /// Puts everything in its place.
+    pub(super) fn finish(mut self) -> Rewritten {
+        let mut result =
+            Rewritten { text: None, padded: BTreeMap::new(), recorded: BTreeMap::new() };
+        if self.edits.is_empty() {
+            return result;
+        }
+        self.edits.sort_by_key(|edit| (edit.at, edit.what.rank()));
+        let mut out = Vec::with_capacity(self.text.len() + self.edits.len() * 200);
+        let dynamic = self.edits.iter().any(|edit| matches!(edit.what, What::EndUnknown(..)));
+        if !self.edits.iter().all(|edit| matches!(edit.what, What::Mode(..))) {
+            let dynamic = dynamic.then_some((&self.passed, self.pads));
+            prelude(&mut out, dynamic, self.conditional, self.text);
+        }
+        let mut done = 0;
+        for edit in &self.edits {
+            out.extend_from_slice(&self.text[done..edit.at.max(done)]);
+            done = edit.at.max(done);
+            match &edit.what {
+                What::Begin => out.extend_from_slice(b"97710:"),
+                What::Bytes => out.extend_from_slice(b".byte "),
+                What::Separate(end) => {
+                    out.push(b';');
+                    done = *end;
+                }
+                What::Mode(long, number) => {
+                    let bits = if *long { 64 } else { 32 };
+                    out.extend_from_slice(format!("\"$c{bits}.{number}\":").as_bytes());
+                }
+                What::Marker(kind) => {
+                    out.extend_from_slice(b"97710:");
+                    record(&mut out, *kind, Flags::NONE, self.pads, false);
+                    out.push(b' ');
+                    *result.padded.entry(*kind).or_default() += 1;
+                }
+                What::Only(only) => {
+                    let (before, after) = if *only { ("", ";") } else { (";", "") };
+                    let text = format!("{before}.set .Lparador_only,{}{after}", u8::from(*only));
+                    out.extend_from_slice(text.as_bytes());
+                }
+                What::End(kind, flags, in_macro) => {
+                    record(&mut out, *kind, *flags, self.pads, self.conditional && *in_macro);
+                    let counts = match flags.contains(Flags::RECORD_ONLY) {
+                        true => &mut result.recorded,
+                        false => &mut result.padded,
+                    };
+                    *counts.entry(*kind).or_default() += 1;
+                }
+                What::EndUnknown(name, flags) => {
+                    let name = text_of(&self.text[name.clone()]);
+                    let only = if self.conditional { "|.Lparador_only" } else { "" };
+                    let text = format!(";97711:parador_site \"{name}\",{}{only}", flags.bits());
+                    out.extend_from_slice(text.as_bytes());
+                    *result.padded.entry(Kind::Other).or_default() += 1;
+                }
+            }
+        }
+        out.extend_from_slice(&self.text[done..]);
+        // A section that ends in another mode must not lend it to what the linker puts behind it.
+        for (name, mode) in &self.modes {
+            if *mode == Mode::Legacy {
+                let name = if name.is_empty() { ".text".into() } else { text_of(name) };
+                let number = self.mapping;
+                let text = format!("\n.pushsection {name};\"$c64.{number}\":;.popsection\n");
+                out.extend_from_slice(text.as_bytes());
+                self.mapping += 1;
+            }
+        }
+        result.text = Some(out);
+        result
+    }
+}
+
+/// What stands before everything else: sections keep the attributes that they were first given, and in strings no
+/// quotes may be inserted.
+pub(super) fn prelude(
+    out: &mut Vec<u8>,
+    dynamic: Option<(&BTreeMap<&str, Kind>, Pads)>,
+    conditional: bool,
+    text: &[u8],
+) {
+    let mut prelude = format!(".pushsection {SITES_SECTION},\"a\",@progbits;.popsection;");
+    if conditional {
+        prelude.push_str(".set .Lparador_only,0;");
+    }
+    if let Some((passed, pads)) = dynamic {
+        prelude.push('\n');
+        // Cannot fail: a String takes everything.
+        let _ = dynamic_macro(&mut prelude, passed, pads);
+    }
+    // A comment or a line marker is one only at the start of a line.
+    let first = text.iter().find(|byte| !matches!(byte, b' ' | b'\t'));
+    if matches!(first, Some(b'#' | b'/')) {
+        prelude.push('\n');
+    }
+    out.extend_from_slice(prelude.as_bytes());
+}
+
+/// A macro that finds the kind of a mnemonic when it is known, and records a site if there is one.
+pub(super) fn dynamic_macro(
+    out: &mut String,
+    passed: &BTreeMap<&str, Kind>,
+    pads: Pads,
+) -> fmt::Result {
+    writeln!(out, ".macro parador_site name,flags\n.set .Lparador_kind,255")?;
+    for (name, &kind) in passed {
+        writeln!(out, ".ifeqs \"\\name\",\"{name}\"")?;
+        writeln!(
+            out,
+            ".set .Lparador_kind,{}\n.set .Lparador_pad,{}",
+            kind.number(),
+            pads.of(kind)
+        )?;
+        writeln!(out, ".endif")?;
+    }
+    writeln!(out, ".if .Lparador_kind-255\n.if (\\flags)&1\n97712:\n.else")?;
+    writeln!(
+        out,
+        ".nops -((.Lparador_pad-(97711b-97710b))>0)*(.Lparador_pad-(97711b-97710b))\n97712:\n.endif"
+    )?;
+    writeln!(out, ".pushsection {SITES_SECTION}\n.long 97710b-.")?;
+    writeln!(out, ".byte 97711b-97710b,97712b-97710b,.Lparador_kind,\\flags")?;
+    writeln!(out, ".popsection\n.endif\n.endm")
+}
+
+/// What follows a site's last instruction. `conditional`: expansion decides whether it is padded.
+pub(super) fn record(out: &mut Vec<u8>, kind: Kind, flags: Flags, pads: Pads, conditional: bool) {
+    let (number, bits) = (kind.number(), flags.bits());
+    let (end, pad) = match flags.contains(Flags::RECORD_ONLY) {
+        true => ("97711b", String::new()),
+        false => {
+            let (pad, times) =
+                (pads.of(kind), if conditional { "*(1-.Lparador_only)" } else { "" });
+            let nops =
+                format!(".nops -(({pad}-(97711b-97710b))>0)*({pad}-(97711b-97710b)){times};97712:");
+            ("97712b", nops)
+        }
+    };
+    let only = if conditional { "|.Lparador_only" } else { "" };
+    let text = format!(
+        ";97711:{pad}.pushsection {SITES_SECTION};.long 97710b-.;\
+         .byte 97711b-97710b,{end}-97710b,{number},{bits}{only};.popsection"
+    );
+    out.extend_from_slice(text.as_bytes());
+}
