@@ -53,7 +53,7 @@ poweroff -f
 ";
 /// What Linux prints when it finds itself wrong.
 const WRONG: [&str; 6] =
-    ["BUG:", "WARNING:", "Oops", "Call Trace", "general protection", "script failed"];
+    ["BUG:", "WARNING: CPU", "Oops", "Call Trace", "general protection", "script failed"];
 
 /// A kernel with what belongs to it.
 #[derive(Debug)]
