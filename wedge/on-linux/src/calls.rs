@@ -31,7 +31,7 @@ const STUBS: u64 = SLOTS + SLOTS_LENGTH;
 const STUB: u64 = 32;
 const MOST: u32 = (SLOTS_LENGTH / 8) as u32;
 /// What is over `syscall`.
-pub const VECTOR: u8 = 0x74;
+const VECTOR: u8 = 0x74;
 const _: () = assert!(SLOTS >> 16 == (VECTOR as u64) << 8 | 0xcd);
 const _: () = assert!(SLOTS >= layout::PRIVATE && STUBS + MOST as u64 * STUB <= layout::WEDGE_END);
 
@@ -46,7 +46,8 @@ const LENGTH: usize = 7;
 /// `mov r9, [rsp+8]`.
 const LOAD_SIXTH: [u8; 5] = [0x4c, 0x8b, 0x4c, 0x24, 0x08];
 const MOVE_NUMBER: u8 = 0xb8;
-const SYSCALL: [u8; 2] = [0x0f, 0x05];
+/// `syscall`.
+pub const SYSCALL: [u8; 2] = [0x0f, 0x05];
 
 /// What a process knows of its calls.
 pub struct Calls {

@@ -343,15 +343,15 @@ impl LinuxVcpu {
         let read = (1..=LONGEST)
             .rev()
             .find(|&length| cpu.read(&self.memory, cpu.frame.rip, &mut bytes[..length]).is_ok());
+        if cpu.cpl == 3 && bytes.starts_with(&calls::SYSCALL) && calls::is_rewritten(cpu.frame.rip)
+        {
+            // The second part of a place that was rewritten: guest memory has what was there.
+            cpu.frame.rip += calls::SYSCALL.len() as u64;
+            cpu.system_call();
+            return Step::On;
+        }
         let decoded = wedge_core::decode(&bytes[..read.unwrap_or(0)]);
         match decoded {
-            Ok(Instruction { op: wedge_core::Op::Int(calls::VECTOR), length, .. })
-                if cpu.cpl == 3 && calls::is_rewritten(cpu.frame.rip) =>
-            {
-                cpu.frame.rip += length as u64;
-                cpu.system_call();
-                Step::On
-            }
             Ok(instruction) if cpu.cpl == 0 || is_for_programs(&instruction) => {
                 count(count::UNRECORDED);
                 let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);

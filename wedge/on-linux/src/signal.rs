@@ -229,6 +229,11 @@ fn restore_extended(area: *const u8) {
 pub fn arm() {
     let (shared, mine) = (shared(), mine());
     let deadline = shared.deadline.load(Relaxed);
+    if deadline <= crate::guest::tsc() {
+        // The timer of this process may have expired while another one had the virtual CPU.
+        events().fetch_or(event::TIMER, SeqCst);
+        return;
+    }
     if mine.armed.load(Relaxed) == deadline {
         return;
     }
