@@ -7,6 +7,7 @@
 //! by Linux if this process dies, and takes QEMU with it.
 #![forbid(unsafe_code)]
 
+pub mod afterburn;
 pub mod debian;
 pub mod previrt;
 pub mod scenario;

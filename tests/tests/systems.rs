@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use libtest_mimic::{Arguments, Failed, Trial};
 use parador_tests::scenario::{Backend, Scenario, Step};
 use parador_tests::system::{Machine, parador};
-use parador_tests::{debian, previrt};
+use parador_tests::{afterburn, debian, previrt};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -930,6 +930,7 @@ fn main() -> ExitCode {
     }
     // The kernel is built here if need be; the tests that boot it come last.
     add("previrt/verify".to_owned(), Box::new(previrt::verify));
+    add("afterburn/small-kernel".to_owned(), Box::new(afterburn::small_kernel));
     for &(name, description, code, message) in REFUSALS {
         add(format!("refuses/{name}"), Box::new(move || refusal(description, code, message)));
     }
