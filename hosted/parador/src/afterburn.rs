@@ -73,7 +73,7 @@ Example:
   qemu-system-x86_64 -M q35 -kernel vmlinux.null ...
 
 The kernel needs room for the stubs, between its symbols parador_arena and parador_arena_end, and with --count for
-counters, 64 bits for each kind, between parador_counters and parador_counters_end.")]
+counters an object parador_counters of 1 KiB: 64 bits for each kind, by number (`wedge/sites`).")]
     Null {
         /// The kernel, linked.
         file: PathBuf,

@@ -26,7 +26,7 @@ use wedge_sites::{Flags, JUMP, Kind, Site};
 const ARENA: &str = "parador_arena";
 /// Its end.
 const ARENA_END: &str = "parador_arena_end";
-/// Writable room for a 64-bit counter for each kind.
+/// Writable room for a 64-bit counter for each kind: an object with a size, or with an end.
 const COUNTERS: &str = "parador_counters";
 const COUNTERS_END: &str = "parador_counters_end";
 
@@ -112,19 +112,7 @@ pub fn null(path: &Path, data: &[u8], count: bool) -> Result<Null, Error> {
         (Some(start), Some(end)) if start < end => start..end,
         _ => return Err(wrong(format!("no room for stubs: no symbols {ARENA} and {ARENA_END}"))),
     };
-    let counters = match (count, image.symbol(COUNTERS), image.symbol(COUNTERS_END)) {
-        (false, ..) => None,
-        (true, Some(start), Some(end))
-            if end.saturating_sub(start) >= 8 * Kind::ALL.len() as u64 =>
-        {
-            Some(start)
-        }
-        _ => {
-            return Err(wrong(format!(
-                "no room for counters: no symbols {COUNTERS} and {COUNTERS_END}"
-            )));
-        }
-    };
+    let counters = if count { Some(counters(&image).map_err(wrong)?) } else { None };
     let mut writer = Writer {
         image: &image,
         file: data.to_vec(),
@@ -166,6 +154,20 @@ pub fn null(path: &Path, data: &[u8], count: bool) -> Result<Null, Error> {
         }
     }
     Ok(Null { file: writer.file, report: writer.report })
+}
+
+/// Where the counters are.
+fn counters(image: &Image<'_>) -> Result<u64, String> {
+    let symbol = image.symbols.iter().find(|symbol| symbol.name == COUNTERS);
+    let symbol = symbol.ok_or_else(|| format!("no room for counters: no symbol {COUNTERS}"))?;
+    let end = image.symbol(COUNTERS_END).unwrap_or(symbol.address.saturating_add(symbol.size));
+    let needed = 8 * Kind::ALL.len() as u64;
+    match end.saturating_sub(symbol.address) {
+        room if room < needed => {
+            Err(format!("{COUNTERS} has {room} bytes, but {needed} are needed"))
+        }
+        _ => Ok(symbol.address),
+    }
 }
 
 struct Writer<'i, 'd> {
