@@ -1,9 +1,10 @@
-//! Fuzz targets: what a guest or a client may say, as a string of bytes.
+//! Fuzz targets: what a guest, a client or a file may say, as a string of bytes.
 //!
 //! A target takes any bytes and panics only if something is wrong. It has no state between two inputs, and every
 //! input means the same each time, so what was found once can be replayed.
 #![forbid(unsafe_code)]
 
+pub mod afterburn;
 pub mod board;
 #[allow(dead_code, reason = "scripts use more of it")]
 #[path = "../../vmm/dev/tests/driver/mod.rs"]
@@ -27,11 +28,12 @@ pub struct Target {
 }
 
 /// All targets.
-pub const TARGETS: [Target; 4] = [
+pub const TARGETS: [Target; 5] = [
     Target { name: "virtio", run: virtio::run, seeds: virtio::seeds },
     Target { name: "board", run: board::run, seeds: board::seeds },
     Target { name: "proto", run: proto::run, seeds: proto::seeds },
     Target { name: "kernel", run: kernel::run, seeds: kernel::seeds },
+    Target { name: "afterburn", run: afterburn::run, seeds: afterburn::seeds },
 ];
 
 /// The target with a name.

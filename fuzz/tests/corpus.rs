@@ -63,6 +63,11 @@ fn kernel() {
     replay("kernel");
 }
 
+#[test]
+fn afterburn() {
+    replay("afterburn");
+}
+
 /// The files `seed-*` are those that the sources describe. With `PARADOR_WRITE_SEEDS` in the environment they are written
 /// (`cargo xtask fuzz --seeds`).
 #[test]

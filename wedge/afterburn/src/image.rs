@@ -85,11 +85,15 @@ impl<'d> Image<'d> {
                 false => section.address(),
                 true => {
                     let align = section.align().max(1);
-                    let address = next.next_multiple_of(align.min(1 << 20));
-                    next = address.saturating_add(section.size());
-                    address
+                    let address = next.checked_next_multiple_of(align.min(1 << 20));
+                    let end = address.and_then(|address| address.checked_add(section.size()));
+                    next = end.ok_or_else(|| wrong(&"damaged: its sections are too large"))?;
+                    address.unwrap_or(next)
                 }
             };
+            if address.checked_add(section.size()).is_none() {
+                return Err(wrong(&"damaged: a section is outside the address space"));
+            }
             addresses.insert(section.index(), (address, sections.len()));
             sections.push(Section {
                 name: section.name().map_err(broken)?,
@@ -141,7 +145,7 @@ impl<'d> Image<'d> {
     /// Whether moving the image would change some of these bytes.
     pub fn has_relocation(&self, address: u64, length: u64) -> bool {
         let first = self.relocations.partition_point(|place| *place < address);
-        self.relocations.get(first).is_some_and(|place| *place < address + length)
+        self.relocations.get(first).is_some_and(|place| place - address < length)
     }
 
     /// `length` bytes at an address.

@@ -109,9 +109,12 @@ pub fn null(path: &Path, data: &[u8], count: bool) -> Result<Null, Error> {
     let mut sites = image.sites(path)?;
     sites.sort_by_key(|site| site.address);
     let room = match (image.symbol(ARENA), image.symbol(ARENA_END)) {
-        (Some(start), Some(end)) if start < end => start..end,
+        (Some(start), Some(end)) if start < end && end - start < u32::MAX.into() => start..end,
         _ => return Err(wrong(format!("no room for stubs: no symbols {ARENA} and {ARENA_END}"))),
     };
+    if image.bytes(room.start, (room.end - room.start) as usize).is_none() {
+        return Err(wrong(format!("the room for stubs from {ARENA} is not in the file")));
+    }
     let counters = if count { Some(counters(&image).map_err(wrong)?) } else { None };
     let mut writer = Writer {
         image: &image,
@@ -224,7 +227,8 @@ impl Writer<'_, '_> {
         let returns = decoded.last().is_none_or(|last| !away.contains(&last.flow_control()));
         let stub = self.next;
         let mut code = Vec::new();
-        let counter = self.counters.map(|counters| counters + 8 * u64::from(site.kind.number()));
+        let counter =
+            self.counters.map(|counters| counters.wrapping_add(8 * u64::from(site.kind.number())));
         if !returns {
             // What comes back nowhere near takes its flags from elsewhere.
             self.count(&mut code, stub, counter, Some(true));

@@ -96,7 +96,7 @@ impl Reader<'_, '_> {
             for (at, entry) in entries(&table.data, table.address, size.unwrap_or(12)) {
                 let lengths = alternative_lengths(entry);
                 originals.push((distance(at, entry, 0), lengths.0));
-                replacements.push((distance(at + 4, entry, 4), lengths.1));
+                replacements.push((distance(at.wrapping_add(4), entry, 4), lengths.1));
             }
         }
         vec![
@@ -110,9 +110,10 @@ impl Reader<'_, '_> {
         table.data.len().is_multiple_of(size)
             && entries(&table.data, table.address, size).all(|(at, entry)| {
                 let (original, new) = alternative_lengths(entry);
-                let place = distance(at + 4, entry, 4);
+                let place = distance(at.wrapping_add(4), entry, 4);
                 let inside = new == 0
-                    || (replacement.contains(place) && replacement.contains(place + new - 1));
+                    || (replacement.contains(place)
+                        && replacement.contains(place.wrapping_add(new - 1)));
                 let code = self.image.section_at(distance(at, entry, 0));
                 inside && new <= original && code.is_some_and(|code| code.executable)
             })
@@ -150,7 +151,8 @@ impl Reader<'_, '_> {
 
 /// Whole entries with their addresses.
 fn entries(data: &[u8], address: u64, size: usize) -> impl Iterator<Item = (u64, &[u8])> {
-    (address..).step_by(size).zip(data.chunks_exact(size))
+    let addresses = (0_u64..).map(move |index| address.wrapping_add(index * size as u64));
+    addresses.zip(data.chunks_exact(size))
 }
 
 /// What a 32-bit distance in an entry, relative to its field, refers to.

@@ -49,6 +49,7 @@ impl Place {
         let Some(file) = number(&operands[..digits]) else {
             if name == b".file"
                 && let Some((file, _)) = quoted(operands)
+                && !file.is_empty()
             {
                 self.name = file;
             }
@@ -74,7 +75,7 @@ impl Place {
             return Source { file: marker.file.clone(), line };
         }
         if let Some((file, line)) = self.location
-            && let Some(name) = self.files.get(&file)
+            && let Some(name) = self.files.get(&file).filter(|name| !name.is_empty())
         {
             return Source { file: name.clone(), line: line as usize };
         }
