@@ -9,6 +9,7 @@
 
 pub mod afterburn;
 pub mod debian;
+pub mod hosted;
 pub mod previrt;
 pub mod scenario;
 pub mod system;

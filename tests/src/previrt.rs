@@ -98,11 +98,13 @@ impl Kernel {
         })
     }
 
-    fn vmlinux(&self) -> PathBuf {
+    /// Its file with symbols and relocations.
+    pub fn vmlinux(&self) -> PathBuf {
         self.folder.join("vmlinux")
     }
 
-    fn dummy(&self) -> Result<PathBuf> {
+    /// One of its modules.
+    pub fn dummy(&self) -> Result<PathBuf> {
         let versions = self.folder.join("modules/lib/modules");
         let version = fs::read_dir(&versions)?.next().context("no modules")??;
         Ok(version.path().join("kernel/drivers/net/dummy.ko"))

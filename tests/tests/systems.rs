@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use libtest_mimic::{Arguments, Failed, Trial};
 use parador_tests::scenario::{Backend, Scenario, Step};
 use parador_tests::system::{Machine, parador};
-use parador_tests::{afterburn, debian, previrt};
+use parador_tests::{afterburn, debian, hosted, previrt};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -18,6 +18,24 @@ const DEBIAN_CPUS: [u32; 1] = [2];
 
 /// Numbers of CPUs with which the pre-virtualized kernel must work.
 const PREVIRT_CPUS: [u32; 2] = [1, 2];
+
+/// Machines that are processes of this host.
+const HOSTED: [(&str, fn() -> Result<()>); 11] = [
+    ("shell", hosted::shell),
+    ("disk", hosted::disk),
+    ("disk-in-use", hosted::disk_in_use),
+    ("disk-full", hosted::disk_full),
+    ("module", hosted::module),
+    ("ends", hosted::ends),
+    ("crashes", hosted::crashes),
+    ("preemption", hosted::preemption),
+    ("memory", hosted::memory),
+    ("kills", hosted::kills),
+    ("refusals", hosted::refusals),
+];
+/// Seconds of the stress of such a machine, and the variable that says more.
+const STRESS_SECONDS: u32 = 10;
+const STRESS: &str = "PARADOR_STRESS_SECONDS";
 
 /// The head of a description. Virtual machines share CPUs where there is only one.
 const HEAD: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\nshare_cpus = true\n";
@@ -959,6 +977,12 @@ fn main() -> ExitCode {
     }
     add("previrt/hosted".to_owned(), Box::new(previrt::hosted));
     add("previrt/same-results".to_owned(), Box::new(previrt::same_results));
+    for (name, body) in HOSTED {
+        add(format!("hosted/{name}"), Box::new(body));
+    }
+    let seconds = std::env::var(STRESS).ok().and_then(|text| text.parse().ok());
+    let seconds = seconds.unwrap_or(STRESS_SECONDS);
+    add("hosted/stress".to_owned(), Box::new(move || hosted::stress(seconds)));
     add("previrt/raw-randomized/2-cpu".to_owned(), Box::new(|| previrt::randomized(2)));
     let conclusion = libtest_mimic::run(&arguments, trials);
 

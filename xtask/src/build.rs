@@ -61,8 +61,9 @@ pub const GROUPS: &[Group] = &[
 
 const HOST_PACKAGE: &str = "parador";
 
-/// Test of the Linux guests' driver for channels, which runs in such a guest.
-const LINUX_CHECK: &str = "linux-check-com";
+/// Programs for Linux guests, and their sources: a test of the driver for channels; everything that programs ask of a kernel.
+const LINUX_PROGRAMS: [(&str, &str); 2] =
+    [("linux-check-com", "check_com.c"), ("linux-stress", "stress.c")];
 
 /// `cargo xtask build [PACKAGE...]`.
 pub fn build(arguments: &[String]) -> Result<()> {
@@ -73,7 +74,7 @@ pub fn build(arguments: &[String]) -> Result<()> {
             || GROUPS.iter().any(|group| group.name == name || group.packages.contains(&name));
         match name {
             "--release" => {}
-            LINUX_CHECK => wanted.push(name),
+            _ if LINUX_PROGRAMS.iter().any(|program| program.0 == name) => wanted.push(name),
             "host" => wanted.push(HOST_PACKAGE),
             _ if known => wanted.push(name),
             _ => bail!("no package `{name}` to build"),
@@ -94,13 +95,12 @@ pub fn build(arguments: &[String]) -> Result<()> {
             build_group(group, &packages, &artifacts)?;
         }
     }
-    if all || wanted.contains(&LINUX_CHECK) {
-        let source = workspace().join("guests/linux/check_com.c");
-        let to = artifacts.join(LINUX_CHECK);
-        run(Command::new("gcc")
-            .args(["-O2", "-static", "-Wall", "-Wextra", "-Werror"])
-            .arg("-o")
-            .args([to, source]))?;
+    for (name, source) in LINUX_PROGRAMS {
+        if all || wanted.contains(&name) {
+            run(Command::new("gcc")
+                .args(["-O2", "-static", "-pthread", "-Wall", "-Wextra", "-Werror", "-o"])
+                .args([artifacts.join(name), workspace().join("guests/linux").join(source)]))?;
+        }
     }
     if all || wanted.contains(&HOST_PACKAGE) {
         run(host_cargo().args(["build", "--release", "--package", HOST_PACKAGE]))?;

@@ -138,6 +138,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let text = format!("{memory} bytes of memory are too few, or no whole pages");
         return Err(Failure::new(failure::USAGE, text).help("take 64M at least"));
     }
+    let disks = open_disks(&options.disks)?;
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
     let bytes = read(kernel).map_err(|failure| {
         failure.help("`parador kernel build` makes a kernel that runs in processes")
@@ -148,7 +149,6 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Some(path) if path == Path::new("busybox") => Some(busybox()?),
         Some(path) => Some(read(path)?),
     };
-    let disks = open_disks(&options.disks)?;
     let wedge = wedge(options.artifacts.as_deref())?;
     let mut command_line = COMMAND_LINE.to_owned();
     if let Some(more) = &options.cmdline {

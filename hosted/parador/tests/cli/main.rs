@@ -8,4 +8,5 @@ mod emulate;
 mod graph;
 mod kernel;
 mod rootfs;
+mod run;
 mod support;

@@ -1,0 +1,434 @@
+//! Machines that are processes of this host: `parador run` with the kernel of `parador kernel build`. No QEMU.
+
+use crate::previrt::Kernel;
+use crate::system::{artifacts, parador};
+use anyhow::{Context, Result, bail, ensure};
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// A kernel to take instead of building one, for those who work on it; `dummy.ko` is beside it.
+const KERNEL: &str = "PARADOR_HOSTED_KERNEL";
+/// Seconds that a machine may run on a busy host.
+const LIMIT: &str = "120s";
+/// The program that a machine's processes run.
+const WEDGE: &str = "parador-wedge";
+/// How the shell shows that it waits.
+const PROMPT: &str = "guest:/root #";
+/// How long a process may take to be gone.
+const GONE: Duration = Duration::from_secs(10);
+/// What Linux prints when it finds itself wrong.
+const WRONG: [&str; 4] = ["BUG:", "WARNING:", "Oops", "Call Trace"];
+
+/// A folder with what a machine is given, and what has been tried with it.
+pub struct Rig {
+    folder: TempDir,
+    kernel: PathBuf,
+}
+
+/// How a machine ended, and what it printed.
+#[derive(Debug)]
+struct Ended {
+    code: i32,
+    console: String,
+    messages: String,
+}
+
+impl Ended {
+    /// It ended in this way, printed these texts, and Linux found nothing wrong.
+    fn well(self, code: i32, texts: &[&str]) -> Result<Self> {
+        if let Some(wrong) = WRONG.iter().find(|wrong| self.console.contains(**wrong)) {
+            bail!("`{wrong}` appeared:\n{}\n{}", self.console, self.messages);
+        }
+        self.has(code, texts)
+    }
+
+    fn has(self, code: i32, texts: &[&str]) -> Result<Self> {
+        let all = format!("{}\n{}", self.console, self.messages);
+        ensure!(self.code == code, "exit code {}, not {code}:\n{all}", self.code);
+        if let Some(missing) = texts.iter().find(|text| !all.contains(**text)) {
+            bail!("`{missing}` did not appear:\n{all}");
+        }
+        Ok(self)
+    }
+}
+
+impl Rig {
+    /// Everything that is needed to run machines.
+    pub fn new() -> Result<Self> {
+        let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+        let kernel = match std::env::var_os(KERNEL) {
+            Some(path) => path.into(),
+            None => Kernel::get()?.vmlinux(),
+        };
+        Ok(Self { folder, kernel })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn run(&self) -> Command {
+        let mut command = parador(self.folder.path());
+        command.arg("run").arg(&self.kernel).args(["-i", "busybox", "--timeout", LIMIT]);
+        command
+    }
+
+    /// A machine that runs a script from its first disk, on which these files are, too. The script's end ends it.
+    fn script(&self, text: &str, files: &[&Path]) -> Result<Command> {
+        self.disk("disk.img", text, files)?;
+        let mut command = self.run();
+        let start = "mkdir -p /mnt; mount /dev/vda /mnt; sh -e /mnt/script";
+        command.args(["-d", "disk.img", "-p", &format!("parador.run=\"{start}\"")]);
+        Ok(command)
+    }
+
+    fn disk(&self, name: &str, script: &str, files: &[&Path]) -> Result<()> {
+        let tree = self.path("tree");
+        fs::create_dir_all(&tree).context("cannot make a folder")?;
+        fs::write(tree.join("script"), script).context("cannot write the script")?;
+        for file in files {
+            let name = file.file_name().context("a file without name")?;
+            fs::copy(file, tree.join(name)).with_context(|| format!("no {}", file.display()))?;
+        }
+        let path = self.path(name);
+        File::create(&path)
+            .and_then(|file| file.set_len(96 << 20))
+            .context("cannot make a disk")?;
+        let mut make = Command::new("mke2fs");
+        succeed(make.args(["-q", "-t", "ext4", "-d"]).args([&tree, &path]))
+    }
+
+    /// No error in the file system of a disk.
+    fn check_disk(&self, name: &str) -> Result<()> {
+        // What a machine that was switched off has left in the journal is done first.
+        let mut check = Command::new("e2fsck");
+        check.args(["-fp"]).arg(self.path(name));
+        let status = check.stdout(Stdio::null()).status().context("cannot start e2fsck")?;
+        // 1: it has done so.
+        ensure!(matches!(status.code(), Some(0 | 1)), "e2fsck: {status}");
+        Ok(())
+    }
+}
+
+/// Runs a machine to its end, with this typed at once.
+fn end(command: &mut Command, typed: &str) -> Result<Ended> {
+    let mut child = start(command)?;
+    if let Some(mut input) = child.stdin.take() {
+        // A machine that ends before it reads is one that the caller looks at.
+        let _ = input.write_all(typed.as_bytes());
+    }
+    let output = child.wait_with_output().context("cannot wait for parador")?;
+    let text = |bytes| String::from_utf8_lossy(bytes).replace('\r', "");
+    Ok(Ended {
+        code: output.status.code().context("parador was killed")?,
+        console: text(&output.stdout),
+        messages: text(&output.stderr),
+    })
+}
+
+fn start(command: &mut Command) -> Result<Child> {
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("cannot start parador through setpriv")
+}
+
+fn succeed(command: &mut Command) -> Result<()> {
+    let output = command.output().with_context(|| format!("cannot start {command:?}"))?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{command:?} failed ({}): {errors}", output.status);
+    Ok(())
+}
+
+/// A shell, on which nothing is lost of what was typed before it was there; an exit code from inside.
+pub fn shell() -> Result<()> {
+    let rig = Rig::new()?;
+    end(&mut rig.run(), "echo $((6*7)) is\nuname -r\nmachine-exit 7\n")?
+        .well(7, &["\n42 is\n", PROMPT, "-parador\n", "the guest ended with code 7"])?;
+    end(&mut rig.run(), "poweroff\n")?.well(0, &["the guest powered off"])?;
+    // Without input the guest runs on.
+    end(rig.run().args(["-p", "parador.run=false"]), "")?.well(1, &[])?;
+    let mut output = rig.run();
+    output.args(["-p", "parador.run=\"seq 20000\""]);
+    let lines = end(&mut output, "")?.well(0, &[])?.console;
+    let counted = lines.lines().filter_map(|line| line.parse::<u32>().ok());
+    ensure!(counted.eq(1..=20_000), "output is missing or mixed up:\n{lines}");
+    Ok(())
+}
+
+/// What was written is there, also for the next machine; a disk to read only stays as it is.
+pub fn disk() -> Result<()> {
+    let rig = Rig::new()?;
+    let write = "dd if=/dev/urandom of=/mnt/data bs=1M count=40 2>/dev/null
+        md5sum /mnt/data >/mnt/sum; sync; echo 3 >/proc/sys/vm/drop_caches; md5sum -c /mnt/sum
+        cat /sys/block/vda/serial; echo; fstrim -v /mnt || true; md5sum -c /mnt/sum; mount -o remount,ro /mnt\n";
+    end(&mut rig.script(write, &[])?, "")?.well(0, &["/mnt/data: OK", "disk0"])?;
+    rig.check_disk("disk.img")?;
+
+    fs::rename(rig.path("disk.img"), rig.path("second.img")).context("cannot rename a disk")?;
+    let read = "mkdir /second; mount -o ro /dev/vdb /second
+        sed 's,/mnt,/second,' /second/sum | md5sum -c; cat /sys/block/vdb/serial; echo
+        ! dd if=/dev/zero of=/dev/vdb bs=512 count=1
+        for n in 1 2 3 4; do dd if=/dev/vdb of=/dev/null bs=64k & done; wait
+        head -c 64 /dev/hwrng | wc -c\n";
+    let before = fs::read(rig.path("second.img")).context("cannot read a disk")?;
+    let mut machine = rig.script(read, &[])?;
+    machine.args(["--disk", "path=second.img,ro=on,id=the second"]);
+    end(&mut machine, "")?.well(0, &["/second/data: OK", "the second", "\n64\n"])?;
+    let after = fs::read(rig.path("second.img")).context("cannot read a disk")?;
+    ensure!(before == after, "a disk that is read only has changed");
+    Ok(())
+}
+
+/// Two machines do not write to one disk, and one that has ended has let go of it.
+pub fn disk_in_use() -> Result<()> {
+    let rig = Rig::new()?;
+    let mut first = rig.script("sleep 1000\n", &[])?;
+    let mut child = start(&mut first)?;
+    children(&child)?;
+    let refused = end(rig.run().args(["-d", "disk.img"]), "")?;
+    refused.has(71, &["is in use by another machine"])?;
+    child.kill().and_then(|()| child.wait()).context("cannot end parador")?;
+    end(rig.run().args(["-d", "disk.img"]), "poweroff\n")?.well(0, &["the guest powered off"])?;
+    Ok(())
+}
+
+/// Where the host takes no more, the guest gets errors, and nothing else ends.
+pub fn disk_full() -> Result<()> {
+    let rig = Rig::new()?;
+    let large = File::create(rig.path("large.img")).context("cannot make a disk")?;
+    large.set_len(400 << 20).context("cannot make a disk")?;
+    let script = "dd if=/dev/zero of=/dev/vdb bs=1M count=8 conv=fsync
+        ! dd if=/dev/zero of=/dev/vdb bs=1M seek=390 count=8 conv=fsync
+        echo goes on\n";
+    let inner = rig.script(script, &[])?;
+    // The limit of file sizes, in units of 512 bytes: between guest memory and the end of the disk.
+    let mut machine = Command::new("sh");
+    machine.args(["-c", "ulimit -f 650000; exec \"$@\" -d large.img", "sh"]);
+    machine.arg(inner.get_program()).args(inner.get_args()).current_dir(rig.folder.path());
+    machine.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    end(&mut machine, "")?.has(0, &["I/O error", "goes on", "the host refuses a request"])?;
+    Ok(())
+}
+
+/// A module comes and goes.
+pub fn module() -> Result<()> {
+    let rig = Rig::new()?;
+    let script = "for round in 1 2 3; do
+            insmod /mnt/dummy.ko; ifconfig dummy0 up; ifconfig dummy0 down; rmmod dummy
+        done; echo modules work\n";
+    let dummy = match std::env::var_os(KERNEL) {
+        Some(_) => rig.kernel.with_file_name("dummy.ko"),
+        None => Kernel::get()?.dummy()?,
+    };
+    end(&mut rig.script(script, &[&dummy])?, "")?.well(0, &["modules work"])?;
+    Ok(())
+}
+
+/// Ends that are the guest's fault, each with its code.
+pub fn ends() -> Result<()> {
+    let rig = Rig::new()?;
+    let typed = |line: &str, text: &str| end(rig.run().args(["-p", line]), text);
+    typed("", "echo c >/proc/sysrq-trigger\n")?
+        .has(80, &["Kernel panic - not syncing", "the guest's kernel panicked"])?;
+    typed("parador.run=\"reboot -f\"", "")?.has(83, &["the guest reset its machine"])?;
+    typed("reboot=triple parador.run=\"reboot -f\"", "")?.has(81, &["triple fault"])?;
+    let mut machine = parador(rig.folder.path());
+    machine.arg("run").arg(&rig.kernel).args(["-i", "busybox", "--timeout", "3s"]);
+    end(&mut machine, "")?.has(124, &["time limit"])?;
+    let mut full = rig.run();
+    full.stdin(Stdio::null()).stdout(File::create("/dev/full").context("no /dev/full")?);
+    let output = full.output().context("cannot start parador")?;
+    ensure!(output.status.code() == Some(71), "full output: {output:?}");
+    Ok(())
+}
+
+/// Programs that crash get their signals.
+pub fn crashes() -> Result<()> {
+    let rig = Rig::new()?;
+    let script = "set +e
+        for way in null divide undefined breakpoint privileged kernel; do
+            /mnt/linux-stress crash $way; echo $way $?
+        done\n";
+    end(&mut rig.script(script, &[&stress_program()])?, "")?.well(
+        0,
+        &[
+            "\nnull 139\n",
+            "\ndivide 136\n",
+            "\nundefined 132\n",
+            "\nbreakpoint 133\n",
+            "\nprivileged 139\n",
+            "\nkernel 139\n",
+        ],
+    )?;
+    Ok(())
+}
+
+/// A program that loops does not keep others from their time.
+pub fn preemption() -> Result<()> {
+    let rig = Rig::new()?;
+    let script = "for n in 1 2 3; do (while :; do :; done) & done
+        n=0; while [ $n -lt 20000 ]; do n=$((n+1)); done; sleep 0.1; ls / >/dev/null; echo counted\n";
+    end(&mut rig.script(script, &[])?, "")?.well(0, &["counted"])?;
+    Ok(())
+}
+
+/// Everything that programs ask of a kernel, at once, for some seconds.
+pub fn stress(seconds: u32) -> Result<()> {
+    let rig = Rig::new()?;
+    let script = format!("/mnt/linux-stress {seconds}\n");
+    end(&mut rig.script(&script, &[&stress_program()])?, "")?.well(0, &["stress: all well"])?;
+    rig.check_disk("disk.img")
+}
+
+fn stress_program() -> PathBuf {
+    artifacts().join("linux-stress")
+}
+
+/// Memory from the least to more than fits below 4 GiB; the host gives what is used of it.
+pub fn memory() -> Result<()> {
+    let rig = Rig::new()?;
+    for (size, least, most) in
+        [("64M", 20_000, 64 << 10), ("321M", 250_000, 321 << 10), ("4G", 3_800_000, 4 << 20)]
+    {
+        let mut machine = rig.run();
+        machine.args(["-m", size, "-p", "parador.run=\"grep MemTotal /proc/meminfo\""]);
+        let ended = end(&mut machine, "")?.well(0, &[])?;
+        let line = ended.console.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+        let words = line.and_then(|line| line.split_whitespace().next());
+        let total: u64 = words.and_then(|word| word.parse().ok()).context("no MemTotal")?;
+        ensure!((least..most).contains(&total), "{size}: {total} KiB");
+    }
+    let use_it = "mkdir /ram; mount -t tmpfs -o size=3600M ram /ram
+        dd if=/dev/zero of=/ram/a bs=1M count=1200 2>/dev/null; md5sum </ram/a\n";
+    let mut machine = rig.script(use_it, &[])?;
+    // Of 1,200 MiB of zeros, in memory on both sides of the hole.
+    machine.args(["-m", "4G"]);
+    end(&mut machine, "")?.well(0, &["8c2297c9abaf3b724f6192f65efe9a89"])?;
+    Ok(())
+}
+
+/// Whatever process is killed, the whole machine ends, and nothing of it stays.
+pub fn kills() -> Result<()> {
+    let rig = Rig::new()?;
+    rig.disk("disk.img", "", &[])?;
+    for (victim, signal, code) in [
+        (0, "KILL", None),
+        (1, "KILL", Some(137)),
+        // A worker of the disk, the guest's first process, its last one.
+        (2, "KILL", Some(137)),
+        (4, "KILL", Some(137)),
+        (usize::MAX, "KILL", Some(137)),
+        (0, "TERM", Some(143)),
+        (0, "INT", Some(130)),
+    ] {
+        let mut child = start(rig.run().args(["-d", "disk.img"]))?;
+        let all = children(&child)?;
+        let process = all.get(victim).or(all.last()).copied().context("no process")?;
+        succeed(Command::new("kill").args([&format!("-{signal}"), &process.to_string()]))?;
+        drop(child.stdin.take());
+        let output = child.wait_with_output().context("cannot wait for parador")?;
+        ensure!(output.status.code() == code, "{victim}: {signal}: {}", output.status);
+        let deadline = Instant::now() + GONE;
+        while let Some(left) = all.iter().find(|process| is_alive(**process)) {
+            ensure!(Instant::now() < deadline, "{victim}: process {left} has stayed");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    Ok(())
+}
+
+/// The processes of a machine whose shell is there: `parador`, the device process, those of the disk, the guest's.
+fn children(child: &Child) -> Result<Vec<u32>> {
+    let deadline = Instant::now() + GONE;
+    let below = |process: u32| -> Vec<u32> {
+        let path = format!("/proc/{process}/task/{process}/children");
+        let text = fs::read_to_string(path).unwrap_or_default();
+        text.split_whitespace().filter_map(|number| number.parse().ok()).collect()
+    };
+    loop {
+        let mut all = vec![child.id()];
+        if let [device] = below(child.id())[..]
+            && fs::read_to_string(format!("/proc/{device}/comm")).is_ok_and(|name| {
+                // Names end after fifteen bytes.
+                WEDGE.starts_with(name.trim())
+            })
+        {
+            all.push(device);
+            all.extend(below(device));
+        }
+        // The guest's own programs have begun.
+        if all.len() > 6 {
+            return Ok(all);
+        }
+        ensure!(Instant::now() < deadline, "the machine has only the processes {all:?}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+fn is_alive(process: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(" Z"))
+}
+
+/// Kernels that have been tampered with, each with its reason.
+pub fn refusals() -> Result<()> {
+    let rig = Rig::new()?;
+    let objcopy = |name: &str, arguments: &[&str]| {
+        let path = rig.path(name);
+        succeed(Command::new("objcopy").args(arguments).arg(&rig.kernel).arg(&path))?;
+        Ok::<_, anyhow::Error>(path)
+    };
+    let refused = |kernel: &Path, code: i32, text: &str| {
+        let mut command = parador(rig.folder.path());
+        command.arg("run").arg(kernel).args(["-i", "busybox", "--timeout", "20s"]);
+        end(&mut command, "")?.has(code, &[text]).map(drop)
+    };
+    let rename = |to: &str| format!("parador_sites_1={to}");
+    let none = objcopy("none", &["--rename-section", &rename("sites")])?;
+    refused(&none, 65, "not pre-virtualized")?;
+    let newer = objcopy("newer", &["--rename-section", &rename("parador_sites_2")])?;
+    refused(&newer, 65, "build the kernel with this version")?;
+    let stripped = objcopy("stripped", &["--remove-relocations=*"])?;
+    refused(&stripped, 65, "do not strip it")?;
+
+    let whole = fs::read(&rig.kernel).context("cannot read the kernel")?;
+    let short = rig.path("short");
+    fs::write(&short, &whole[..whole.len() / 2]).context("cannot write a file")?;
+    refused(&short, 65, "no sound ELF file")?;
+    // An instruction that is no site's where the first site is.
+    let text = succeed_with(Command::new("objdump").args(["-h", "-w"]).arg(&rig.kernel))?;
+    let (table, address) = place(&text, "parador_sites_1").context("no table of sites")?;
+    let record = whole.get(table..table + 4).context("no record")?;
+    let offset = i32::from_le_bytes(record.try_into().context("no record")?);
+    let site = address.wrapping_add_signed(offset.into());
+    let (code, start) = place(&text, ".text").context("no code")?;
+    let mut bytes = whole;
+    let at = code + usize::try_from(site - start).context("the first site is elsewhere")?;
+    bytes.get_mut(at..at + 2).context("no site")?.copy_from_slice(&[0x0f, 0x0b]);
+    let odd = rig.path("odd");
+    fs::write(&odd, &bytes).context("cannot write a file")?;
+    refused(&odd, 65, "unknown instruction at")?;
+    Ok(())
+}
+
+/// Offset in the file and address of a section, as `objdump -h -w` prints it.
+fn place(text: &str, name: &str) -> Option<(usize, u64)> {
+    let line = text.lines().find(|line| line.split_whitespace().nth(1) == Some(name))?;
+    let mut words = line.split_whitespace().skip(3);
+    let address = u64::from_str_radix(words.next()?, 16).ok()?;
+    let offset = usize::from_str_radix(words.nth(1)?, 16).ok()?;
+    Some((offset, address))
+}
+
+fn succeed_with(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("cannot start {command:?}"))?;
+    ensure!(output.status.success(), "{command:?} failed ({})", output.status);
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
