@@ -2,10 +2,11 @@
 
 XTASK := scripts/cargo xtask
 
-.PHONY: help run test bench bench-previrt image check clean setup
+.PHONY: help run run-hosted test bench bench-previrt image check clean setup
 
 help:
 	@echo "make run      build Parador and boot three guests on an emulated machine, on this terminal"
+	@echo "make run-hosted  build a Linux kernel and boot it as processes of this host"
 	@echo "make test     run every test: units, device scripts, micro-guests, Linux boots"
 	@echo "make bench    measure and compare with native Linux, KVM and Xen"
 	@echo "make bench-previrt  measure what it costs a kernel to be pre-virtualized"
@@ -13,7 +14,7 @@ help:
 	@echo "make check    format, lints, import rules, unsafe counts, generated documents"
 	@echo "make clean    remove everything that was built"
 
-run test bench image check: setup
+run run-hosted test bench image check: setup
 	@$(XTASK) $@
 
 bench-previrt: setup

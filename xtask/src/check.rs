@@ -1,7 +1,7 @@
 //! Running, testing and checking everything.
 
 use crate::build::{self, GROUPS, artifacts, build, group_cargo};
-use crate::process::{run, target, workspace};
+use crate::process::{output, run, target, workspace};
 use crate::rules;
 use crate::spec;
 use crate::toolchain::{Bare, host_cargo};
@@ -32,6 +32,18 @@ pub fn emulate(arguments: &[String]) -> Result<()> {
     }
     // In place of this program: signals of the terminal then reach `parador` and nobody else.
     Err(command.args(arguments).exec()).context("cannot start parador")
+}
+
+/// `cargo xtask run-hosted [ARGUMENT...]`: builds a pre-virtualized kernel, if none is kept, and boots it in processes of this host.
+pub fn run_hosted(arguments: &[String]) -> Result<()> {
+    build(&["host".to_owned()])?;
+    let built = output(parador().args(["kernel", "build"]))?;
+    // A digest, then the place.
+    let kernel = built.split_once("  ").map(|(_, place)| place.trim_end());
+    let kernel = kernel.context("`parador kernel build` names no kernel")?;
+    let mut command = parador();
+    command.args(["run", kernel, "-i", "busybox"]).args(arguments);
+    Err(command.exec()).context("cannot start parador")
 }
 
 /// `cargo xtask image [FILE]`: builds everything and a bootable ISO image.

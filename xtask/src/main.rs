@@ -21,6 +21,7 @@ usage: cargo xtask COMMAND
 
   build [PACKAGE...]      build everything, or only these packages, into target/artifacts
   run [FILE] [ARGUMENT..] build, then emulate a system (examples/three-guests.toml)
+  run-hosted [ARGUMENT..] build, then boot a pre-virtualized kernel in processes of this host
   image [FILE]            build, then make a bootable ISO image
   test [FILTER]           unit tests, device scripts, and systems in QEMU
   bench [disk|net|many]   measure on the emulated machine, all or a part; write target/bench.json
@@ -56,6 +57,7 @@ fn dispatch(arguments: &[String]) -> Result<()> {
     match command {
         "build" => build::build(rest),
         "run" => check::emulate(rest),
+        "run-hosted" => check::run_hosted(rest),
         "image" => check::image(rest),
         "test" => check::test(rest),
         "bench" => check::bench(rest),

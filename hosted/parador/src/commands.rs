@@ -38,7 +38,15 @@ enum Command {
     #[command(after_help = "\
 Examples:
   parador run vmlinux -i busybox
-  parador run -k vmlinux -i initrd.cpio -p \"root=/dev/ram0\" -m 512M --timeout 60s")]
+  parador run -k vmlinux -i initrd.cpio -p \"root=/dev/ram0\" -m 512M --timeout 60s
+  parador run vmlinux -i busybox -d disk.img -d path=data.img,ro=on,id=data
+
+On a terminal all keys go to the guest, Ctrl-C too; Ctrl-A X ends the machine.
+
+Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 bad kernel or option;
+66 missing file; 69 something needed is not available; 70 internal; 71 operating system;
+77 permission; 80 guest panic; 81 guest triple fault; 83 guest reset; 124 time limit;
+128+n signal n.")]
     Run(run::Options),
     /// Make, check and start bootable systems.
     #[command(subcommand)]

@@ -127,10 +127,8 @@ fn place_initrd(
             let length = bytes.len() as u64;
             let address = top.checked_sub(length).map(|start| start & !(layout::PAGE - 1));
             let address = address.filter(|&start| start >= end);
-            let address = address.ok_or(BootError::InitrdTooLarge {
-                limit: top.saturating_sub(end),
-                length: length,
-            })?;
+            let address = address
+                .ok_or(BootError::InitrdTooLarge { limit: top.saturating_sub(end), length })?;
             memory.write_slice(address, bytes)?;
             Some((address, length))
         }
