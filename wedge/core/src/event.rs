@@ -115,7 +115,7 @@ impl VirtualCpu {
         error_code: Option<u32>,
         source: Source,
     ) -> Result<(), Trouble> {
-        let named = u32::from(number) * 8 | IN_IDT;
+        let named = (u32::from(number) * 8) | IN_IDT;
         let offset = u64::from(number) * 16;
         if offset + 15 > u64::from(self.idtr.limit) {
             return Err(protection(named).into());

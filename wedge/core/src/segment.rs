@@ -150,7 +150,7 @@ impl VirtualCpu {
     ) -> Result<(), Trouble> {
         let segment = if selector & !3 == 0 {
             // In 64-bit mode SS too may be null, if not at level 3.
-            if register == SS && (self.cpl == 3 || u8::from(selector as u8 & 3) != self.cpl) {
+            if register == SS && (self.cpl == 3 || selector as u8 & 3 != self.cpl) {
                 return Err(protection(0).into());
             }
             Segment { selector, ..null() }

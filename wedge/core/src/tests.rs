@@ -72,7 +72,7 @@ impl Machine {
             write(ROOT + 0x1000 * level, (ROOT + 0x1000 * (level + 1)) | table);
         }
         for page in (0..256).filter(|page| page * 0x1000 != MISSING) {
-            write(ROOT + 0x3000 + 8 * page, page * 0x1000 | table);
+            write(ROOT + 0x3000 + 8 * page, (page * 0x1000) | table);
         }
         let descriptors = [
             (KERNEL_CS, 0x00af_9b00_0000_ffff),
@@ -198,7 +198,7 @@ fn faults_while_delivering() {
     m.cpu.deliver(&m.memory, fault).unwrap();
     assert_eq!(m.cpu.frame.rip, HANDLER + 0x80);
     assert_eq!(m.words::<2>(IST1 - 48), [0, CODE]);
-    assert_eq!(m.cpu.cr2, (MISSING + 0x800 & !15) - 48);
+    assert_eq!(m.cpu.cr2, ((MISSING + 0x800) & !15) - 48);
     // Without it: a triple fault.
     let mut m = Machine::new();
     m.cpu.frame.gpr[4] = MISSING + 0x800;
@@ -274,7 +274,7 @@ fn flags() {
     assert_eq!((m.cpu.interrupt_flag, m.cpu.frame.gpr[4]), (rflags::IF, STACK));
     // A program's POPF leaves IF and IOPL; the reserved bits are what they are.
     m.program();
-    m.memory.write(STACK, u64::MAX & !rflags::IF).unwrap();
+    m.memory.write(STACK, !rflags::IF).unwrap();
     assert_eq!(m.run(&[0x9d]), Outcome::Next);
     let open = rflags::OPEN & !rflags::RF;
     assert_eq!(m.cpu.rflags(), open | rflags::FIXED | rflags::IF);
