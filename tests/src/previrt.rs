@@ -21,8 +21,9 @@ const CHECK: [&str; 2] = ["Kbuild", "check_wedge.c"];
 const CHECK_SCRIPT: &str = "set -x
 for seed in 1 2 3 4 5 6 7 8; do
     insmod /root/check_wedge.ko seed=$seed rounds=20
+    rmmod check_wedge
 done
-dmesg | grep 'wedge: ' | sed 's/^[^w]*/RESULT /'
+dmesg | grep -o 'wedge: [0-9d].*' | sed 's/^/RESULT /'
 ";
 /// Rounds of all of them, and an end of each.
 const CHECK_LINES: usize = 8 * 21;
@@ -38,7 +39,8 @@ insmod /root/parador_com.ko
 rmmod parador_com
 for n in 1 2 3 4; do (dd if=/dev/zero bs=1M count=20 | sha256sum) & done
 wait
-ls -R /proc/self /sys/class >/dev/null
+ls -R /sys/class >/dev/null
+cat /proc/self/maps /proc/meminfo >/dev/null
 echo works on $(nproc) processors
 ";
 const INIT: &str = "#!/bin/busybox sh

@@ -280,10 +280,14 @@ static int __init check_wedge_init(void)
 		pr_info("wedge: %u %u %016llx\n", seed, round, digest);
 	}
 	pr_info("wedge: done\n");
-	/* Nothing stays. */
-	return -EAGAIN;
+	return 0;
 }
 module_init(check_wedge_init);
+
+static void __exit check_wedge_exit(void)
+{
+}
+module_exit(check_wedge_exit);
 
 MODULE_DESCRIPTION("Sequences of sensitive instructions, for comparison");
 MODULE_LICENSE("GPL");
