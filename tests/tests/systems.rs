@@ -19,8 +19,10 @@ const DEBIAN_CPUS: [u32; 1] = [2];
 /// Numbers of CPUs with which the pre-virtualized kernel must work.
 const PREVIRT_CPUS: [u32; 2] = [1, 2];
 
+/// What a test does.
+type Body = fn() -> Result<()>;
 /// Machines that are processes of this host.
-const HOSTED: [(&str, fn() -> Result<()>); 11] = [
+const HOSTED: [(&str, Body); 11] = [
     ("shell", hosted::shell),
     ("disk", hosted::disk),
     ("disk-in-use", hosted::disk_in_use),

@@ -114,12 +114,10 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     {
         return;
     }
-    if !synchronous {
-        if cpu.cpl == 0 && cpu.interrupt_flag == 0 {
-            // It could not be delivered; the guest looks when it turns interrupts on.
-            cpu.attention = 1;
-            return;
-        }
+    if !synchronous && cpu.cpl == 0 && cpu.interrupt_flag == 0 {
+        // It could not be delivered; the guest looks when it turns interrupts on.
+        cpu.attention = 1;
+        return;
     }
     for (value, place) in context.registers.iter().zip(ORDER) {
         cpu.frame.gpr[place] = *value;
