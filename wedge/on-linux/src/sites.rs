@@ -114,10 +114,10 @@ impl Sites {
         if !site.is_rewritable() || is_left_alone(site.kind) {
             return Ok(());
         }
-        let mut bytes = [0; MAX_SITE];
-        let bytes =
-            bytes.get_mut(..site.length.into()).ok_or(Problem::Instruction(site.address))?;
-        cpu.read(memory, site.address, bytes).map_err(|_| Problem::Unreadable(site.address))?;
+        let mut whole = [0; MAX_SITE];
+        let whole = &mut whole[..usize::from(site.padded).min(MAX_SITE)];
+        cpu.read(memory, site.address, whole).map_err(|_| Problem::Unreadable(site.address))?;
+        let bytes = whole.get(..site.length.into()).ok_or(Problem::Instruction(site.address))?;
         if check {
             return match decode_all(bytes) {
                 Ok(_) => Ok(()),
@@ -129,6 +129,7 @@ impl Sites {
         let target = Target {
             site: site.address,
             original: bytes,
+            whole,
             padded: site.padded,
             kind: site.kind.number(),
             flags_dead: site.flags.contains(Flags::FLAGS_DEAD),
@@ -161,7 +162,7 @@ impl Sites {
                 if stub.way != Way::Unused && stub.site == site.address {
                     stub.way = Way::Unused;
                     // What is not mapped any longer need not be put back.
-                    let _ = cpu.write(memory, stub.site, stub.instructions());
+                    let _ = cpu.write(memory, stub.site, stub.overwritten());
                 }
             }
             Ok(())

@@ -47,8 +47,8 @@ pub struct Stub {
     code: [u8; CODE],
     /// Address of the site.
     pub site: u64,
-    /// The bytes that were there.
-    pub original: [u8; MAX_SITE],
+    /// The bytes that were there, the pad included.
+    original: [u8; MAX_SITE],
     /// How many of them are instructions.
     pub length: u8,
     /// Bytes that belong to the site: the guest goes on behind them.
@@ -84,6 +84,8 @@ pub struct Target<'a> {
     pub site: u64,
     /// The instructions there.
     pub original: &'a [u8],
+    /// The instructions and what may be overwritten behind them, as far as [`MAX_SITE`] bytes.
+    pub whole: &'a [u8],
     /// Bytes that may be overwritten.
     pub padded: u8,
     /// Its kind, as the table says.
@@ -139,7 +141,8 @@ impl Stub {
             way: way(target),
             general: 0,
         };
-        stub.original[..original.len()].copy_from_slice(original);
+        let whole = target.whole.get(..usize::from(padded).min(MAX_SITE))?;
+        stub.original[..whole.len()].copy_from_slice(whole);
         let resume = stub.resume();
         let mut code = Code { bytes: &mut stub.code, base: at, used: 0 };
         match stub.way {
@@ -214,6 +217,11 @@ impl Stub {
     /// The instructions that were there.
     pub fn instructions(&self) -> &[u8] {
         &self.original[..usize::from(self.length).min(MAX_SITE)]
+    }
+
+    /// What was where the patch is.
+    pub fn overwritten(&self) -> &[u8] {
+        &self.original[..if self.way == Way::Cli { MAX_PATCH } else { JUMP }]
     }
 
     /// What to make of a signal at `offset` in this stub.
@@ -342,7 +350,17 @@ mod tests {
     const SITE: u64 = 0x4100_0000;
 
     fn target(original: &[u8], padded: u8, flags_dead: bool) -> Target<'_> {
-        Target { site: SITE, original, padded, kind: 0, flags_dead, fast: true }
+        let mut whole = vec![0x90; MAX_SITE];
+        whole[..original.len()].copy_from_slice(original);
+        Target {
+            site: SITE,
+            original,
+            whole: whole.leak(),
+            padded,
+            kind: 0,
+            flags_dead,
+            fast: true,
+        }
     }
 
     fn new(original: &[u8], padded: u8, flags_dead: bool) -> Option<(Stub, Patch)> {
@@ -362,6 +380,9 @@ mod tests {
         assert_eq!(reached(SITE, patch.bytes()), AT);
         assert_eq!(reached(AT + 18, &stub.code[18..]), ENTRIES.site);
         assert_eq!((stub.resume(), stub.instructions()), (SITE + 8, &[0x0f, 0xa2][..]));
+        assert_eq!(stub.overwritten(), [0x0f, 0xa2, 0x90, 0x90, 0x90]);
+        let (stub, patch) = new(&[0xfa], 8, false).unwrap();
+        assert_eq!(stub.overwritten().len(), patch.bytes().len());
     }
 
     #[test]
