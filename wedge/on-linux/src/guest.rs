@@ -663,18 +663,8 @@ pub extern "sysv64" fn main() -> ! {
     };
     shared().deadline.store(u64::MAX, Relaxed);
     loop {
-        match machine.run(&mut state, &mut vcpu, &mut host) {
-            Pause::Recall(events) => {
-                if events as u32 & event::STOP != 0 {
-                    processes::finish(exit_code(Outcome::PowerOff));
-                }
-                machine.input(Some(&state), &mut host);
-                if events as u32 & event::DISK != 0 {
-                    for slot in 0..disks {
-                        machine.function_input(slot, Some(&state), &mut host);
-                    }
-                }
-            }
+        let events = match machine.run(&mut state, &mut vcpu, &mut host) {
+            Pause::Recall(events) => events as u32,
             Pause::Idle { deadline_tsc } => idle(deadline_tsc),
             Pause::End(outcome) => {
                 if outcome == Outcome::TripleFault {
@@ -682,12 +672,23 @@ pub extern "sysv64" fn main() -> ! {
                 }
                 processes::finish(exit_code(outcome));
             }
+        };
+        if events & event::STOP != 0 {
+            processes::finish(exit_code(Outcome::PowerOff));
+        }
+        if events & event::CONSOLE != 0 {
+            machine.input(Some(&state), &mut host);
+        }
+        if events & event::DISK != 0 {
+            for slot in 0..disks {
+                machine.function_input(slot, Some(&state), &mut host);
+            }
         }
     }
 }
 
-/// Waits for events, or until the time-stamp counter has this value.
-fn idle(deadline: u64) {
+/// Waits for events, which it takes, or until the time-stamp counter has this value. A halted virtual CPU does not take them itself.
+fn idle(deadline: u64) -> u32 {
     let shared = shared();
     shared.idle.store(1, SeqCst);
     let limit = (deadline != u64::MAX).then(|| signal::until(deadline));
@@ -695,6 +696,13 @@ fn idle(deadline: u64) {
         crate::sys::wait(events(), 0, limit);
     }
     shared.idle.store(0, SeqCst);
+    let pending = events().swap(0, SeqCst);
+    if pending & event::TIMER != 0 {
+        // The machine looks at the time itself; the timer has to be set again in any case.
+        mine().armed.store(u64::MAX, Relaxed);
+        signal::arm();
+    }
+    pending
 }
 
 /// The processor as the loader wants it.
