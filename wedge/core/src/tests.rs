@@ -461,3 +461,30 @@ fn shared_addresses_have_a_root_of_their_own() {
     assert!(m.cpu.read(&m.memory, CODE, &mut bytes).is_ok());
     assert!(m.cpu.read(&m.memory, STACK, &mut bytes).is_err());
 }
+
+/// Programs have the ports that the task's map or IOPL gives them.
+#[test]
+fn ports_of_programs() {
+    const MAP: u64 = 104;
+    const OUT: &[u8] = &[0xee];
+    const OUT_LONG: &[u8] = &[0xef];
+    let refused = Outcome::Raise(Event::exception_code(vector::PROTECTION, 0));
+    let passes = |outcome| matches!(outcome, Outcome::Exit(Exit::Io(_)));
+    let mut m = Machine::new();
+    assert!(passes(m.run_with(OUT, &[(2, 0x501)])), "the kernel has them all");
+    m.cpu.cpl = 3;
+    // The segment ends where the map would begin.
+    m.memory.write(TSS + 0x66, MAP as u16).unwrap();
+    assert_eq!(m.run(OUT), refused);
+    m.cpu.tr.limit = (MAP + 0x501 / 8 + 1) as u32;
+    for byte in 0..=0x501 / 8 + 1 {
+        m.memory.write(TSS + MAP + byte, 0xff_u8).unwrap();
+    }
+    assert_eq!(m.run(OUT), refused);
+    m.memory.write(TSS + MAP + 0x501 / 8, !(1_u8 << 1)).unwrap();
+    assert!(passes(m.run(OUT)));
+    assert_eq!(m.run(OUT_LONG), refused, "three of its four ports are closed");
+    assert_eq!(m.run_with(OUT, &[(2, 0x50f)]), refused, "the map has no byte behind");
+    m.cpu.frame.rflags |= rflags::IOPL;
+    assert!(passes(m.run_with(OUT, &[(2, 0xffff)])));
+}
