@@ -42,6 +42,7 @@ wait
 ls -R /sys/class >/dev/null
 cat /proc/self/maps /proc/meminfo >/dev/null
 echo works on $(nproc) processors
+sleep 1
 ";
 const INIT: &str = "#!/bin/busybox sh
 /bin/busybox mount -t devtmpfs dev /dev
