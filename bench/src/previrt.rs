@@ -33,6 +33,7 @@ pub fn measure() -> Result<()> {
     };
 
     let mut figures = verified(&padded_kernel)?;
+    figures.push(build_share(&padded_kernel)?);
     figures.push(overhead(
         "raw_overhead",
         "pads on a raw machine, geometric mean",
@@ -115,6 +116,28 @@ fn verified(kernel: &Path) -> Result<Vec<Figure>> {
         figure("pads_overlapping", "pads where Linux rewrites itself", overlaps, "sites", 0.0),
         figure("text_growth", "pads beside code", growth, "per cent", 1.0),
     ])
+}
+
+/// What the afterburner took of the CPU time of building the kernel, as noted then.
+fn build_share(kernel: &Path) -> Result<Figure> {
+    let path = kernel.with_file_name("cost.json");
+    let text = std::fs::read(&path).with_context(|| {
+        format!("cannot read {}; remove the folder to build the kernel anew", path.display())
+    })?;
+    let cost: Value = serde_json::from_slice(&text)?;
+    let seconds = |name: &str| cost.get(name).and_then(Value::as_f64);
+    let share = seconds("afterburner_cpu_seconds").zip(seconds("cpu_seconds"));
+    let (part, whole) = share.with_context(|| format!("{} is not understood", path.display()))?;
+    Ok(Figure {
+        key: "build_cpu_share",
+        title: "afterburner in a kernel's build",
+        value: part / whole * 100.0,
+        unit: "per cent",
+        world_switches: None,
+        peer: None,
+        limit: 5.0,
+        spread: 0.0,
+    })
 }
 
 /// Sensitive instructions that were missed or recorded wrongly, overlaps, and growth in per cent.

@@ -114,6 +114,24 @@ impl Rig {
     }
 }
 
+/// Every store to a page table is annotated: starting, stopping and changing the memory of programs, and modules.
+pub fn profile() -> Result<()> {
+    let rig = Rig::new()?;
+    let mut run = rig.script("/mnt/linux-stress 2\n", &[&stress_program()])?;
+    let ended = end(run.args(["--profile-writes", "profile"]), "")?;
+    ended.well(0, &[])?;
+    let report = fs::read_to_string(rig.path("profile")).context("no profile")?;
+    // N by annotated instructions, M by others.
+    let mut numbers = report.split_whitespace().filter_map(|word| word.parse::<u64>().ok());
+    let (Some(annotated), Some(others)) = (numbers.next(), numbers.next()) else {
+        bail!("the profile is not understood:\n{report}");
+    };
+    ensure!(annotated > 10_000, "few writes:\n{report}");
+    // The page of a root that has been freed may get contents that look like entries.
+    ensure!(others * 5000 <= annotated, "stores are not annotated:\n{report}");
+    Ok(())
+}
+
 /// Runs a machine to its end, with this typed at once.
 fn end(command: &mut Command, typed: &str) -> Result<Ended> {
     let mut child = start(command)?;

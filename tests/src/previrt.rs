@@ -3,7 +3,8 @@
 use crate::scenario::{Backend, Scenario};
 use crate::system::{Machine, parador, target, workspace};
 use anyhow::{Context, Result, bail, ensure};
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,6 +13,31 @@ use tempfile::TempDir;
 
 /// Seconds that a machine may run on a busy host.
 const LIMIT: u64 = 300;
+/// Memory of the bare machine in MiB.
+const MEMORY: u32 = 512;
+/// Where a kernel that was not moved has its image, less where that is in memory.
+const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
+/// Kinds of sites by number: the table with this head in this document.
+const KINDS: &str = "docs/spec/sites.md";
+const KINDS_HEAD: &str = "| kind | name | instruction |";
+/// What Linux cannot boot without, and how often at least.
+const COUNTED: [(&str, u64); 13] = [
+    ("cli", 1000),
+    ("sti", 1000),
+    ("save_fl", 1000),
+    ("iret", 1000),
+    ("swapgs", 1000),
+    ("sysretq", 1000),
+    ("wr_cr", 100),
+    ("pgtable", 1000),
+    ("wrmsr", 10),
+    ("out", 1000),
+    ("in", 1000),
+    ("cpuid", 10),
+    ("ltr", 1),
+];
+/// What it does not do on such a machine.
+const NEVER: [&str; 5] = ["vmcall", "encls", "mwaitx", "sysexit", "lmsw"];
 const BUSYBOX: &str = "/bin/busybox";
 /// Ours, from sources in a folder outside the kernel's.
 const DRIVER: [&str; 3] = ["Kbuild", "parador_com.c", "parador_com.h"];
@@ -123,9 +149,78 @@ pub fn verify() -> Result<()> {
     Ok(())
 }
 
+/// Boots the kernel with every site in a stub on the bare machine; modules get stubs when they are loaded.
+pub fn null(cpus: u32) -> Result<()> {
+    let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+    let (image, _) = null_image(folder.path(), &[])?;
+    works(&bare(&image, cpus, "nokaslr", SCRIPT, &[])?, cpus)
+}
+
+/// Stubs that count: how often each kind of site was executed is in the machine's memory when it is off.
+pub fn null_counts() -> Result<()> {
+    let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+    let (image, report) = null_image(folder.path(), &["--count"])?;
+    let address = report
+        .split_once("by kind from 0x")
+        .and_then(|(_, rest)| u64::from_str_radix(rest.split_whitespace().next()?, 16).ok());
+    let address = address.with_context(|| format!("no place of counters:\n{report}"))?;
+    let memory = folder.path().join("memory");
+    let file =
+        format!("memory-backend-file,id=ram,size={MEMORY}M,mem-path={},share=on", memory.display());
+    let more = ["-object", &file, "-machine", "memory-backend=ram"];
+    works(&bare(&image, 1, "nokaslr", SCRIPT, &more)?, 1)?;
+    let kinds = kinds()?;
+    let mut bytes = vec![0; 8 * kinds.len()];
+    File::open(&memory)
+        .and_then(|file| file.read_exact_at(&mut bytes, address - KERNEL_MAP))
+        .context("cannot read the machine's memory")?;
+    let counts = bytes
+        .chunks_exact(8)
+        .map(|chunk| chunk.iter().rev().fold(0_u64, |sum, byte| sum << 8 | u64::from(*byte)));
+    let counts: Vec<(String, u64)> = kinds.into_iter().zip(counts).collect();
+    for (kind, count) in &counts {
+        let least = COUNTED.iter().find(|(name, _)| name == kind).map_or(0, |(_, least)| *least);
+        let most = if NEVER.contains(&kind.as_str()) { 0 } else { u64::from(u32::MAX) };
+        ensure!(
+            (least..=most).contains(count),
+            "{kind}: {count}, not {least} to {most}: {counts:?}"
+        );
+    }
+    Ok(())
+}
+
+/// The names of the kinds of sites, by number.
+fn kinds() -> Result<Vec<String>> {
+    let text = fs::read_to_string(workspace().join(KINDS)).context(KINDS)?;
+    let mut names = Vec::new();
+    let rows = text.lines().skip_while(|line| *line != KINDS_HEAD).skip(2);
+    for line in rows.take_while(|line| line.starts_with('|')) {
+        let mut cells = line.split('|').map(str::trim).skip(1);
+        let number = cells.next().and_then(|cell| cell.parse::<usize>().ok());
+        if let (Some(number), Some(name)) = (number, cells.next()) {
+            ensure!(number == names.len(), "{KINDS}: {number} after {} kinds", names.len());
+            names.push(name.trim_matches('`').to_owned());
+        }
+    }
+    ensure!(
+        COUNTED.iter().all(|(name, _)| names.iter().any(|other| other == name)),
+        "{KINDS}: {names:?}"
+    );
+    Ok(names)
+}
+
+/// Makes a null image; returns its path and what is said about it.
+fn null_image(folder: &Path, options: &[&str]) -> Result<(PathBuf, String)> {
+    let path = folder.join("vmlinux-null");
+    let mut command = parador(folder);
+    command.args(["afterburn", "null"]).arg(Kernel::get()?.vmlinux()).arg("-o").arg(&path);
+    let report = succeed(command.args(options))?;
+    Ok((path, report))
+}
+
 /// Boots `image` of the kernel's folder on the bare machine. Returns where its text is.
 pub fn raw(image: &str, cpus: u32, options: &str) -> Result<String> {
-    let console = bare(image, cpus, options, SCRIPT)?;
+    let console = bare(&Kernel::get()?.folder.join(image), cpus, options, SCRIPT, &[])?;
     works(&console, cpus)?;
     let place = console.lines().find_map(|line| line.trim_end().strip_suffix(" T _text"));
     place.map(str::to_owned).with_context(|| format!("no `_text`:\n{console}"))
@@ -141,7 +236,7 @@ pub fn same_results() -> Result<()> {
     let results = |console: &str| -> Vec<String> {
         console.lines().filter_map(|line| line.strip_prefix("RESULT ").map(str::to_owned)).collect()
     };
-    let processor = bare("vmlinux", 1, "nokaslr", CHECK_SCRIPT)?;
+    let processor = bare(&Kernel::get()?.vmlinux(), 1, "nokaslr", CHECK_SCRIPT, &[])?;
     let wedge = in_processes(CHECK_SCRIPT)?;
     let (expected, found) = (results(&processor), results(&wedge));
     ensure!(expected.len() == CHECK_LINES, "{} results:\n{processor}", expected.len());
@@ -174,17 +269,18 @@ fn in_processes(script: &str) -> Result<String> {
     succeed(&mut run)
 }
 
-/// Runs a script on the bare machine; gives the console.
-fn bare(image: &str, cpus: u32, options: &str, script: &str) -> Result<String> {
+/// Runs a script on the bare machine, of which QEMU is told `more`; gives the console.
+fn bare(image: &Path, cpus: u32, options: &str, script: &str, more: &[&str]) -> Result<String> {
     let kernel = Kernel::get()?;
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let disk = ram_disk(kernel, folder.path(), script)?;
     let mut machine = Command::new("setpriv");
     machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", &LIMIT.to_string()]);
     machine.args(["qemu-system-x86_64", "-M", "q35", "-cpu", "max", "-accel", "tcg"]);
-    machine.args(["-m", "512", "-smp", &cpus.to_string(), "-nodefaults", "-no-user-config"]);
+    machine.args(["-m", &MEMORY.to_string(), "-smp", &cpus.to_string()]);
+    machine.args(["-nodefaults", "-no-user-config"]).args(more);
     machine.args(["-display", "none", "-serial", "stdio", "-no-reboot", "-kernel"]);
-    machine.arg(kernel.folder.join(image)).arg("-initrd").arg(disk);
+    machine.arg(image).arg("-initrd").arg(disk);
     machine.args(["-append", &format!("console=ttyS0 panic=-1 {options}")]);
     succeed(&mut machine)
 }

@@ -22,7 +22,7 @@ const PREVIRT_CPUS: [u32; 2] = [1, 2];
 /// What a test does.
 type Body = fn() -> Result<()>;
 /// Machines that are processes of this host.
-const HOSTED: [(&str, Body); 11] = [
+const HOSTED: [(&str, Body); 12] = [
     ("shell", hosted::shell),
     ("disk", hosted::disk),
     ("disk-in-use", hosted::disk_in_use),
@@ -34,6 +34,7 @@ const HOSTED: [(&str, Body); 11] = [
     ("memory", hosted::memory),
     ("kills", hosted::kills),
     ("refusals", hosted::refusals),
+    ("profile", hosted::profile),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.
 const STRESS_SECONDS: u32 = 10;
@@ -966,6 +967,7 @@ fn main() -> ExitCode {
         }
     }
     for cpus in PREVIRT_CPUS {
+        add(format!("previrt/null/{cpus}-cpu"), Box::new(move || previrt::null(cpus)));
         add(
             format!("previrt/raw/{cpus}-cpu"),
             Box::new(move || previrt::raw("vmlinux", cpus, "nokaslr").map(drop)),
@@ -977,6 +979,7 @@ fn main() -> ExitCode {
             );
         }
     }
+    add("previrt/null-counts".to_owned(), Box::new(previrt::null_counts));
     add("previrt/hosted".to_owned(), Box::new(previrt::hosted));
     add("previrt/same-results".to_owned(), Box::new(previrt::same_results));
     for (name, body) in HOSTED {

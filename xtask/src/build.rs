@@ -170,12 +170,15 @@ mod tests {
 
     #[test]
     fn names_of_artifacts() {
-        let [kernel, native, guests] = GROUPS else { panic!("three groups") };
+        let [kernel, native, wedge, guests] = ["kernel", "native", "wedge", "guests"].map(|name| {
+            GROUPS.iter().find(|group| group.name == name).expect("a group of that name")
+        });
         assert_eq!(artifact_name(kernel, "kernel-image"), "kernel.elf");
         assert_eq!(artifact_name(native, "native-root"), "root");
         assert_eq!(artifact_name(native, "gatebench"), "check-gatebench");
         assert_eq!(artifact_name(native, "check-hostile"), "check-hostile");
         assert_eq!(artifact_name(native, "native-check"), "check");
+        assert_eq!(artifact_name(wedge, "parador-wedge"), "parador-wedge");
         assert_eq!(artifact_name(guests, "exits"), "guest-exits");
         assert_eq!(artifact_name(guests, "guest-exits"), "guest-exits");
     }

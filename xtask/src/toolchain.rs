@@ -77,7 +77,7 @@ impl Bare {
         all.extend_from_slice(flags);
         command
             .arg(subcommand)
-            .args(["--release", "--target", TARGET])
+            .args(["--profile", "bare", "--target", TARGET])
             .env("CARGO_ENCODED_RUSTFLAGS", all.join("\u{1f}"))
             .env_remove("RUSTFLAGS");
         if self == Self::Debian {

@@ -14,16 +14,19 @@ use crate::programs;
 use crate::steps::{Step, Steps};
 use crate::supervise::{self, AtEnd};
 use clap::{Args, Subcommand};
+use nix::sys::resource::{UsageWho, getrusage};
+use serde::{Deserialize, Serialize};
 use source::Source;
 use std::collections::VecDeque;
 use std::env;
 use std::ffi::{OsStr, OsString};
-use std::fs;
+use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
+use std::time::Duration;
 use tempfile::TempDir;
 
 /// Changes when kernels are made otherwise than before, the texts below aside.
@@ -72,6 +75,8 @@ const SYMBOLS: &str = "System.map";
 const CONFIGURED: &str = "config";
 const MODULES: &str = "modules";
 const HEADERS_FOLDER: &str = "headers";
+/// What the build cost, which is not the same every time.
+const COST: &str = "cost.json";
 
 /// What modules are built against, in Linux' tree.
 const FOR_MODULES: [&str; 11] = [
@@ -291,8 +296,8 @@ pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
 
     let version = steps.run("tree", |step| making.tree(&source, step))?;
     steps.run("configuration", |_| making.configure())?;
-    steps.run("kernel", |step| making.compile(&version, step))?;
-    let made = steps.run("modules", |_| making.collect())?;
+    let cost = steps.run("kernel", |step| making.compile(&version, step))?;
+    let made = steps.run("modules", |_| making.collect(&cost))?;
     match fs::rename(&made, &kernel.folder) {
         // Somebody else was faster.
         Err(_) if kernel.vmlinux().is_file() => {}
@@ -325,7 +330,7 @@ pub fn module(
     let bin = tempfile::tempdir().map_err(|error| Failure::os("make a folder", &error))?;
     interruptible.remove_on_signal(bin.path());
     steps.run("module", |step| {
-        let mut make = make(&made, (!options.plain).then_some(bin.path()))?;
+        let mut make = make(&made, (!options.plain).then_some(bin.path()), None)?;
         let mut argument = OsString::from("M=");
         argument.push(&folder);
         make.arg(jobs(options)).arg(argument).arg("modules");
@@ -348,8 +353,12 @@ impl Making<'_> {
 
     /// `make` in Linux' tree, with what would otherwise be the host's.
     fn make(&self) -> Result<Command, Failure> {
-        let bin = self.work.join("bin");
-        make(&self.linux(), (!self.options.plain).then_some(&*bin))
+        make(&self.linux(), self.assembler().as_deref(), None)
+    }
+
+    /// The folder for the afterburner as the assembler.
+    fn assembler(&self) -> Option<PathBuf> {
+        (!self.options.plain).then(|| self.work.join("bin"))
     }
 
     /// Unpacks the source and makes it ours. Returns Linux' version.
@@ -401,8 +410,10 @@ impl Making<'_> {
         Ok(((), format!("{count} options")))
     }
 
-    fn compile(&self, version: &str, step: &Step) -> Result<((), String), Failure> {
-        let mut make = self.make()?;
+    fn compile(&self, version: &str, step: &Step) -> Result<(Cost, String), Failure> {
+        let before = children_cpu()?;
+        let stats = self.work.join("stats");
+        let mut make = make(&self.linux(), self.assembler().as_deref(), Some(&stats))?;
         make.arg(jobs(self.options)).args([VMLINUX, BZIMAGE, "modules"]);
         let mut count = 0;
         follow(&mut make, "make", self.interruptible, |line| {
@@ -412,11 +423,23 @@ impl Making<'_> {
             }
         })?;
         let kind = if self.options.plain { "plain" } else { "pre-virtualized" };
-        Ok(((), format!("Linux {version}, {kind}, {count} files compiled")))
+        let cost = Cost {
+            cpu_seconds: (children_cpu()? - before).as_secs_f64(),
+            afterburner_cpu_seconds: match self.options.plain {
+                true => 0.0,
+                false => afterburner_cpu(&stats)?.as_secs_f64(),
+            },
+        };
+        let text = format!(
+            "Linux {version}, {kind}, {count} files compiled; {:.0} s of CPU, {:.1} % of them for sites",
+            cost.cpu_seconds,
+            cost.afterburner_cpu_seconds / cost.cpu_seconds * 100.0
+        );
+        Ok((cost, text))
     }
 
     /// Puts what is kept into a folder, and returns it.
-    fn collect(&self) -> Result<(PathBuf, String), Failure> {
+    fn collect(&self, cost: &Cost) -> Result<(PathBuf, String), Failure> {
         let linux = self.linux();
         let kept = self.work.join("kept");
         let modules = kept.join(MODULES);
@@ -448,8 +471,48 @@ impl Making<'_> {
                 .and_then(|()| fs::rename(&from, &to))
                 .map_err(|error| Failure::file("move", &from, &error))?;
         }
+        let path = kept.join(COST);
+        serde_json::to_vec(cost)
+            .map_err(io::Error::from)
+            .and_then(|text| fs::write(&path, text))
+            .map_err(|error| Failure::file("write", &path, &error))?;
         Ok((kept, format!("{count} modules")))
     }
+}
+
+/// What a build cost: CPU time of all its programs, and of the afterburner's part among them.
+#[derive(Serialize)]
+struct Cost {
+    cpu_seconds: f64,
+    afterburner_cpu_seconds: f64,
+}
+
+/// CPU time of the programs that this one started and that ended.
+fn children_cpu() -> Result<Duration, Failure> {
+    let usage = getrusage(UsageWho::RUSAGE_CHILDREN)
+        .map_err(|error| Failure::os("read the CPU time of programs", &error.into()))?;
+    Ok([usage.user_time(), usage.system_time()]
+        .map(|time| {
+            Duration::from_secs(time.tv_sec().max(0) as u64)
+                + Duration::from_micros(time.tv_usec().max(0) as u64)
+        })
+        .into_iter()
+        .sum())
+}
+
+/// CPU time of the afterburner, by what it noted.
+fn afterburner_cpu(stats: &Path) -> Result<Duration, Failure> {
+    #[derive(Deserialize)]
+    struct Line {
+        cpu_us: u64,
+    }
+    let failed = |error: io::Error| Failure::file("read", stats, &error);
+    let file = File::open(stats).map_err(failed)?;
+    let mut sum = 0;
+    for line in serde_json::Deserializer::from_reader(BufReader::new(file)).into_iter::<Line>() {
+        sum += line.map_err(|error| failed(error.into()))?.cpu_us;
+    }
+    Ok(Duration::from_micros(sum))
 }
 
 /// The file that a line of `make` says is compiled or assembled for the kernel.
@@ -549,8 +612,9 @@ fn tool(name: &str) -> Result<Command, Failure> {
     Ok(command)
 }
 
-/// `make` in a tree of Linux. With a folder `bin`, this program stands there as the assembler.
-fn make(linux: &Path, bin: Option<&Path>) -> Result<Command, Failure> {
+/// `make` in a tree of Linux. With a folder `bin`, this program stands there as the assembler, and notes in the file `stats`
+/// what it did.
+fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Command, Failure> {
     // In place, so that no path of the host is in a file's name: `srctree` is `.`.
     let mut compiler = OsString::from("CC=gcc -I$(srctree)/");
     compiler.push(Path::new(OURS).join("include"));
@@ -566,7 +630,12 @@ fn make(linux: &Path, bin: Option<&Path>) -> Result<Command, Failure> {
             .map_err(|error| Failure::file("make", &link, &error))?;
         compiler.push(" -B");
         compiler.push(bin);
-        make.env("PARADOR_AFTERBURN", format!("{PADS},skip={}", SKIPPED.join(":")));
+        let mut options = OsString::from(format!("{PADS},skip={}", SKIPPED.join(":")));
+        if let Some(stats) = stats {
+            options.push(",stats=");
+            options.push(stats);
+        }
+        make.env("PARADOR_AFTERBURN", options);
     }
     let path = linux.join(OURS).join(DATE);
     let date = fs::read_to_string(&path).map_err(|error| Failure::file("read", &path, &error))?;

@@ -18,6 +18,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 /// Name under which a program is taken for the assembler.
 pub const NAME: &str = "as";
@@ -131,28 +132,30 @@ fn text(
         read.map_err(|error| Error::file("read", Path::new("standard input"), error))?;
     }
     let name = name.unwrap_or(Path::new("{standard input}")).to_string_lossy();
-    let rewritten = rewrite::rewrite(&text, &name, options.pads)?;
-    if let Some(path) = &options.stats {
-        note(path, output, &rewritten)?;
-    }
-    let text = match rewritten.text {
-        Some(rewritten) => rewritten,
+    let mut rewritten = rewrite::rewrite(&text, &name, options.pads)?;
+    let text = match rewritten.text.take() {
+        Some(rewritten) => Some(rewritten),
         // What was read from there cannot be read again.
-        None if standard_input => text,
-        None => return Ok(None),
+        None if standard_input => Some(text),
+        None => None,
     };
-    if let Some(folder) = &options.keep {
+    if let (Some(text), Some(folder)) = (&text, &options.keep) {
         let flat: Vec<u8> =
             output.as_bytes().iter().map(|&byte| if byte == b'/' { b'_' } else { byte }).collect();
         let mut path = folder.join(OsStr::from_bytes(&flat)).into_os_string();
         path.push(".s");
         let path = PathBuf::from(path);
-        let kept = fs::create_dir_all(folder).and_then(|()| fs::write(&path, &text));
+        let kept = fs::create_dir_all(folder).and_then(|()| fs::write(&path, text));
         kept.map_err(|error| Error::file("write", &path, error))?;
     }
-    memory_file(&text)
-        .map(Some)
-        .map_err(|error| Error::file("write", Path::new("a file in memory"), error))
+    let file = text
+        .map(|text| memory_file(&text))
+        .transpose()
+        .map_err(|error| Error::file("write", Path::new("a file in memory"), error))?;
+    if let Some(path) = &options.stats {
+        note(path, output, &rewritten)?;
+    }
+    Ok(file)
 }
 
 fn memory_file(text: &[u8]) -> io::Result<File> {
@@ -166,6 +169,8 @@ fn memory_file(text: &[u8]) -> io::Result<File> {
 #[derive(Serialize)]
 struct Note<'a> {
     output: &'a str,
+    /// CPU time that this program took for it, in microseconds.
+    cpu_us: u64,
     padded: BTreeMap<&'a str, u32>,
     recorded: BTreeMap<&'a str, u32>,
 }
@@ -175,14 +180,24 @@ fn note(path: &Path, output: &OsStr, rewritten: &Rewritten) -> Result<(), Error>
     let named = |counts: &BTreeMap<wedge_sites::Kind, u32>| {
         counts.iter().map(|(kind, &count)| (kind.name(), count)).collect()
     };
-    let note =
-        Note { output, padded: named(&rewritten.padded), recorded: named(&rewritten.recorded) };
+    let note = Note {
+        output,
+        cpu_us: cpu_time(),
+        padded: named(&rewritten.padded),
+        recorded: named(&rewritten.recorded),
+    };
     let fail = |error| Error::file("write", path, error);
     let mut line = serde_json::to_vec(&note).map_err(|error| fail(error.into()))?;
     line.push(b'\n');
     let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(fail)?;
     // One write, so that lines of several processes do not mix.
     file.write_all(&line).map_err(fail)
+}
+
+/// CPU time of this process in microseconds.
+fn cpu_time() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::try_from(time).map_or(0, |time| time.as_micros() as u64)
 }
 
 /// What the arguments ask for ("Using as", 2).

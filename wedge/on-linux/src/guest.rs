@@ -253,7 +253,7 @@ impl LinuxVcpu {
             linux::SIGSEGV | linux::SIGBUS | linux::SIGFPE | linux::SIGTRAP => {
                 let number = signal.vector as u8;
                 if number == vector::DEBUG && self.profiles && profile::is_stepping() {
-                    profile::stepped(cpu);
+                    profile::stepped(cpu, &self.memory);
                     return Step::On;
                 }
                 if number == vector::DEBUG {
@@ -525,7 +525,7 @@ impl Backend for LinuxVcpu {
                 let step = self.step();
                 events().fetch_or(held, SeqCst);
                 if profile::is_stepping() {
-                    profile::stepped(cpu());
+                    profile::stepped(cpu(), &self.memory);
                 }
                 match step {
                     Step::On => continue,

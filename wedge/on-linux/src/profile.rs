@@ -61,6 +61,10 @@ struct Tables {
     listed: AtomicU64,
     /// The page that is writable for one step, plus 1.
     stepping: AtomicU64,
+    /// The entry of a root that is not loaded, written by an instruction that is not annotated, at `rip`: nothing leads to a root, so only
+    /// what is in it then tells whether its page is a table still. 0: none.
+    doubtful: AtomicU64,
+    rip: AtomicU64,
     list: [AtomicU64; LIST],
     places: [Place; PLACES],
 }
@@ -157,7 +161,7 @@ pub fn write_fault(
     cpu: &mut VirtualCpu,
     memory: &GuestMemory,
     linear: u64,
-    is_annotated: impl FnOnce(&VirtualCpu) -> bool,
+    mut is_annotated: impl FnMut(&VirtualCpu) -> bool,
 ) -> bool {
     let tables = tables();
     let Some(address) = physical(linear).map(|address| address & !(PAGE - 1)) else { return false };
@@ -173,12 +177,19 @@ pub fn write_fault(
             .is_ok_and(|value| value & entry::PRESENT != 0 && value & entry::ADDRESS == address)
     };
     protect(address, true);
-    if how == 0 || how > DESCRIPTORS && !leads_here(how) {
+    let is_stale = how > DESCRIPTORS && !leads_here(how);
+    if how == 0 || is_stale {
         watched.store(0, Relaxed);
         return true;
     }
     let rip = cpu.frame.rip;
-    count(rip, what, || is_annotated(cpu));
+    let is_doubtful = how == ROOT && cpu.cr3 & entry::ADDRESS != address && !is_annotated(cpu);
+    if is_doubtful {
+        tables.doubtful.store(address | linear & (PAGE - 8), Relaxed);
+        tables.rip.store(rip, Relaxed);
+    } else {
+        count(rip, what, || is_annotated(cpu));
+    }
     tables.stepping.store(address + 1, Relaxed);
     cpu.frame.rflags |= rflags::TF;
     true
@@ -190,12 +201,32 @@ pub fn is_stepping() -> bool {
 }
 
 /// The step is done, or something came between.
-pub fn stepped(cpu: &mut VirtualCpu) {
-    let page = tables().stepping.swap(0, Relaxed);
-    if page != 0 {
-        protect(page - 1, false);
-        cpu.frame.rflags &= !rflags::TF;
+pub fn stepped(cpu: &mut VirtualCpu, memory: &GuestMemory) {
+    let tables = tables();
+    let page = tables.stepping.swap(0, Relaxed);
+    if page == 0 {
+        return;
     }
+    cpu.frame.rflags &= !rflags::TF;
+    let (at, rip) = (tables.doubtful.swap(0, Relaxed), tables.rip.load(Relaxed));
+    if at != 0 {
+        let value = memory.read::<u64>(at).unwrap_or(0);
+        if !leads_to_table(value, memory) {
+            tables.watched[(at / PAGE) as usize].store(0, Relaxed);
+            return;
+        }
+        count(rip, What::PageTable, || false);
+    }
+    protect(page - 1, false);
+}
+
+/// Whether this is an entry of a root as kernels write them: present, writable, of a table in memory, the ignored bits 0.
+fn leads_to_table(value: u64, memory: &GuestMemory) -> bool {
+    const MUST: u64 = entry::PRESENT | entry::WRITE;
+    const MAY: u64 = MUST | entry::USER | entry::ACCESSED | entry::DIRTY | entry::NX;
+    value & MUST == MUST
+        && value & !entry::ADDRESS & !MAY == 0
+        && memory.read::<u64>(value & entry::ADDRESS).is_ok()
 }
 
 /// Counts an access by the instruction at `rip`; whether that is annotated is asked once.
