@@ -1,6 +1,7 @@
 //! A bar chart as SVG text: groups of bars on a logarithmic axis.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use parador_tests::system::workspace;
 use std::fmt::Write;
 
 const COLOURS: [&str; 5] = ["#1b6ca8", "#8fb8de", "#e0a458", "#c8553d", "#7a7a7a"];
@@ -83,6 +84,14 @@ pub fn ratios(title: &str, legends: &[&str], groups: &[Group]) -> Result<String>
     }
     writeln!(out, "</svg>")?;
     Ok(out)
+}
+
+/// Writes a drawing to `bench/results`.
+pub fn draw(name: &str, text: &str) -> Result<()> {
+    let path = workspace().join("bench/results").join(name);
+    std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    println!("drew {}", path.display());
+    Ok(())
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use crate::chart;
 use crate::guest::Tree;
 use crate::report::{Figure, short};
 
@@ -119,6 +120,7 @@ pub fn measure(kernel: &Path) -> Result<Vec<Figure>> {
         times[TCG].read(&output(&mut qemu)?);
     }
     let mut figures = Vec::new();
+    let mut groups = Vec::new();
     println!("\n{:<24} {:>10} {:>10} {:>10}  microseconds", "program", "native", "hosted", "tcg");
     for row in ROWS {
         let values = [
@@ -128,6 +130,7 @@ pub fn measure(kernel: &Path) -> Result<Vec<Figure>> {
         ];
         let [native, hosted, tcg] = values.map(|(value, _)| short(value));
         println!("{:<24} {native:>10} {hosted:>10} {tcg:>10}", row.title);
+        groups.push(group(row.title, values.map(|(value, _)| value)));
         for (place, (value, spread)) in values.into_iter().enumerate() {
             figures.push(Figure {
                 key: row.keys[place],
@@ -146,6 +149,10 @@ pub fn measure(kernel: &Path) -> Result<Vec<Figure>> {
         times[place].best.get(COMPUTE).copied().with_context(|| format!("no {COMPUTE}"))
     };
     let native = best(NATIVE)?;
+    groups.push(group("computing", [native, best(HOSTED)?, best(TCG)?]));
+    let title =
+        "Time of programs in processes of this host and in QEMU (TCG), relative to the host's own";
+    chart::draw("hosted.svg", &chart::ratios(title, &["hosted", "TCG"], &groups)?)?;
     for (place, key, limit) in
         [(HOSTED, "hosted_compute_ratio", COMPUTE_LIMIT), (TCG, "tcg_compute_ratio", f64::INFINITY)]
     {
@@ -161,6 +168,13 @@ pub fn measure(kernel: &Path) -> Result<Vec<Figure>> {
         });
     }
     Ok(figures)
+}
+
+fn group(title: &str, [native, hosted, tcg]: [f64; 3]) -> chart::Group {
+    chart::Group {
+        title: title.to_owned(),
+        values: vec![Some(hosted / native), Some(tcg / native)],
+    }
 }
 
 /// Titles live as long as the program, which has few.

@@ -346,8 +346,5 @@ fn draw(bare: &[Output], guest: &[Output]) -> Result<()> {
         &["Parador", "KVM", "KVM, shadow paging", "Xen PV"],
         &groups,
     )?;
-    let path = workspace().join("bench/results/guest.svg");
-    std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
-    println!("drew {}", path.display());
-    Ok(())
+    chart::draw("guest.svg", &text)
 }

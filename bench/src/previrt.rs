@@ -6,7 +6,7 @@ use crate::report::{self, Figure};
 use crate::runs::{self, Output};
 use crate::{chart, first, guest, hosted, ratios, repeat, spread};
 use anyhow::{Context, Result, bail};
-use parador_tests::system::{parador, workspace};
+use parador_tests::system::parador;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -208,10 +208,7 @@ fn draw(plain: &[Output], padded: &[Output], null: Option<&[Output]>) -> Result<
         &["with pads", "every site in a stub"],
         &groups,
     )?;
-    let path = workspace().join("bench/results/previrt.svg");
-    std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
-    println!("drew {}", path.display());
-    Ok(())
+    chart::draw("previrt.svg", &text)
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 
 use crate::input::{Input, Seed};
 use std::path::Path;
-use wedge_afterburn::{Pads, rewrite, verify};
+use wedge_afterburn::{Pad, rewrite, verify};
 
 /// Takes an input.
 pub fn run(bytes: &[u8]) {
@@ -17,7 +17,7 @@ pub fn run(bytes: &[u8]) {
 }
 
 fn text(text: &[u8]) {
-    match rewrite(text, "x.s", Pads::default()) {
+    match rewrite(text, "x.s", Pad::default()) {
         Ok(rewritten) => {
             let sites: u32 = rewritten.padded.values().chain(rewritten.recorded.values()).sum();
             match rewritten.text {
@@ -129,7 +129,7 @@ mod tests {
         assert!(good.unwrap().is_good());
         for (name, seed) in seeds().into_iter().filter(|(name, _)| name.starts_with("text")) {
             let text = seed.finish();
-            assert!(rewrite(&text[1..], name, Pads::default()).unwrap().text.is_some(), "{name}");
+            assert!(rewrite(&text[1..], name, Pad::default()).unwrap().text.is_some(), "{name}");
         }
     }
 }

@@ -10,7 +10,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use wedge_afterburn::{Error, Pads, assembler};
+use wedge_afterburn::{Error, Pad, assembler};
 
 #[derive(Debug, Subcommand)]
 pub enum AfterburnCommand {
@@ -21,8 +21,8 @@ Example:
   make KCFLAGS=-Bbuild/tools KAFLAGS=-Bbuild/tools
 
 gcc passes no options to it, so they come in the environment:
-  PARADOR_AFTERBURN=pad=8,sti=16,skip=GLOB:GLOB,stats=FILE,keep=FOLDER
-    pad    bytes that a site owns at least; sti the same for `sti`
+  PARADOR_AFTERBURN=pad=8,skip=GLOB:GLOB,stats=FILE,keep=FOLDER
+    pad    bytes that a site owns at least
     skip   outputs that are not kernel code (vDSO, boot loader); `*` and `?` as in file names
     stats  file that gets a line of JSON for each text
     keep   folder for the rewritten texts
@@ -44,11 +44,8 @@ gcc passes no options to it, so they come in the environment:
         /// Assembler text; - is standard input.
         file: PathBuf,
         /// Bytes that a site owns at least.
-        #[arg(long, default_value_t = Pads::default().usual, value_parser = clap::value_parser!(u8).range(5..=64))]
+        #[arg(long, default_value_t = Pad::default().0, value_parser = clap::value_parser!(u8).range(5..=64))]
         pad: u8,
-        /// Bytes that `sti` owns at least.
-        #[arg(long, default_value_t = Pads::default().sti, value_parser = clap::value_parser!(u8).range(5..=64))]
-        sti: u8,
         /// Write to this file instead of standard output.
         #[arg(short, long, value_name = "FILE")]
         output: Option<PathBuf>,
@@ -94,11 +91,11 @@ pub fn run(command: AfterburnCommand) -> Result<u8, Failure> {
             Ok(never) => match never {},
             Err(error) => Err(error.into()),
         },
-        AfterburnCommand::Rewrite { file, pad, sti, output } => {
+        AfterburnCommand::Rewrite { file, pad, output } => {
             let text = read(&file)?;
             let name = file.to_string_lossy();
-            let pads = Pads { usual: pad, sti };
-            let rewritten = wedge_afterburn::rewrite(&text, &name, pads).map_err(Error::from)?;
+            let rewritten =
+                wedge_afterburn::rewrite(&text, &name, Pad(pad)).map_err(Error::from)?;
             write(output.as_deref(), rewritten.text.as_ref().unwrap_or(&text))?;
             Ok(0)
         }

@@ -29,8 +29,8 @@ use std::thread;
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// Changes when kernels are made otherwise than before, the texts below aside.
-const VERSION: u32 = 1;
+/// Changes when sites are padded or recorded otherwise than before.
+const VERSION: u32 = 2;
 
 macro_rules! ours {
     ($($name:literal),* $(,)?) => {
@@ -108,8 +108,8 @@ const NEEDED: [(&str, &str); 9] = [
 /// A header that Linux' own tools need, and its package.
 const NEEDED_HEADER: (&str, &str) = ("/usr/include/libelf.h", "libelf-dev");
 
-/// Pads of sites in bytes, and of those that enable interrupts: `wedge/afterburn` says what they are for.
-const PADS: &str = "pad=8,sti=16";
+/// Bytes that a site owns at least: `wedge/afterburn` says what they are for.
+const PAD: &str = "pad=8";
 /// 64-bit code that runs outside the kernel's image, where nobody rewrites it: outputs, as the front-end takes them. Beside
 /// each there are files of the kernel itself.
 const SKIPPED: &[&str] = &[
@@ -564,7 +564,10 @@ fn cache() -> Result<PathBuf, Failure> {
 /// A name for the kernel that these inputs make.
 fn name(source: &Source, options: &Options) -> Result<String, Failure> {
     let mut hasher = DefaultHasher::new();
-    (VERSION, CONFIG, EDITS, HEADERS, PADS, SKIPPED).hash(&mut hasher);
+    (CONFIG, EDITS, HEADERS).hash(&mut hasher);
+    if !options.plain {
+        (VERSION, PAD, SKIPPED).hash(&mut hasher);
+    }
     source.identity()?.hash(&mut hasher);
     for program in ["gcc", "ld"] {
         let output = tool(program)?.arg("--version").output();
@@ -630,7 +633,7 @@ fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Comman
             .map_err(|error| Failure::file("make", &link, &error))?;
         compiler.push(" -B");
         compiler.push(bin);
-        let mut options = OsString::from(format!("{PADS},skip={}", SKIPPED.join(":")));
+        let mut options = OsString::from(format!("{PAD},skip={}", SKIPPED.join(":")));
         if let Some(stats) = stats {
             options.push(",stats=");
             options.push(stats);

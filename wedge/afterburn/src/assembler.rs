@@ -5,7 +5,7 @@
 //! so no process waits and nothing is left behind, however it ends.
 
 use crate::error::Error;
-use crate::rewrite::{self, Pads, Rewritten};
+use crate::rewrite::{self, Pad, Rewritten};
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ use std::time::Duration;
 
 /// Name under which a program is taken for the assembler.
 pub const NAME: &str = "as";
-/// Environment variable with the options: `pad=8,sti=16,skip=GLOB:GLOB,stats=FILE,keep=FOLDER,off`.
+/// Environment variable with the options: `pad=8,skip=GLOB:GLOB,stats=FILE,keep=FOLDER,off`.
 pub const OPTIONS: &str = "PARADOR_AFTERBURN";
 /// Environment variable with the real assembler, if it is not the first in `PATH`.
 pub const ASSEMBLER: &str = "PARADOR_AS";
@@ -31,7 +31,7 @@ pub const ASSEMBLER: &str = "PARADOR_AS";
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Options {
     /// Bytes per site.
-    pub pads: Pads,
+    pub pad: Pad,
     /// Pass everything on as it is.
     pub off: bool,
     /// Outputs whose text is passed on as it is: not kernel code. `*` and `?` as in file names; a pattern matches
@@ -50,14 +50,13 @@ impl Options {
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
             let (name, value) = part.split_once('=').unwrap_or((part, ""));
             match name {
-                "pad" => options.pads.usual = pad(name, value)?,
-                "sti" => options.pads.sti = pad(name, value)?,
+                "pad" => options.pad = pad(value)?,
                 "off" if value.is_empty() => options.off = true,
                 "skip" => options.skip.extend(value.split(':').map(str::to_owned)),
                 "stats" => options.stats = Some(value.into()),
                 "keep" => options.keep = Some(value.into()),
                 _ => {
-                    let known = "pad, sti, off, skip, stats, keep";
+                    let known = "pad, off, skip, stats, keep";
                     return Err(Error::Usage(format!(
                         "{OPTIONS}: no option `{part}`; there are {known}"
                     )));
@@ -68,10 +67,10 @@ impl Options {
     }
 }
 
-fn pad(name: &str, value: &str) -> Result<u8, Error> {
+fn pad(value: &str) -> Result<Pad, Error> {
     let refuse =
-        || Error::Usage(format!("{OPTIONS}: {name}={value}: a pad has 5 (a jump) to 64 bytes"));
-    value.parse().ok().filter(|bytes| (5..=64).contains(bytes)).ok_or_else(refuse)
+        || Error::Usage(format!("{OPTIONS}: pad={value}: a pad has 5 (a jump) to 64 bytes"));
+    value.parse().ok().filter(|bytes| (5..=64).contains(bytes)).map(Pad).ok_or_else(refuse)
 }
 
 /// Assembles as the arguments say: does not return if all goes well.
@@ -132,7 +131,7 @@ fn text(
         read.map_err(|error| Error::file("read", Path::new("standard input"), error))?;
     }
     let name = name.unwrap_or(Path::new("{standard input}")).to_string_lossy();
-    let mut rewritten = rewrite::rewrite(&text, &name, options.pads)?;
+    let mut rewritten = rewrite::rewrite(&text, &name, options.pad)?;
     let text = match rewritten.text.take() {
         Some(rewritten) => Some(rewritten),
         // What was read from there cannot be read again.
@@ -332,8 +331,8 @@ mod tests {
 
     #[test]
     fn options() {
-        let options = Options::parse("pad=5, sti=9,skip=a:b*,stats=/x,keep=y").unwrap();
-        assert_eq!(options.pads, Pads { usual: 5, sti: 9 });
+        let options = Options::parse("pad=5, skip=a:b*,stats=/x,keep=y").unwrap();
+        assert_eq!(options.pad, Pad(5));
         assert_eq!(options.skip, ["a", "b*"]);
         assert_eq!(options.stats, Some("/x".into()));
         assert_eq!(Options::parse("").unwrap(), Options::default());

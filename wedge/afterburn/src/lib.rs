@@ -18,5 +18,5 @@ pub mod verify;
 
 pub use error::Error;
 pub use null::null;
-pub use rewrite::{Misunderstood, Pads, Rewritten, rewrite};
+pub use rewrite::{Misunderstood, Pad, Rewritten, rewrite};
 pub use verify::verify;

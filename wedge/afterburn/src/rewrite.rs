@@ -3,12 +3,14 @@
 //! An instruction becomes
 //!
 //! ```text
-//! 97710: cli ; 97711: .nops PAD-length ; 97712: record in section parador_sites_1
+//! 97710: wrmsr ; 97711: .nops PAD-length ; 97712: record in section parador_sites_1
+//! 97710: .skip PAD-length, CS prefix ; 97709: cli ; 97711: record
 //! ```
 //!
 //! where it stands: in the compiler's output, in a macro's body (each expansion then has its own record), in a
 //! string that a macro inserts. The rest of the text stays byte for byte, so the rewriting is a list of insertions.
-//! The pad is behind the instruction: labels, exception-table entries and the start of a function stay right.
+//! The pad is behind the instruction: labels, exception-table entries and the start of a function stay right. Where it would be executed often
+//! and exceptions name no instruction, prefixes before the instruction take its place.
 //!
 //! Invariants: what has no sensitive instruction is not changed at all. What is sensitive and cannot be rewritten is
 //! an error with its place, never passed over in silence; what hides from the text is found by [`crate::verify`].
@@ -41,23 +43,32 @@ use wedge_sites::{Flags, Kind};
 
 /// Bytes that a site owns at least.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Pads {
-    /// Any site but `sti`.
-    pub usual: u8,
-    /// `sti`, which delivers pending interrupts.
-    pub sti: u8,
-}
+pub struct Pad(pub u8);
 
-impl Default for Pads {
-    /// 5 bytes suffice for a jump; 8 for a store of a byte to a fixed place, with a prefix (+0.7 % of a kernel's text).
+impl Default for Pad {
+    /// 5 bytes suffice for a jump; 8 for a store of a byte to a fixed place (+0.5 % of a kernel's text).
     fn default() -> Self {
-        Self { usual: 8, sti: 16 }
+        Self(8)
     }
 }
 
-impl Pads {
-    fn of(self, kind: Kind) -> u8 {
-        if kind == Kind::Sti { self.sti } else { self.usual }
+/// The longest pad that is made of prefixes: more bytes no instruction has (APM vol. 3, 1.2).
+const PREFIXED: u8 = 15;
+
+impl Pad {
+    /// Whether prefixes without meaning make a site long enough: if it has no operand in memory, and no exception names it. A NOP would be
+    /// one instruction more wherever nobody rewrites.
+    fn is_prefixes(self, kind: Kind, text: &[u8]) -> bool {
+        let alone = match kind {
+            Kind::Cli | Kind::Sti | Kind::Pushf | Kind::SaveFlags | Kind::Swapgs => true,
+            // mov %SEGMENT,%REGISTER
+            Kind::ReadSegment => {
+                text.iter().filter(|&&byte| byte == b'%').count() == 2
+                    && !text.iter().any(|byte| matches!(byte, b'(' | b':' | b'\\' | b'[' | b';'))
+            }
+            _ => false,
+        };
+        alone && self.0 <= PREFIXED
     }
 }
 
@@ -90,15 +101,15 @@ impl fmt::Display for Misunderstood {
 impl std::error::Error for Misunderstood {}
 
 /// Rewrites a text for 64-bit code. `name` is for messages where the text does not say where it comes from.
-pub fn rewrite(text: &[u8], name: &str, pads: Pads) -> Result<Rewritten, Misunderstood> {
-    let mut rewriter = Rewriter::new(text, name, pads);
+pub fn rewrite(text: &[u8], name: &str, pad: Pad) -> Result<Rewritten, Misunderstood> {
+    let mut rewriter = Rewriter::new(text, name, pad);
     rewriter.run()?;
     // A macro that gets a sensitive mnemonic as an argument, or that is used in the text of an alternative too, is
     // rewritten so that its expansion decides.
     let dynamic = rewriter.mnemonic_inserted && !rewriter.passed.is_empty();
     if dynamic || rewriter.used_in_alternative {
         let (passed, conditional) = (rewriter.passed, rewriter.used_in_alternative);
-        rewriter = Rewriter { dynamic, conditional, passed, ..Rewriter::new(text, name, pads) };
+        rewriter = Rewriter { dynamic, conditional, passed, ..Rewriter::new(text, name, pad) };
         rewriter.run()?;
     }
     Ok(rewriter.finish())
@@ -131,7 +142,7 @@ enum Frame {
 
 struct Rewriter<'a> {
     text: &'a [u8],
-    pads: Pads,
+    pad: Pad,
     /// Second pass: mnemonics may come from arguments.
     dynamic: bool,
     /// Second pass: macros are told whether they may pad.
@@ -174,10 +185,10 @@ struct Rewriter<'a> {
 type Step = Result<(), Misunderstood>;
 
 impl<'a> Rewriter<'a> {
-    fn new(text: &'a [u8], name: &str, pads: Pads) -> Self {
+    fn new(text: &'a [u8], name: &str, pad: Pad) -> Self {
         Self {
             text,
-            pads,
+            pad,
             dynamic: false,
             conditional: false,
             line: 1,
@@ -519,12 +530,15 @@ impl<'a> Rewriter<'a> {
             }
         };
         self.watch_instruction(Class::Sensitive(kind));
-        self.edits.push(Edit { at: range.start, what: What::Begin });
+        let in_macro = self.has_sites();
+        let prefixed =
+            flags == Flags::NONE && self.pad.is_prefixes(kind, &self.text[range.clone()]);
+        self.edits.push(Edit { at: range.start, what: What::Begin { prefixed, in_macro } });
         if self.inline && self.string.is_none() && flags == Flags::NONE && keeps_flags(kind) {
             self.watch = Watch::Inside(self.edits.len());
         }
-        let in_macro = self.has_sites();
-        self.edits.push(Edit { at: range.end, what: What::End(kind, flags, in_macro) });
+        let what = What::End { kind, flags, in_macro, prefixed };
+        self.edits.push(Edit { at: range.end, what });
         Ok(())
     }
 

@@ -172,7 +172,6 @@ pub fn verify(path: &Path, data: &[u8]) -> Result<Report, Error> {
     }
     overlaps(&image, tables, &sites, &mut report);
     let text = &mut report.text;
-    text.pads = sites.iter().map(|site| u64::from(site.padded - site.length)).sum();
     text.growth_percent = 100.0 * text.pads as f64 / text.code.max(1) as f64;
     Ok(report)
 }
@@ -206,6 +205,9 @@ fn check(image: &Image<'_>, site: &Site) -> Result<(), String> {
         false => Err("its pad has other instructions than NOPs".to_owned()),
     }
 }
+
+/// What pads before instructions are made of: a prefix that means nothing.
+const CS: u8 = 0x2e;
 
 /// Decodes a section and looks for sensitive instructions that are no sites.
 fn decode(
@@ -247,7 +249,12 @@ fn decode(
         }
         let Some(bytes) = image.bytes(start, (stop - start) as usize) else { continue };
         if let Some(site) = site_at(sites, start).filter(|site| site.address == start) {
-            report.text.code += u64::from(site.length);
+            let prefixes = match site.padded - site.length {
+                0 => bytes.iter().take_while(|&&byte| byte == CS).count() as u64,
+                _ => 0,
+            };
+            report.text.code += u64::from(site.length) - prefixes;
+            report.text.pads += u64::from(site.padded - site.length) + prefixes;
         }
         for instruction in Decoder::with_ip(64, bytes, start, DecoderOptions::NONE).iter() {
             let address = instruction.ip();

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use wedge_afterburn::{Pads, rewrite, verify};
+use wedge_afterburn::{Pad, rewrite, verify};
 
 fn inputs() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -21,7 +21,7 @@ fn inputs() -> Vec<PathBuf> {
 fn rewritten_as_expected() {
     for input in inputs() {
         let name = input.file_name().unwrap().to_string_lossy().into_owned();
-        let text = rewrite(&fs::read(&input).unwrap(), &name, Pads::default());
+        let text = rewrite(&fs::read(&input).unwrap(), &name, Pad::default());
         let text = text.unwrap_or_else(|error| panic!("{error}")).text.unwrap();
         let golden = input.with_extension("out.s");
         if std::env::var_os("BLESS").is_some() {
@@ -59,5 +59,5 @@ fn nothing_is_missed_after_assembly() {
 #[test]
 fn a_text_without_sensitive_instructions_stays() {
     let text = b"\t.text\nf:\tmovq %rax, %rbx # cli\n\tret\n";
-    assert_eq!(rewrite(text, "x.s", Pads::default()).unwrap().text, None);
+    assert_eq!(rewrite(text, "x.s", Pad::default()).unwrap().text, None);
 }

@@ -3,7 +3,8 @@
 # stubs, and COUNTERS, 0 if nothing is counted, all as distances from `start`.
 #
 # A module's instruction stays where it is. Behind it, in its pad, comes a jump to a stub that counts and jumps back:
-# so no instruction has to be moved here, and exceptions name the right place. All registers are preserved. The
+# so exceptions name the right place. Only an instruction with its pad in front, which is made of prefixes, goes to the
+# stub: none is named by exceptions, and none has an operand in memory. All registers are preserved. The
 # kernel's text is read-only, for which CR0.WP is off meanwhile; interrupts are, too, and a lock keeps other CPUs out.
 # The module does not run, and a stub belongs to one module from its announcement to its end, so nobody executes what
 # is being written.
@@ -61,11 +62,17 @@ each:	lea	8(%rbx), %rax
 	movzbl	4(%rbx), %edx			# length
 	movzbl	5(%rbx), %eax			# padded
 	lea	5(%rdx), %edi
-	cmp	%eax, %edi
-	ja	next				# no room for a jump behind it
 	add	%rcx, %rax			# the site's end
+	cmpb	$0x2e, (%rcx)			# its pad is in front
+	jne	behind
+	cmp	$11, %edx			# what a slot has room for
+	ja	next
+	jmp	room
+behind:	add	%rcx, %rdi
+	cmp	%rax, %rdi
+	ja	next				# no room for a jump behind it
 	add	%rdx, %rcx			# where the jump goes
-
+room:
 	lea	start + SLOTS(%rip), %r9
 	lea	start + SLOTS_END(%rip), %rdi
 free:	lea	SLOT(%r9), %rdx
@@ -78,6 +85,16 @@ free:	lea	SLOT(%r9), %rdx
 found:	mov	%r8, (%r9)
 	add	$8, %r9
 	mov	%r9, %r10
+	cmpb	$0x2e, (%rcx)
+	jne	moved
+	xor	%edi, %edi
+1:	mov	(%rcx,%rdi), %dl
+	mov	%dl, (%r10)
+	inc	%r10
+	inc	%edi
+	cmpb	4(%rbx), %dil
+	jb	1b
+moved:
 	.if	COUNTERS
 	testb	$2, 7(%rbx)			# FLAGS_DEAD
 	jz	back

@@ -38,7 +38,7 @@ impl Rewriter<'_> {
 
     pub(super) fn flags_die(&mut self) {
         if let Watch::After(edit) = self.watch
-            && let What::End(_, flags, _) = &mut self.edits[edit].what
+            && let What::End { flags, .. } = &mut self.edits[edit].what
         {
             *flags = flags.with(Flags::FLAGS_DEAD);
         }

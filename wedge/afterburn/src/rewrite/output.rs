@@ -1,7 +1,7 @@
 //! The new text: the old one with what is inserted.
 
 use super::text::text_of;
-use super::{Mode, Pads, Rewriter, Rewritten};
+use super::{Mode, Pad, Rewriter, Rewritten};
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
 use std::ops::Range;
@@ -15,8 +15,8 @@ pub(super) struct Edit {
 
 /// In the order in which they stand at the same place.
 pub(super) enum What {
-    /// After a site's last instruction; whether that is in a macro.
-    End(Kind, Flags, bool),
+    /// After a site's last instruction; whether that is in a macro, and whether it is padded by prefixes.
+    End { kind: Kind, flags: Flags, in_macro: bool, prefixed: bool },
     /// As `End`, for whatever mnemonic the macro's parameter turns out to be.
     EndUnknown(Range<usize>, Flags),
     /// A comma between two instructions in a list of bytes.
@@ -27,8 +27,8 @@ pub(super) enum What {
     Only(bool),
     /// Mapping symbol: from here on, code is of this mode.
     Mode(bool, u32),
-    /// Before a site's first instruction.
-    Begin,
+    /// Before a site's first instruction; as `End`.
+    Begin { prefixed: bool, in_macro: bool },
     /// A directive for bytes that lost theirs to `Separate`.
     Bytes,
 }
@@ -37,14 +37,17 @@ impl What {
     /// Order at the same place.
     pub(super) fn rank(&self) -> u8 {
         match self {
-            Self::End(..) | Self::EndUnknown(..) | Self::Only(false) => 0,
+            Self::End { .. } | Self::EndUnknown(..) | Self::Only(false) => 0,
             Self::Separate(_) => 1,
             Self::Marker(_) | Self::Mode(..) | Self::Only(true) => 2,
-            Self::Begin => 3,
+            Self::Begin { .. } => 3,
             Self::Bytes => 4,
         }
     }
 }
+
+/// A segment override that 64-bit mode ignores (APM vol. 3, 1.2.4).
+const CS: u8 = 0x2e;
 
 impl Rewriter<'_> {
     /// Puts everything in its place.
@@ -58,7 +61,7 @@ impl Rewriter<'_> {
         let mut out = Vec::with_capacity(self.text.len() + self.edits.len() * 200);
         let dynamic = self.edits.iter().any(|edit| matches!(edit.what, What::EndUnknown(..)));
         if !self.edits.iter().all(|edit| matches!(edit.what, What::Mode(..))) {
-            let dynamic = dynamic.then_some((&self.passed, self.pads));
+            let dynamic = dynamic.then_some((&self.passed, self.pad));
             prelude(&mut out, dynamic, self.conditional, self.text);
         }
         let mut done = 0;
@@ -66,7 +69,15 @@ impl Rewriter<'_> {
             out.extend_from_slice(&self.text[done..edit.at.max(done)]);
             done = edit.at.max(done);
             match &edit.what {
-                What::Begin => out.extend_from_slice(b"97710:"),
+                What::Begin { prefixed, in_macro } => {
+                    out.extend_from_slice(b"97710:");
+                    // What expansion decides is padded behind.
+                    if *prefixed && !(self.conditional && *in_macro) {
+                        let length = format!("({}-(97711f-97709f))", self.pad.0);
+                        let text = format!(".skip -({length}>0)*{length},{CS};97709:");
+                        out.extend_from_slice(text.as_bytes());
+                    }
+                }
                 What::Bytes => out.extend_from_slice(b".byte "),
                 What::Separate(end) => {
                     out.push(b';');
@@ -78,7 +89,7 @@ impl Rewriter<'_> {
                 }
                 What::Marker(kind) => {
                     out.extend_from_slice(b"97710:");
-                    record(&mut out, *kind, Flags::NONE, self.pads, false);
+                    record(&mut out, *kind, Flags::NONE, Some(self.pad), false);
                     out.push(b' ');
                     *result.padded.entry(*kind).or_default() += 1;
                 }
@@ -87,8 +98,10 @@ impl Rewriter<'_> {
                     let text = format!("{before}.set .Lparador_only,{}{after}", u8::from(*only));
                     out.extend_from_slice(text.as_bytes());
                 }
-                What::End(kind, flags, in_macro) => {
-                    record(&mut out, *kind, *flags, self.pads, self.conditional && *in_macro);
+                What::End { kind, flags, in_macro, prefixed } => {
+                    let conditional = self.conditional && *in_macro;
+                    let pad = (conditional || !prefixed).then_some(self.pad);
+                    record(&mut out, *kind, *flags, pad, conditional);
                     let counts = match flags.contains(Flags::RECORD_ONLY) {
                         true => &mut result.recorded,
                         false => &mut result.padded,
@@ -124,7 +137,7 @@ impl Rewriter<'_> {
 /// quotes may be inserted.
 pub(super) fn prelude(
     out: &mut Vec<u8>,
-    dynamic: Option<(&BTreeMap<&str, Kind>, Pads)>,
+    dynamic: Option<(&BTreeMap<&str, Kind>, Pad)>,
     conditional: bool,
     text: &[u8],
 ) {
@@ -132,10 +145,10 @@ pub(super) fn prelude(
     if conditional {
         prelude.push_str(".set .Lparador_only,0;");
     }
-    if let Some((passed, pads)) = dynamic {
+    if let Some((passed, pad)) = dynamic {
         prelude.push('\n');
         // Cannot fail: a String takes everything.
-        let _ = dynamic_macro(&mut prelude, passed, pads);
+        let _ = dynamic_macro(&mut prelude, passed, pad);
     }
     // A comment or a line marker is one only at the start of a line.
     let first = text.iter().find(|byte| !matches!(byte, b' ' | b'\t'));
@@ -149,17 +162,12 @@ pub(super) fn prelude(
 pub(super) fn dynamic_macro(
     out: &mut String,
     passed: &BTreeMap<&str, Kind>,
-    pads: Pads,
+    pad: Pad,
 ) -> fmt::Result {
     writeln!(out, ".macro parador_site name,flags\n.set .Lparador_kind,255")?;
     for (name, &kind) in passed {
         writeln!(out, ".ifeqs \"\\name\",\"{name}\"")?;
-        writeln!(
-            out,
-            ".set .Lparador_kind,{}\n.set .Lparador_pad,{}",
-            kind.number(),
-            pads.of(kind)
-        )?;
+        writeln!(out, ".set .Lparador_kind,{}\n.set .Lparador_pad,{}", kind.number(), pad.0)?;
         writeln!(out, ".endif")?;
     }
     writeln!(out, ".if .Lparador_kind-255\n.if (\\flags)&1\n97712:\n.else")?;
@@ -172,14 +180,19 @@ pub(super) fn dynamic_macro(
     writeln!(out, ".popsection\n.endif\n.endm")
 }
 
-/// What follows a site's last instruction. `conditional`: expansion decides whether it is padded.
-pub(super) fn record(out: &mut Vec<u8>, kind: Kind, flags: Flags, pads: Pads, conditional: bool) {
+/// What follows a site's last instruction, the pad first, if it has one there. `conditional`: expansion decides whether it has.
+pub(super) fn record(
+    out: &mut Vec<u8>,
+    kind: Kind,
+    flags: Flags,
+    pad: Option<Pad>,
+    conditional: bool,
+) {
     let (number, bits) = (kind.number(), flags.bits());
-    let (end, pad) = match flags.contains(Flags::RECORD_ONLY) {
-        true => ("97711b", String::new()),
-        false => {
-            let (pad, times) =
-                (pads.of(kind), if conditional { "*(1-.Lparador_only)" } else { "" });
+    let (end, pad) = match pad.filter(|_| !flags.contains(Flags::RECORD_ONLY)) {
+        None => ("97711b", String::new()),
+        Some(Pad(pad)) => {
+            let times = if conditional { "*(1-.Lparador_only)" } else { "" };
             let nops =
                 format!(".nops -(({pad}-(97711b-97710b))>0)*({pad}-(97711b-97710b)){times};97712:");
             ("97712b", nops)

@@ -3,11 +3,11 @@
 use super::*;
 
 fn refused(text: &str) -> String {
-    rewrite(text.as_bytes(), "x.s", Pads::default()).unwrap_err().to_string()
+    rewrite(text.as_bytes(), "x.s", Pad::default()).unwrap_err().to_string()
 }
 
 fn kinds(text: &str) -> Vec<(Kind, u32)> {
-    let rewritten = rewrite(text.as_bytes(), "x.s", Pads::default()).unwrap();
+    let rewritten = rewrite(text.as_bytes(), "x.s", Pad::default()).unwrap();
     rewritten.padded.into_iter().collect()
 }
 
@@ -51,13 +51,23 @@ fn refusals_name_the_place() {
 
 #[test]
 fn pads() {
-    let pads = Pads { usual: 5, sti: 7 };
-    let text = rewrite(b"cli;sti", "x.s", pads).unwrap().text.unwrap();
-    let text = String::from_utf8(text).unwrap();
-    assert!(
-        text.contains("97710:cli;97711:.nops -((5-")
-            && text.contains("97710:sti;97711:.nops -((7-")
-    );
+    let pad = Pad(5);
+    let rewritten = |text: &str, pad| {
+        let text = rewrite(text.as_bytes(), "x.s", pad).unwrap().text.unwrap();
+        String::from_utf8(text).unwrap()
+    };
+    let behind = rewritten("wrmsr", pad);
+    assert!(behind.contains("97710:wrmsr;97711:.nops -((5-"), "{behind}");
+    // Where no exception names the instruction, prefixes make it longer.
+    for text in ["cli", "mov %ds,%eax", "pushf; pop %rax"] {
+        let before = rewritten(text, pad);
+        let prefixes = "97710:.skip -((5-(97711f-97709f))>0)*(5-(97711f-97709f)),46;97709:";
+        assert!(before.contains(prefixes) && !before.contains(".nops"), "{before}");
+        assert!(rewritten(text, Pad(16)).contains(".nops"), "{text}: an instruction has 15 bytes");
+    }
+    for text in ["mov %ds,(%rax)", "mov %ds,%gs:x", "mov %ds,x", "mov %cr0,%rax"] {
+        assert!(rewritten(text, pad).contains(".nops"), "{text}");
+    }
 }
 
 #[test]
@@ -70,7 +80,7 @@ fn what_is_not_sensitive_stays() {
         ".irp r, a, b\nmov %r\\r\\()x, %rax\n.endr\n",
         "cli_count:\n.set sti, 5\nmov $hlt, %rax\ncall cli\n",
     ] {
-        let rewritten = rewrite(text.as_bytes(), "x.s", Pads::default()).unwrap();
+        let rewritten = rewrite(text.as_bytes(), "x.s", Pad::default()).unwrap();
         assert_eq!(rewritten.text.map(|text| String::from_utf8(text).unwrap()), None, "{text}");
     }
 }

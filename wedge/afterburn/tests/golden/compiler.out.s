@@ -9,7 +9,7 @@ f:
 	.cfi_def_cfa_offset 16
 #APP
 # 3 "x.c" 1
-	97710:cli;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,0,2;.popsection
+	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:cli;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,0,2;.popsection
 # 0 "" 2
 #NO_APP
 	movq	%rdi, %rbx
@@ -22,7 +22,7 @@ f:
 	hlt;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,3,0;.popsection; nop
 # 0 "" 2
 # 6 "x.c" 1
-	97710:pushf ; pop %rax;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,5,2;.popsection
+	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:pushf ; pop %rax;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,5,2;.popsection
 # 0 "" 2
 # 7 "x.c" 1
 	97710:lar %dx, %eax;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,54,0;.popsection

@@ -75,7 +75,7 @@
 .endif
 .ifeqs "\name","sti"
 .set .Lparador_kind,1
-.set .Lparador_pad,16
+.set .Lparador_pad,8
 .endif
 .if .Lparador_kind-255
 .if (\flags)&1
@@ -91,8 +91,8 @@
 .endif
 .endm
 	.macro	save_flags to:req
-	97710:pushf
-	pop	\to;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,5,0;.popsection
+	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:pushf
+	pop	\to;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,5,0;.popsection
 	.endm
 	.macro	safe op
 1:	97710:\op;97711:parador_site "\op",0
@@ -123,7 +123,7 @@
 	mixed
 	str
 	.rept	2
-	97710:cli;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,0,0;.popsection
+	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:cli;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,0,0;.popsection
 	.endr
 	.irp	op, sti, nop, hlt
 	97710:\op;97711:parador_site "\op",0
@@ -135,9 +135,9 @@
 	97710:mov	%cr\n, %rax;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,13,0;.popsection
 	.endr
 	.if	1
-	97710:cli;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,0,0;.popsection
+	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:cli;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,0,0;.popsection
 	.else
-	97710:sti;97711:.nops -((16-(97711b-97710b))>0)*(16-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,1,0;.popsection
+	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:sti;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,1,0;.popsection
 	.endif
-	outer	"97710:swapgs;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,39,0;.popsection"
+	outer	"97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:swapgs;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,39,0;.popsection"
 	inner

@@ -1,5 +1,5 @@
 .pushsection parador_sites_1,"a",@progbits;.popsection;	.text
-	97710:cli;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,0,0;.popsection
+	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:cli;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,0,0;.popsection
 	.code32
 	"$c32.0":cli
 	mov	%eax, %cr0

@@ -1,15 +1,15 @@
 .pushsection parador_sites_1,"a",@progbits;.popsection;	.text
 	.globl	f
 	.type	f, @function
-f:	97710:cli;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,0,0;.popsection
-	97710:STI;97711:.nops -((16-(97711b-97710b))>0)*(16-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,1,0;.popsection
+f:	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:cli;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,0,0;.popsection
+	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:STI;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,1,0;.popsection
 	movq	%rax, %rbx	# not this: cli
 	97710:movq	%cr3, %rax;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,13,0;.popsection; 97710:mov %rax, %cr3;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,14,0;.popsection
 	97710:mov	%db7, %rax;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,15,0;.popsection /* cli */
 	97710:mov	%rax, /* hlt */ %dr7;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,16,0;.popsection
-	97710:cli;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,0,0;.popsection /* a comment
-	over lines: hlt */ 97710:sti;97711:.nops -((16-(97711b-97710b))>0)*(16-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,1,0;.popsection
-	97710:mov	%gs, %eax;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,40,0;.popsection
+	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:cli;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,0,0;.popsection /* a comment
+	over lines: hlt */ 97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:sti;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,1,0;.popsection
+	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:mov	%gs, %eax;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,40,0;.popsection
 	97710:movw	8(%rax,%rbx,2), % ds;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,41,0;.popsection
 	mov	%gs:8, %rax
 	mov	$';, %al; 97710:hlt;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,2,0;.popsection
@@ -26,7 +26,7 @@ f:	97710:cli;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pus
 	int3
 	int	$3
 	97710:int	$0x80;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,58,0;.popsection
-	97710:swapgs;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,39,0;.popsection; 97710:sysretq;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,36,0;.popsection
+	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:swapgs;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,39,0;.popsection; 97710:sysretq;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,36,0;.popsection
 	97710:rex.W sysret;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,36,0;.popsection
 	97710:lgdt	table(%rip);97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,19,0;.popsection
 	97710:lidt	(%rax);97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,20,0;.popsection
@@ -41,7 +41,7 @@ f:	97710:cli;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pus
 	97710:xsaves64 (%rdi);97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,59,0;.popsection
 	97710:vmxoff;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,66,0;.popsection
 	97710:verw	table(%rip);97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,57,0;.popsection
-"quoted name":	97710:pushf;97711:.nops -((8-(97711b-97710b))>0)*(8-(97711b-97710b));97712:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97712b-97710b,7,0;.popsection
+"quoted name":	97710:.skip -((8-(97711f-97709f))>0)*(8-(97711f-97709f)),46;97709:pushf;97711:.pushsection parador_sites_1;.long 97710b-.;.byte 97711b-97710b,97711b-97710b,7,0;.popsection
 	nop
 	push	%rax
 	nop
