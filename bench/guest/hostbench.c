@@ -85,7 +85,7 @@ static double touch_page(void)
 /* Branches and memory, floating point, and integers: a heap is sorted, matrices are multiplied, bytes are hashed. */
 static double compute(void)
 {
-	enum { HEAP = 1 << 17, SIDE = 160, HASHES = 6 };
+	enum { HEAP = 1 << 15, SIDE = 96, HASHES = 24 };
 	static unsigned heap[HEAP];
 	static double a[SIDE][SIDE], b[SIDE][SIDE], c[SIDE][SIDE];
 	unsigned value = 1, hash = 2166136261u;

@@ -153,9 +153,11 @@ pub fn measure(kernel: &Path) -> Result<Vec<Figure>> {
     let title =
         "Time of programs in processes of this host and in QEMU (TCG), relative to the host's own";
     chart::draw("hosted.svg", &chart::ratios(title, &["hosted", "TCG"], &groups)?)?;
-    for (place, key, limit) in
-        [(HOSTED, "hosted_compute_ratio", COMPUTE_LIMIT), (TCG, "tcg_compute_ratio", f64::INFINITY)]
-    {
+    for (place, key, limit) in [
+        (NATIVE, "native_compute_ratio", f64::INFINITY),
+        (HOSTED, "hosted_compute_ratio", COMPUTE_LIMIT),
+        (TCG, "tcg_compute_ratio", f64::INFINITY),
+    ] {
         figures.push(Figure {
             key,
             title: titles("computing", place),

@@ -6,7 +6,7 @@
 /// First word of the record: "PARADORW".
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PARADORW");
 /// Version of the record.
-pub const VERSION: u64 = 2;
+pub const VERSION: u64 = 3;
 
 /// Where things are in the address space of a process, and descriptors that it inherits. The part above the guest's programs is like
 /// Linux' own upper half; the image and its modules are where 32-bit sign-extended addresses reach.
@@ -119,6 +119,10 @@ record! {
     sites,
     /// Its length in bytes.
     sites_length,
+    /// Linear address of Linux' `__text_poke(how, to, from, length)`, which the wedge does in its own way; 0: none.
+    text_poke,
+    /// Linear address of `text_poke_memcpy`: `how`, if it copies.
+    text_poke_memcpy,
     /// Options: see [`option`].
     options,
     /// Number of disks.
@@ -182,6 +186,8 @@ pub mod option {
     pub const NO_FAST_PATHS: u64 = 1 << 0;
     /// System calls of programs are not rewritten.
     pub const NO_CALL_SITES: u64 = 1 << 1;
+    /// Functions of the kernel are left as they are.
+    pub const NO_FUNCTIONS: u64 = 1 << 4;
     /// What the wedge has done is printed in the end.
     pub const COUNTERS: u64 = 1 << 2;
     /// Writes to page tables, descriptor tables and devices are counted by their instructions.

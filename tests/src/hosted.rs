@@ -71,6 +71,14 @@ impl Rig {
         self.folder.path().join(name)
     }
 
+    /// A module of the kernel.
+    fn dummy(&self) -> Result<PathBuf> {
+        match std::env::var_os(KERNEL) {
+            Some(_) => Ok(self.kernel.with_file_name("dummy.ko")),
+            None => Kernel::get()?.dummy(),
+        }
+    }
+
     fn run(&self) -> Command {
         let mut command = parador(self.folder.path());
         command.arg("run").arg(&self.kernel).args(["-i", "busybox", "--timeout", LIMIT]);
@@ -112,6 +120,21 @@ impl Rig {
         ensure!(matches!(status.code(), Some(0 | 1)), "e2fsck: {status}");
         Ok(())
     }
+}
+
+/// What the kernel does to its own code is done by the wedge, and by the kernel itself if the wedge does not.
+pub fn functions() -> Result<()> {
+    let rig = Rig::new()?;
+    let script = "for on in 1 0 1; do echo $on >/proc/sys/kernel/task_delayacct; done
+        insmod /mnt/dummy.ko numdummies=3; rmmod dummy; echo changed\n";
+    let dummy = rig.dummy()?;
+    for (options, counted) in [(&[][..], true), (&["--without", "functions"][..], false)] {
+        let mut run = rig.script(script, &[&dummy])?;
+        let ended = end(run.arg("--counters").args(options), "")?.well(0, &["changed"])?;
+        let replaced = ended.messages.lines().any(|line| line.ends_with(" functions"));
+        ensure!(replaced == counted, "{options:?}:\n{}", ended.messages);
+    }
+    Ok(())
 }
 
 /// Every store to a page table is annotated: starting, stopping and changing the memory of programs, and modules.
@@ -241,10 +264,7 @@ pub fn module() -> Result<()> {
     let script = "for round in 1 2 3; do
             insmod /mnt/dummy.ko; ifconfig dummy0 up; ifconfig dummy0 down; rmmod dummy
         done; echo modules work\n";
-    let dummy = match std::env::var_os(KERNEL) {
-        Some(_) => rig.kernel.with_file_name("dummy.ko"),
-        None => Kernel::get()?.dummy()?,
-    };
+    let dummy = rig.dummy()?;
     end(&mut rig.script(script, &[&dummy])?, "")?.well(0, &["modules work"])?;
     Ok(())
 }

@@ -54,7 +54,8 @@ dmesg | grep -o 'wedge: [0-9d].*' | sed 's/^/RESULT /'
 /// Rounds of all of them, and an end of each.
 const CHECK_LINES: usize = 8 * 21;
 
-/// What is done in every one: modules come and go, programs run on every processor and take memory.
+/// What is done in every one: modules come and go, the kernel changes its code (`task_delayacct` is a static key), programs run on every
+/// processor and take memory.
 const SCRIPT: &str = "set -ex
 for round in 1 2 3; do
     insmod /root/dummy.ko
@@ -63,6 +64,7 @@ for round in 1 2 3; do
 done
 insmod /root/parador_com.ko
 rmmod parador_com
+for on in 1 0 1; do echo $on >/proc/sys/kernel/task_delayacct; done
 for n in 1 2 3 4; do (dd if=/dev/zero bs=1M count=20 | sha256sum) & done
 wait
 ls -R /sys/class >/dev/null

@@ -22,7 +22,7 @@ const PREVIRT_CPUS: [u32; 2] = [1, 2];
 /// What a test does.
 type Body = fn() -> Result<()>;
 /// Machines that are processes of this host.
-const HOSTED: [(&str, Body); 12] = [
+const HOSTED: [(&str, Body); 13] = [
     ("shell", hosted::shell),
     ("disk", hosted::disk),
     ("disk-in-use", hosted::disk_in_use),
@@ -35,6 +35,7 @@ const HOSTED: [(&str, Body); 12] = [
     ("kills", hosted::kills),
     ("refusals", hosted::refusals),
     ("profile", hosted::profile),
+    ("functions", hosted::functions),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.
 const STRESS_SECONDS: u32 = 10;

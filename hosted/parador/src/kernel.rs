@@ -136,7 +136,7 @@ Examples:
 
 Prints the SHA-256 of `vmlinux` and its place. Beside it are `bzImage`, `config`, `System.map`,
 `modules` (as below /), and `headers`, which `parador kernel module` uses. Equal inputs give equal
-kernels, so a kernel is built once and kept; that takes about 8 minutes on two CPUs.")]
+kernels, so a kernel is built once and kept; that takes 8 to 14 minutes on two CPUs.")]
     Build {
         /// Copy the result to this folder.
         #[arg(short, long, value_name = "FOLDER")]

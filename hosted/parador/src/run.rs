@@ -112,6 +112,8 @@ enum Optimisation {
     FastSites,
     /// System calls of programs come without a signal.
     CallSites,
+    /// The wedge does in its own way what some functions of the kernel do.
+    Functions,
 }
 
 impl Options {
@@ -123,6 +125,7 @@ impl Options {
             bits | match optimisation {
                 Optimisation::FastSites => option::NO_FAST_PATHS,
                 Optimisation::CallSites => option::NO_CALL_SITES,
+                Optimisation::Functions => option::NO_FUNCTIONS,
             }
         })
     }

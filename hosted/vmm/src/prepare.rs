@@ -67,6 +67,8 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         .map_err(host("make the guest's memory"))?;
     let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, chips.hole_start).collect();
     let (sites, sites_length) = image.sites();
+    // A kernel without them does it itself.
+    let function = |name| image.symbol(name).map_or(0, crate::image::moved);
     let mut start = Start {
         memory: machine.memory,
         hole: chips.hole_start,
@@ -75,6 +77,8 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         kernel_root: ROOT,
         sites,
         sites_length,
+        text_poke: function("__text_poke"),
+        text_poke_memcpy: function("text_poke_memcpy"),
         options: machine.options,
         disks: machine.disks.len() as u64,
         log: machine.log,

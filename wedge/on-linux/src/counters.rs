@@ -7,6 +7,7 @@ use wedge_sites::Kind;
 
 use crate::report::say;
 use crate::shared::{cell, count, shared};
+use crate::sites::FUNCTION;
 
 /// Prints all counters that are not 0, if the loader asked for it: times that each kind of site came to the wedge (those that are done in
 /// place do not), and what happened otherwise.
@@ -18,7 +19,10 @@ pub fn print() {
     for (number, counter) in (0..).zip(&shared.sites) {
         let count = counter.load(Relaxed);
         if count != 0 {
-            let name = Kind::from_number(number).map_or("unknown", Kind::name);
+            let name = match number {
+                FUNCTION => "functions",
+                _ => Kind::from_number(number).map_or("unknown", Kind::name),
+            };
             say(format_args!("{count:>10} {name}"));
         }
     }

@@ -18,13 +18,15 @@ use wedge_x86::{Cause, Stub, decode_all};
 use crate::memory::{self, Fault, Ram};
 use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
 use crate::shared::{cell, count, event, events, mine, shared, start};
-use crate::sites::Sites;
+use crate::sites::{FUNCTION, Sites};
 use crate::{calls, processes, profile, report, signal};
 
 /// Error code of a page fault: the access was a write.
 const WRITE: u64 = 1 << 1;
 /// Error code of a page fault: it was an instruction fetch.
 const FETCH: u64 = 1 << 4;
+/// The most that `__text_poke` changes at once: a page.
+const MOST_POKED: usize = memory::PAGE as usize;
 /// Longest instruction.
 const LONGEST: usize = 15;
 
@@ -54,6 +56,8 @@ pub struct LinuxVcpu {
     faulted: Option<(u64, Intent)>,
     /// System calls that come often are rewritten.
     rewrites_calls: bool,
+    /// [`Start::text_poke_memcpy`].
+    text_poke_memcpy: u64,
     /// `STAR` as entry code knows it.
     star: u64,
 }
@@ -144,6 +148,28 @@ fn cpu() -> &'static mut VirtualCpu {
     unsafe { &mut (*cell()).cpu }
 }
 
+/// Makes the processor forget what it has fetched: code was written by another address than its own (APM vol. 2, 7.6.1).
+fn serialize() {
+    // SAFETY: `IRET` to the next instruction, with the stack, flags and segments of now.
+    unsafe {
+        core::arch::asm!(
+            "mov {stack}, rsp",
+            "mov {segment:e}, ss",
+            "push {segment}",
+            "push {stack}",
+            "pushfq",
+            "mov {segment:e}, cs",
+            "push {segment}",
+            "lea {segment}, [rip + 2f]",
+            "push {segment}",
+            "iretq",
+            "2:",
+            stack = out(reg) _,
+            segment = out(reg) _,
+        );
+    }
+}
+
 /// What a stop of the guest leads to.
 enum Step {
     /// The guest goes on.
@@ -168,6 +194,10 @@ impl LinuxVcpu {
         let shared = shared();
         shared.sites[usize::from(stub.kind)].fetch_add(1, Relaxed);
         cpu().frame.rip = stub.site;
+        if stub.kind == FUNCTION {
+            self.text_poke(stub);
+            return Step::On;
+        }
         if let Some(exit) = self.sites.marker(stub, cpu(), &self.memory) {
             return exit.map_or(Step::On, Step::Exit);
         }
@@ -176,6 +206,57 @@ impl LinuxVcpu {
             // Sites are decoded before they are rewritten.
             Err(error) => report::fatal(format_args!("site {:#x}: {error:?}", stub.site)),
         }
+    }
+
+    /// Linux' `__text_poke`: it changes its code through an address space of its own, into which and out of which it switches for each
+    /// change, thousands of times when it starts. Here code is memory that the wedge can write.
+    fn text_poke(&self, stub: &Stub) {
+        let cpu = cpu();
+        let [how, to, from, length] = [7, 6, 2, 1].map(|register| cpu.frame.gpr[register]);
+        let is_copy = how == self.text_poke_memcpy;
+        let mut bytes = [0; MOST_POKED];
+        let done = usize::try_from(length).ok().and_then(|length| {
+            let bytes = bytes.get_mut(..length)?;
+            // `text_poke_memset` repeats the first byte.
+            let given = if is_copy { length } else { 1.min(length) };
+            cpu.read(&self.memory, from, &mut bytes[..given]).ok()?;
+            if !is_copy {
+                bytes.fill(bytes.first().copied().unwrap_or(0));
+            }
+            let mut back = [0; 8];
+            cpu.read(&self.memory, cpu.frame.gpr[4], &mut back).ok()?;
+            self.write_code(to, bytes)?;
+            Some(u64::from_le_bytes(back))
+        });
+        match done {
+            Some(back) => {
+                cpu.frame.gpr[0] = to;
+                cpu.frame.gpr[4] += 8;
+                cpu.frame.rip = back;
+                serialize();
+            }
+            // What it cannot do, Linux does.
+            None => cpu.frame.rip = Sites::put_function_back(stub, cpu, &self.memory),
+        }
+    }
+
+    /// Writes to the kernel's memory, whatever the rights of its mapping; `None`: nothing was written, since a part of it is not mapped.
+    fn write_code(&self, to: u64, bytes: &[u8]) -> Option<()> {
+        let first = (memory::PAGE - to % memory::PAGE).min(bytes.len() as u64);
+        let (first, second) = bytes.split_at(first as usize);
+        let place = |linear, part: &[u8]| {
+            let paging = cpu().paging(linear, false);
+            match part {
+                [] => Some(0),
+                _ => Some(paging.translate(&self.memory, linear, Intent::Read, false).ok()?.0),
+            }
+        };
+        let behind = to.wrapping_add(first.len() as u64);
+        let places = [place(to, first)?, place(behind, second)?];
+        // Where no memory is nothing is written, as by the kernel itself.
+        let _ = self.memory.write_slice(places[0], first);
+        let _ = self.memory.write_slice(places[1], second);
+        Some(())
     }
 
     /// Carries out instructions that follow each other; the guest goes on at `resume`.
@@ -629,6 +710,12 @@ pub extern "sysv64" fn main() -> ! {
         report::say(format_args!("the kernel's sites cannot be rewritten: {problem}"));
         processes::finish(65);
     }
+    if start.options & option::NO_FUNCTIONS == 0
+        && start.text_poke != 0
+        && let Err(problem) = sites.replace_function(cpu(), &memory, start.text_poke)
+    {
+        report::say(format_args!("`__text_poke` is left as it is: {problem}"));
+    }
     let config = PcConfig {
         vcpus: 1,
         clock: TscClock::new(shared().tsc_khz.load(Relaxed), 0),
@@ -659,6 +746,7 @@ pub extern "sysv64" fn main() -> ! {
         profiles: profile::is_on(),
         faulted: None,
         rewrites_calls: start.options & option::NO_CALL_SITES == 0,
+        text_poke_memcpy: start.text_poke_memcpy,
         star: 0,
     };
     shared().deadline.store(u64::MAX, Relaxed);

@@ -11,6 +11,11 @@ use wedge_x86::{MAX_SITE, Stub, Target, Way, decode_all};
 /// Most stubs.
 const MOST: usize = layout::STUBS_LENGTH as usize / size_of::<Stub>();
 
+/// [`Stub::kind`] of a function that the wedge does in its own way, where other stubs have a kind of sites.
+pub const FUNCTION: u8 = u8::MAX;
+/// Bytes of a function that are replaced.
+const FUNCTION_BYTES: usize = 8;
+
 /// Why a table is refused.
 #[derive(Clone, Copy, Debug)]
 pub enum Problem {
@@ -73,6 +78,37 @@ impl Sites {
         Ok(())
     }
 
+    /// Makes the calls of a function come to the wedge.
+    pub fn replace_function(
+        &mut self,
+        cpu: &VirtualCpu,
+        memory: &GuestMemory,
+        at: u64,
+    ) -> Result<(), Problem> {
+        let mut whole = [0; FUNCTION_BYTES];
+        cpu.read(memory, at, &mut whole).map_err(|_| Problem::Unreadable(at))?;
+        self.put_stub(
+            cpu,
+            memory,
+            &Target {
+                site: at,
+                original: &whole,
+                whole: &whole,
+                padded: FUNCTION_BYTES as u8,
+                kind: FUNCTION,
+                flags_dead: false,
+                fast: false,
+            },
+        )
+    }
+
+    /// Makes a function that was replaced what it was. Returns its address.
+    pub fn put_function_back(stub: &Stub, cpu: &VirtualCpu, memory: &GuestMemory) -> u64 {
+        // It was written once already.
+        let _ = cpu.write(memory, stub.site, stub.overwritten());
+        stub.site
+    }
+
     fn each(
         &mut self,
         cpu: &VirtualCpu,
@@ -124,8 +160,6 @@ impl Sites {
                 Err(_) => Err(Problem::Instruction(site.address)),
             };
         }
-        let number = self.free().ok_or(Problem::Full)?;
-        let place = Self::at(number);
         let target = Target {
             site: site.address,
             original: bytes,
@@ -135,12 +169,22 @@ impl Sites {
             flags_dead: site.flags.contains(Flags::FLAGS_DEAD),
             fast: self.fast,
         };
-        let made = Stub::new(place as u64, &wedge_x86::entries(), &target);
-        let (stub, patch) = made.ok_or(Problem::Instruction(site.address))?;
+        self.put_stub(cpu, memory, &target)
+    }
+
+    fn put_stub(
+        &mut self,
+        cpu: &VirtualCpu,
+        memory: &GuestMemory,
+        target: &Target<'_>,
+    ) -> Result<(), Problem> {
+        let number = self.free().ok_or(Problem::Full)?;
+        let place = Self::at(number);
+        let made = Stub::new(place as u64, &wedge_x86::entries(), target);
+        let (stub, patch) = made.ok_or(Problem::Instruction(target.site))?;
         // SAFETY: the place is in the part of the shared memory that is for stubs, and not in use.
         unsafe { place.write(stub) };
-        cpu.write(memory, site.address, patch.bytes())
-            .map_err(|_| Problem::Unreadable(site.address))
+        cpu.write(memory, target.site, patch.bytes()).map_err(|_| Problem::Unreadable(target.site))
     }
 
     /// Number of a stub that is not in use.
