@@ -113,10 +113,13 @@ pub fn measure(kernel: &Path) -> Result<Vec<Figure>> {
         times[HOSTED].read(&output(&mut run)?);
         let mut qemu = Command::new("timeout");
         qemu.arg(LIMIT.to_string()).arg("qemu-system-x86_64");
-        qemu.args(["-M", "q35", "-accel", "tcg", "-cpu", "max", "-m", "256", "-smp", "1"]);
+        qemu.args(["-M", "q35", "-accel", "tcg", "-cpu", "max", "-m", "1024", "-smp", "1"]);
         qemu.args(["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"]);
         qemu.arg("-no-reboot").arg("-kernel").arg(kernel).arg("-initrd").arg(&disk);
-        qemu.args(["-append", "console=ttyS0 panic=-1 mitigations=off quiet"]);
+        qemu.args([
+            "-append",
+            "console=ttyS0 panic=-1 mitigations=off transparent_hugepage=always quiet",
+        ]);
         times[TCG].read(&output(&mut qemu)?);
     }
     let mut figures = Vec::new();

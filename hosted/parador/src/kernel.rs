@@ -30,7 +30,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 /// Changes when sites are padded or recorded otherwise than before.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 macro_rules! ours {
     ($($name:literal),* $(,)?) => {

@@ -31,8 +31,9 @@ const PAGE: u64 = 4096;
 /// Least memory that any kernel starts in.
 const LEAST_MEMORY: u64 = 64 << 20;
 /// What a kernel is told before what the user says: the serial line is the console; time comes from the counter that the wedge has no part in;
-/// and what defends a kernel against its programs on a processor that it does not own is of no use.
-const COMMAND_LINE: &str = "console=ttyS0 panic=-1 mitigations=off";
+/// what defends a kernel against its programs on a processor that it does not own is of no use; and large pages of programs are one fault and one
+/// mapping of the host each (Linux has them with 512 MiB or more).
+const COMMAND_LINE: &str = "console=ttyS0 panic=-1 mitigations=off transparent_hugepage=always";
 
 /// How a guest is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -73,7 +74,7 @@ pub struct Options {
     #[arg(short, long = "disk", value_name = "DISK")]
     disks: Vec<String>,
     /// Memory.
-    #[arg(short, long, value_name = "SIZE", value_parser = Size::parse, default_value = "256M")]
+    #[arg(short, long, value_name = "SIZE", value_parser = Size::parse, default_value = "1G")]
     memory: Size,
     /// Virtual CPUs; this version has one.
     #[arg(short, long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=1))]

@@ -129,8 +129,11 @@ enum Mode {
 struct First {
     range: Range<usize>,
     class: Class,
-    /// What came since: end and begin of inline assembly statements.
+    /// It is in an inline assembly statement.
+    inline: bool,
+    /// What came since: end and begin of inline assembly statements, and whether the first one has outputs in flags.
     ended: bool,
+    flags_out: bool,
     begun: bool,
 }
 
@@ -410,9 +413,13 @@ impl<'a> Rewriter<'a> {
     fn settle_first(&mut self) -> Step {
         let Some(first) = self.first.take() else { return Ok(()) };
         let Class::Sensitive(kind) = first.class else { return Ok(()) };
-        self.site(first.range, kind)?;
+        // As where it stands.
+        let inline = std::mem::replace(&mut self.inline, first.inline);
+        let done = self.site(first.range, kind);
+        self.inline = inline;
+        done?;
         if let (true, Watch::Inside(edit)) = (first.ended, self.watch) {
-            self.watch = Watch::After(edit);
+            self.watch = if first.flags_out { Watch::Nothing } else { Watch::After(edit) };
         }
         if first.begun {
             self.flags_die();
@@ -506,7 +513,9 @@ impl<'a> Rewriter<'a> {
         match class {
             Class::Sensitive(Kind::Sti | Kind::Pushf) | Class::Push => {
                 self.watch_instruction(class);
-                self.first = Some(First { range, class, ended: false, begun: false });
+                let inline = self.inline;
+                let (ended, flags_out, begun) = (false, false, false);
+                self.first = Some(First { range, class, inline, ended, flags_out, begun });
                 Ok(())
             }
             Class::Sensitive(kind) => self.site(range, kind),

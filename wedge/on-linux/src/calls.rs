@@ -178,6 +178,12 @@ pub fn is_rewritten(rip: u64) -> bool {
     page != 0 && calls().pages.contains(&page)
 }
 
+/// Whether this process has a copy of a page of its own.
+pub fn has_copy(page: u64) -> bool {
+    let calls = calls();
+    calls.used != 0 && calls.pages.contains(&page)
+}
+
 /// What was mapped between these addresses is not any longer.
 pub fn forget(start: u64, end: u64) {
     let calls = calls();

@@ -15,7 +15,7 @@ use vmm_mem::GuestMemory;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
 use wedge_x86::{Cause, Stub, decode_all};
 
-use crate::memory::{self, Fault, Ram};
+use crate::memory::{self, Fault, Fill, Ram};
 use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
 use crate::shared::{cell, count, event, events, mine, shared, start};
 use crate::sites::{FUNCTION, Sites};
@@ -301,7 +301,7 @@ impl LinuxVcpu {
             && cpu().cr2 == linear
         {
             // What is not there, or cannot be mapped, faults again.
-            let _ = memory::fill(cpu(), &self.ram, &self.memory, linear, intent);
+            let _ = memory::fill(cpu(), &self.ram, &self.memory, linear, intent, Fill::One);
         }
     }
 
@@ -378,7 +378,7 @@ impl LinuxVcpu {
                 Event::exception_code(vector::PAGE_FAULT, (code & (WRITE | FETCH)) as u32 | user);
             return Step::On;
         }
-        match memory::fill(cpu, &self.ram, &self.memory, linear, intent) {
+        match memory::fill(cpu, &self.ram, &self.memory, linear, intent, Fill::Around) {
             Fault::Filled => Step::On,
             Fault::Guest(fault) => {
                 count(count::FAULTS);

@@ -82,6 +82,8 @@ impl Ram {
 pub struct Leaf {
     /// Guest-physical address.
     pub address: u64,
+    /// Guest-physical address of its entry.
+    at: u64,
     /// Size in bytes.
     pub size: u64,
     /// All levels allow writes.
@@ -89,6 +91,20 @@ pub struct Leaf {
     /// No level forbids fetches.
     pub executable: bool,
     dirty: bool,
+}
+
+impl Leaf {
+    /// What the host is to allow.
+    fn rights(&self) -> u32 {
+        let mut rights = linux::PROT_READ;
+        if self.writable && self.dirty {
+            rights |= linux::PROT_WRITE;
+        }
+        if self.executable {
+            rights |= linux::PROT_EXEC;
+        }
+        rights
+    }
 }
 
 /// The page that maps `linear`, if there is one.
@@ -108,6 +124,7 @@ pub fn leaf(memory: &GuestMemory, root: u64, linear: u64) -> Option<Leaf> {
             let address = value & entry::ADDRESS & !(size - 1);
             return Some(Leaf {
                 address,
+                at,
                 size,
                 writable,
                 executable,
@@ -131,6 +148,18 @@ pub enum Fault {
     Full(i32),
 }
 
+/// How much is filled in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fill {
+    /// The page: its neighbours are there, or the guest has just made it.
+    One,
+    /// Its neighbours with it: all were dropped, most likely.
+    Around,
+}
+
+/// Pages that are looked at around one, in its part of this size.
+const AROUND: u64 = 16;
+
 /// Fills in what an access needs.
 pub fn fill(
     cpu: &VirtualCpu,
@@ -138,6 +167,7 @@ pub fn fill(
     memory: &GuestMemory,
     linear: u64,
     intent: Intent,
+    how: Fill,
 ) -> Fault {
     let paging = cpu.paging(linear, cpu.cpl == 3);
     let address = match paging.translate(memory, linear, intent, true) {
@@ -151,6 +181,9 @@ pub fn fill(
         profile::watch_walk(memory, slot(), paging.cr3, linear);
     }
     let Some(leaf) = leaf(memory, paging.cr3, linear) else { return Fault::Filled };
+    if leaf.size == PAGE && how == Fill::Around && !profile::is_on() {
+        return fill_around(ram, memory, linear & !(PAGE - 1), &leaf);
+    }
     let size = leaf.size.min(LARGE);
     let first = linear & !(size - 1);
     let base = leaf.address + (first & (leaf.size - 1));
@@ -163,17 +196,14 @@ pub fn fill(
             None => return Fault::Device(address),
         },
     };
-    let mut rights = linux::PROT_READ;
-    if leaf.writable && leaf.dirty {
-        rights |= linux::PROT_WRITE;
-    }
-    if leaf.executable {
-        rights |= linux::PROT_EXEC;
-    }
-    let slot = slot();
     if size > PAGE {
-        slot.large.store(true, Relaxed);
+        slot().large.store(true, Relaxed);
     }
+    map(linear, size, leaf.rights(), offset)
+}
+
+/// Maps what begins in guest memory at an offset of its descriptor.
+fn map(linear: u64, size: u64, rights: u32, offset: u64) -> Fault {
     count(count::FILLS);
     calls::forget(linear, linear + size);
     for attempt in 0..2 {
@@ -186,6 +216,36 @@ pub fn fill(
         }
     }
     Fault::Filled
+}
+
+/// Fills in a page and those around it that are in one piece with it: in the same table, in guest memory, and with the same rights. They count as
+/// accessed, which a processor may do to any page that it translates (APM vol. 2, 5.4.2).
+fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fault {
+    /// Bits in which the entries of a piece are equal.
+    const SAME: u64 = entry::PRESENT | entry::WRITE | entry::USER | entry::DIRTY | entry::NX;
+    let index = linear / PAGE % AROUND;
+    let Some((offset, _)) = ram.offset(leaf.address) else { return Fault::Device(leaf.address) };
+    let Ok(own) = memory.read::<u64>(leaf.at) else { return Fault::Device(leaf.at) };
+    // `step` pages on; in two's complement, so also back.
+    let joins = |step: u64| {
+        let at = leaf.at.wrapping_add(step.wrapping_mul(8));
+        let expected = leaf.address.wrapping_add(step.wrapping_mul(PAGE));
+        // Guest memory has a hole, its descriptor has none.
+        let wanted = offset.wrapping_add(step.wrapping_mul(PAGE));
+        let in_piece = ram.offset(expected).is_some_and(|(offset, _)| offset == wanted);
+        in_piece
+            && memory.read::<u64>(at).is_ok_and(|value| {
+                value & entry::ADDRESS == expected
+                    && value & SAME == own & SAME
+                    && !calls::has_copy(linear.wrapping_add(step.wrapping_mul(PAGE)))
+                    && (value & entry::ACCESSED != 0
+                        || memory.write::<u64>(at, value | entry::ACCESSED).is_ok())
+            })
+    };
+    let before = (1..=index).take_while(|&step| joins(step.wrapping_neg())).count();
+    let behind = (1..AROUND - index).take_while(|&step| joins(step)).count();
+    let before = before as u64 * PAGE;
+    map(linear - before, before + PAGE + behind as u64 * PAGE, leaf.rights(), offset - before)
 }
 
 /// Whether a guest may have something filled in here: not what is always mapped, and not the wedge.

@@ -30,6 +30,7 @@ impl Rewriter<'_> {
     pub(super) fn statement_ends(&mut self) {
         if let Some(first) = &mut self.first {
             first.ended = true;
+            first.flags_out |= self.flags_out;
         }
         if let Watch::Inside(edit) = self.watch {
             self.watch = if self.flags_out { Watch::Nothing } else { Watch::After(edit) };

@@ -94,3 +94,27 @@ fn pairs_need_each_other() {
         [(Kind::StiHlt, 1)]
     );
 }
+
+/// `sti` waits for a `hlt` behind it before it is a site; what was said of it meanwhile counts.
+#[test]
+fn flags_behind_an_instruction_that_could_be_one_of_two() {
+    let flags = |behind: &str| {
+        let text = format!("#APP\n# 1 \"a\" 1\n\tsti\n{behind}\n");
+        let text = rewrite(text.as_bytes(), "x.s", Pad::default()).unwrap().text.unwrap();
+        let text = String::from_utf8(text).unwrap();
+        let record = text.split(",1,").nth(1).unwrap_or_else(|| panic!("no sti: {text}"));
+        record.split(';').next().unwrap().to_owned()
+    };
+    const END: &str = "# 0 \"\" 2\n#NO_APP\n";
+    for (behind, expected) in [
+        ("\tmovq %rax,%rbx\n\tret", "2"),
+        ("\tret", "2"),
+        ("#APP\n# 2 \"a\" 1\n\tcli\n# 0 \"\" 2\n#NO_APP", "2"),
+        ("\tje 1f", "0"),
+        ("\tsetc %al", "0"),
+    ] {
+        assert_eq!(flags(&format!("{END}{behind}")), expected, "{behind}");
+    }
+    assert_eq!(flags("\tje 1f"), "0", "in the same statement");
+    assert_eq!(flags(&format!("/* output condition code z*/\n{END}\tret")), "0");
+}
