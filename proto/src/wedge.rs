@@ -50,16 +50,47 @@ pub mod layout {
     /// All guest-physical memory, as the wedge uses it.
     pub const WINDOW: u64 = GUEST_END;
 
+    /// Descriptor of what is typed.
+    pub const INPUT_FD: u32 = 0;
+    /// Descriptor of what the guest prints.
+    pub const OUTPUT_FD: u32 = 1;
+    /// Descriptor of the wedge's own messages.
+    pub const ERRORS_FD: u32 = 2;
     /// Descriptor of guest-physical memory.
     pub const MEMORY_FD: u32 = 3;
     /// Descriptor of the shared memory.
     pub const SHARED_FD: u32 = 4;
-    /// Descriptors of the disks, one after another; 5 is the wedge's own.
+    /// Descriptor that wakes the device process: the wedge's own.
+    pub const DOORBELL_FD: u32 = 5;
+    /// Descriptors of the disks, one after another.
     pub const DISKS_FD: u32 = 6;
 
     /// Where the records of the disks are in the shared memory.
     pub const DISKS: u64 = 0x800;
+    /// Where [`Filters`](super::Filters) are in the shared memory.
+    pub const FILTERS: u64 = 0x02f0_0000;
 }
+
+/// Filters of system calls (`struct sock_filter` of Linux, each a word, in `program`), which processes of the machine take: those of
+/// the guest, of disks, the device process.
+#[derive(Clone, Copy, Debug)]
+pub struct Filters {
+    /// The length in instructions, then these, for each of the three.
+    pub programs: [[u64; Self::WORDS]; 3],
+}
+
+impl Filters {
+    /// Words of each.
+    pub const WORDS: usize = 512;
+    /// [`Self::programs`]: of the guest's processes.
+    pub const GUEST: usize = 0;
+    /// Of those of disks.
+    pub const WORKER: usize = 1;
+    /// Of the device process.
+    pub const DEVICE: usize = 2;
+}
+
+const _: () = assert!(layout::FILTERS + size_of::<Filters>() as u64 <= layout::SHARED_LENGTH);
 
 /// Most disks of a machine.
 pub const MAX_DISKS: usize = 4;

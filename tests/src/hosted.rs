@@ -122,6 +122,33 @@ impl Rig {
     }
 }
 
+/// A guest's kernel that asks the host for what it may not have ends its machine, and nothing else.
+pub fn escapes() -> Result<()> {
+    const READ: u32 = 0;
+    const WRITE: u32 = 1;
+    const MMAP: u32 = 9;
+    const GETRANDOM: u32 = 318;
+    /// `SIGSYS`.
+    const KILLED: i32 = 128 + 31;
+    let rig = Rig::new()?;
+    let module = Kernel::get()?.check_host();
+    let ask = |call: u32, arguments: &str| {
+        let script = format!("insmod /mnt/check_host.ko call={call} {arguments}; echo goes on\n");
+        end(&mut rig.script(&script, &[&module])?, "")
+    };
+    ask(GETRANDOM, "")?.well(0, &["host: call 318 gives 0", "goes on"])?;
+    // Nothing is written to the console, the disk or shared memory; of mappings, none but of guest memory or of nothing.
+    for (call, arguments) in [(READ, "first=0"), (WRITE, "first=1"), (MMAP, "fourth=17 fifth=4")] {
+        ask(call, arguments)?.has(KILLED, &["signal 31"])?;
+    }
+    // open, socket, clone, execve, kill, ptrace, prctl, mount, openat, process_vm_writev, io_uring_setup, pidfd_getfd
+    for call in [2, 41, 56, 59, 62, 101, 157, 165, 257, 311, 425, 438] {
+        let ended = ask(call, "")?.has(KILLED, &["signal 31"])?;
+        ensure!(!ended.console.contains("goes on"), "call {call}:\n{}", ended.console);
+    }
+    Ok(())
+}
+
 /// What the kernel does to its own code is done by the wedge, and by the kernel itself if the wedge does not.
 pub fn functions() -> Result<()> {
     let rig = Rig::new()?;
@@ -248,7 +275,8 @@ pub fn disk_full() -> Result<()> {
     let script = "dd if=/dev/zero of=/dev/vdb bs=1M count=8 conv=fsync
         ! dd if=/dev/zero of=/dev/vdb bs=1M seek=390 count=8 conv=fsync
         echo goes on\n";
-    let inner = rig.script(script, &[])?;
+    let mut inner = rig.script(script, &[])?;
+    inner.args(["-m", "256M"]);
     // The limit of file sizes, in units of 512 bytes: between guest memory and the end of the disk.
     let mut machine = Command::new("sh");
     machine.args(["-c", "ulimit -f 650000; exec \"$@\" -d large.img", "sh"]);

@@ -41,8 +41,8 @@ const NEVER: [&str; 5] = ["vmcall", "encls", "mwaitx", "sysexit", "lmsw"];
 const BUSYBOX: &str = "/bin/busybox";
 /// Ours, from sources in a folder outside the kernel's.
 const DRIVER: [&str; 3] = ["Kbuild", "parador_com.c", "parador_com.h"];
-/// Sequences of sensitive instructions.
-const CHECK: [&str; 2] = ["Kbuild", "check_wedge.c"];
+/// Modules that check: sequences of sensitive instructions, system calls of the host.
+const CHECK: [&str; 3] = ["Kbuild", "check_wedge.c", "check_host.c"];
 /// Runs them; their results are in the kernel's log.
 const CHECK_SCRIPT: &str = "set -x
 for seed in 1 2 3 4 5 6 7 8; do
@@ -132,6 +132,11 @@ impl Kernel {
     /// Its file with symbols and relocations.
     pub fn vmlinux(&self) -> PathBuf {
         self.folder.join("vmlinux")
+    }
+
+    /// A module that asks the host.
+    pub fn check_host(&self) -> PathBuf {
+        self.check.with_file_name("check_host.ko")
     }
 
     /// One of its modules.

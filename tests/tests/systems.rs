@@ -22,7 +22,7 @@ const PREVIRT_CPUS: [u32; 2] = [1, 2];
 /// What a test does.
 type Body = fn() -> Result<()>;
 /// Machines that are processes of this host.
-const HOSTED: [(&str, Body); 13] = [
+const HOSTED: [(&str, Body); 14] = [
     ("shell", hosted::shell),
     ("disk", hosted::disk),
     ("disk-in-use", hosted::disk_in_use),
@@ -35,6 +35,7 @@ const HOSTED: [(&str, Body); 13] = [
     ("kills", hosted::kills),
     ("refusals", hosted::refusals),
     ("profile", hosted::profile),
+    ("escapes", hosted::escapes),
     ("functions", hosted::functions),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.

@@ -507,7 +507,11 @@ fn afterburner_cpu(stats: &Path) -> Result<Duration, Failure> {
         cpu_us: u64,
     }
     let failed = |error: io::Error| Failure::file("read", stats, &error);
-    let file = File::open(stats).map_err(failed)?;
+    let file = match File::open(stats) {
+        // Nothing came to it.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Duration::ZERO),
+        opened => opened.map_err(failed)?,
+    };
     let mut sum = 0;
     for line in serde_json::Deserializer::from_reader(BufReader::new(file)).into_iter::<Line>() {
         sum += line.map_err(|error| failed(error.into()))?.cpu_us;

@@ -31,6 +31,8 @@ pub enum Error {
     },
     /// More disks than a machine has.
     TooManyDisks(usize),
+    /// Filters of system calls cannot be made: why.
+    Filters(String),
     /// The host's processor or kernel lacks something.
     Lacking(&'static str),
 }
@@ -54,6 +56,7 @@ impl fmt::Display for Error {
             Self::TooManyDisks(count) => {
                 write!(f, "{count} disks are more than {}", proto::wedge::MAX_DISKS)
             }
+            Self::Filters(why) => write!(f, "no filters of system calls: {why}"),
             Self::Lacking(what) => write!(f, "this host has no {what}"),
         }
     }

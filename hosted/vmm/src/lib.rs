@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod filters;
 mod image;
 mod prepare;
 

@@ -87,12 +87,14 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     memory
         .with(ranges, |memory| fill(memory, image, machine, &chips, &mut start))
         .map_err(host("lay the guest's memory out"))??;
+    let filters = crate::filters::words()?;
     let mut shared = SharedMemory::new("parador-shared", layout::SHARED_LENGTH)
         .map_err(host("make the machine's shared memory"))?;
     let written = shared.with([(0, layout::SHARED_LENGTH)], |memory| {
         let disks = machine.disks.iter().flat_map(Disk::to_words);
         let disks = (layout::DISKS..).step_by(8).zip(disks);
-        let mut words = (0..).step_by(8).zip(start.to_words()).chain(disks);
+        let filters = (layout::FILTERS..).step_by(8).zip(filters);
+        let mut words = (0..).step_by(8).zip(start.to_words()).chain(disks).chain(filters);
         words.try_for_each(|(at, word)| memory.write(at, word))
     });
     written.map_err(host("fill shared memory"))?.map_err(vmm_boot::BootError::from)?;

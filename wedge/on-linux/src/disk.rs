@@ -14,7 +14,7 @@ use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed, Orde
 
 use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
-use proto::wedge::{Disk, MAX_DISKS, Start, layout};
+use proto::wedge::{Disk, Filters, MAX_DISKS, Start, layout};
 use vmm_bus::outside::{Block, BlockInfo, BlockOp, BlockStatus, Data, SECTOR};
 
 use crate::memory::Ram;
@@ -200,35 +200,36 @@ const DONE: u8 = 0;
 const FAILED: u8 = 1;
 const UNSUPPORTED: u8 = 2;
 
-/// Makes the workers of all disks and leaves the descriptors to them. For the device process, before there are guests.
-pub fn make_workers(start: &Start) -> Result<(), Errno> {
+/// Makes the workers of all disks and leaves the descriptors to them. For the device process, before there are guests. Gives their ids.
+pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKERS], Errno> {
     let count = (start.disks as usize).min(MAX_DISKS);
-    for (index, place) in shared().workers.iter().take(count * WORKERS).enumerate() {
+    let mut workers = [0; MAX_WORKERS];
+    for (index, place) in workers.iter_mut().take(count * WORKERS).enumerate() {
         match processes::fork()? {
-            0 => work(index / WORKERS, count, start),
-            worker => place.store(worker, SeqCst),
+            0 => work(index / WORKERS, start, filters),
+            worker => *place = worker,
         }
     }
-    if count == 0 { Ok(()) } else { close(layout::DISKS_FD, count) }
+    sys::close(layout::DISKS_FD, u32::MAX)?;
+    Ok(workers)
 }
 
-/// Closes descriptors.
-fn close(first: u32, count: usize) -> Result<(), Errno> {
-    if count == 0 {
-        return Ok(());
-    }
-    let last = u64::from(first) + count as u64 - 1;
-    // SAFETY: no memory is touched.
-    unsafe { sys::call(linux::__NR_close_range, [first.into(), last, 0, 0, 0, 0]).map(drop) }
-}
-
-/// A worker of disk `number` of `count`.
-fn work(number: usize, count: usize, start: &Start) -> ! {
+/// A worker of disk `number`.
+fn work(number: usize, start: &Start, filters: &Filters) -> ! {
     let fd = layout::DISKS_FD + number as u32;
+    let others = [
+        (layout::INPUT_FD, layout::OUTPUT_FD),
+        (layout::MEMORY_FD, layout::SHARED_FD),
+        (layout::DISKS_FD, fd - 1),
+        (fd + 1, u32::MAX),
+    ];
     let alone = processes::die_with_parent()
-        .and_then(|()| close(layout::DISKS_FD, number))
-        .and_then(|()| close(fd + 1, count - number - 1))
-        .and_then(|()| sys::ignore(linux::SIGXFSZ));
+        .and_then(|()| sys::ignore(linux::SIGXFSZ))
+        .and_then(|()| {
+            let mut others = others.into_iter().filter(|(first, last)| first <= last);
+            others.try_for_each(|(first, last)| sys::close(first, last))
+        })
+        .and_then(|()| processes::confine(filters, Filters::WORKER));
     if let Err(error) = alone {
         report::say(format_args!("a process for disk {number} cannot be set up: {error:?}"));
         sys::exit(HOST);
@@ -270,7 +271,7 @@ fn work(number: usize, count: usize, start: &Start) -> ! {
         if queue.is_awaited.load(SeqCst) != 0 {
             sys::wake(&queue.answers);
         }
-        device::tell(event::DISK);
+        device::tell_by_bell(event::DISK);
     }
 }
 

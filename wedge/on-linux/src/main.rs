@@ -27,11 +27,16 @@ use core::arch::naked_asm;
 use core::sync::atomic::Ordering::Relaxed;
 
 use linux_raw_sys::general as linux;
+use linux_raw_sys::prctl;
 use proto::wedge::layout;
 
+use crate::device::Device;
 use crate::memory::Ram;
 use crate::shared::PRIVATE_LENGTH;
 use crate::sys::{Backing, Errno};
+
+/// Bytes that a process may have for itself, beside guest memory and what is shared: some copies of pages of programs.
+const OWN_MEMORY: u64 = 32 << 20;
 
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -41,8 +46,8 @@ unsafe extern "C" fn parador_wedge_start() -> ! {
 
 extern "C" fn begin() -> ! {
     match set_up() {
-        Ok(()) => {
-            let code = device::serve();
+        Ok(mut device) => {
+            let code = device.serve();
             counters::print();
             profile::print();
             sys::exit(code)
@@ -55,7 +60,7 @@ extern "C" fn begin() -> ! {
     }
 }
 
-fn set_up() -> Result<(), (&'static str, Errno)> {
+fn set_up() -> Result<Device, (&'static str, Errno)> {
     let data = linux::PROT_READ | linux::PROT_WRITE;
     let shared = Backing::Shared(layout::SHARED_FD, 0);
     // SAFETY: nothing is at these addresses yet.
@@ -73,7 +78,7 @@ fn set_up() -> Result<(), (&'static str, Errno)> {
     // SAFETY: no memory is touched.
     let doorbell = unsafe { sys::call(linux::__NR_eventfd2, [0; 6]) };
     let doorbell = doorbell.map_err(|error| ("the host gives no event descriptor", error))?;
-    if doorbell != u64::from(device::DOORBELL_FD) {
+    if doorbell != u64::from(layout::DOORBELL_FD) {
         return Err(("started with other descriptors than it expects", Errno(0)));
     }
     let khz = clock::tsc_khz();
@@ -84,8 +89,22 @@ fn set_up() -> Result<(), (&'static str, Errno)> {
     // SAFETY: no memory is touched.
     let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }.unwrap_or(0);
     shared.device.store(own as u32, Relaxed);
-    disk::make_workers(&start).map_err(|error| ("the host makes no process for a disk", error))?;
-    processes::make(0).map_err(|error| ("the host makes no process", error))?;
+    let limit = [OWN_MEMORY, OWN_MEMORY];
+    let arguments = [linux::RLIMIT_DATA.into(), limit.as_ptr() as u64, 0, 0, 0, 0];
+    // SAFETY: the limit is read.
+    unsafe { sys::call(linux::__NR_setrlimit, arguments) }
+        .map_err(|error| ("the host sets no limit of memory", error))?;
+    let filters = shared::filters();
+    for option in [prctl::PR_SET_NO_NEW_PRIVS, prctl::PR_SET_DUMPABLE] {
+        let value = u64::from(option == prctl::PR_SET_NO_NEW_PRIVS);
+        // SAFETY: no memory is touched.
+        unsafe { sys::call(linux::__NR_prctl, [option.into(), value, 0, 0, 0, 0]) }
+            .map_err(|error| ("the host does not let a process give up rights", error))?;
+    }
+    let workers = disk::make_workers(&start, &filters)
+        .map_err(|error| ("the host makes no process for a disk", error))?;
+    let mut device = Device::new(filters, workers);
+    device.make(0).map_err(|error| ("the host makes no process", error))?;
     processes::begin(guest::main);
-    Ok(())
+    Ok(device)
 }

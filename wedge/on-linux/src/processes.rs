@@ -9,7 +9,7 @@ use core::mem::offset_of;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use linux_raw_sys::general as linux;
-use proto::wedge::layout;
+use proto::wedge::{Filters, layout};
 use wedge_x86::Cause;
 
 use crate::memory;
@@ -145,7 +145,7 @@ pub fn ring() {
     if shared.rung.swap(1, SeqCst) == 0 {
         let one = 1_u64.to_ne_bytes();
         // The counter of the descriptor cannot overflow: one is added for each time that it was taken.
-        let _ = sys::write(crate::device::DOORBELL_FD, &one);
+        let _ = sys::write(layout::DOORBELL_FD, &one);
     }
 }
 
@@ -163,15 +163,14 @@ pub fn finish(code: u8) -> ! {
 }
 
 /// Makes the process of slot `number`; gives its id. For the device process.
-pub fn make(number: usize) -> Result<u32, Errno> {
+pub fn make(number: usize, filters: &Filters) -> Result<u32, Errno> {
     // Its first turn may come before it has looked.
     let turn = shared().slots[number].turn.load(SeqCst);
     let child = fork()?;
     if child != 0 {
-        shared().slots[number].child.store(child, SeqCst);
         return Ok(child);
     }
-    match become_guest(number, turn) {
+    match become_guest(number, turn, filters) {
         Ok(never) => match never {},
         Err(error) => {
             report::say(format_args!("a process for the guest cannot be set up: {error:?}"));
@@ -181,7 +180,11 @@ pub fn make(number: usize) -> Result<u32, Errno> {
 }
 
 /// Sets this new process up and waits for its first turn.
-fn become_guest(number: usize, turn: u32) -> Result<core::convert::Infallible, Errno> {
+fn become_guest(
+    number: usize,
+    turn: u32,
+    filters: &Filters,
+) -> Result<core::convert::Infallible, Errno> {
     // SAFETY: nothing of this program is there; what the child inherited was the device process's.
     unsafe {
         let rights = linux::PROT_READ | linux::PROT_WRITE;
@@ -191,7 +194,18 @@ fn become_guest(number: usize, turn: u32) -> Result<core::convert::Infallible, E
     crate::calls::set_up()?;
     die_with_parent()?;
     signal::set_up()?;
+    for (first, last) in [
+        (layout::INPUT_FD, layout::OUTPUT_FD),
+        (layout::SHARED_FD, layout::SHARED_FD),
+        (layout::DISKS_FD, u32::MAX),
+    ] {
+        sys::close(first, last)?;
+    }
     let slot = &shared().slots[number];
+    // SAFETY: no memory is touched.
+    let id = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
+    // From here on everything may be the guest's doing.
+    confine(filters, Filters::GUEST)?;
     if number != 0 {
         // What the kernel changed before is not mapped here at all.
         slot.followed.store(shared().changes.load(SeqCst), Relaxed);
@@ -203,6 +217,7 @@ fn become_guest(number: usize, turn: u32) -> Result<core::convert::Infallible, E
             "call {first_turn}",
             "jmp {take}",
             in("rdi") u64::from(turn),
+            in("rsi") id,
             private = const PRIVATE_STACK_TOP,
             first_turn = sym first_turn,
             take = sym take,
@@ -211,11 +226,9 @@ fn become_guest(number: usize, turn: u32) -> Result<core::convert::Infallible, E
     }
 }
 
-extern "sysv64" fn first_turn(seen: u64) {
+extern "sysv64" fn first_turn(seen: u64, id: u64) {
     let number = mine().slot.load(Relaxed) as usize;
     let slot = &shared().slots[number];
-    // SAFETY: no memory is touched.
-    let id = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }.unwrap_or(0);
     slot.process.store(id as u32, SeqCst);
     sys::wake(&slot.process);
     wait_for_turn(seen as u32);
@@ -238,6 +251,20 @@ pub fn fork() -> Result<u32, Errno> {
     let arguments = [linux::SIGCHLD.into(), 0, 0, 0, 0, 0];
     // SAFETY: the child goes on with a copy of this process's own memory.
     unsafe { sys::call(linux::__NR_clone, arguments) }.map(|child| child as u32)
+}
+
+/// Takes one of the filters of system calls, for ever.
+pub fn confine(filters: &Filters, which: usize) -> Result<(), Errno> {
+    /// `SECCOMP_SET_MODE_FILTER` (seccomp(2)).
+    const SET_MODE_FILTER: u64 = 1;
+    let [length, instructions @ ..] = &filters.programs[which];
+    let length = (*length).min(instructions.len() as u64);
+    // `struct sock_fprog`.
+    let program = [length, instructions.as_ptr() as u64];
+    let none = 0;
+    let arguments = [SET_MODE_FILTER, none, program.as_ptr() as u64, 0, 0, 0];
+    // SAFETY: the program is read; its length is that of the array at most.
+    unsafe { sys::call(linux::__NR_seccomp, arguments).map(drop) }
 }
 
 /// Makes this process end with the device process, which made it.

@@ -2,14 +2,14 @@
 
 use core::fmt::{self, Write};
 
+use proto::wedge::layout;
+
 use crate::sys;
 
 /// Exit code for a failure of Parador itself (`docs/spec/exit-codes.md`).
 pub const INTERNAL: u8 = 70;
 /// Exit code for a refusal of the host's kernel.
 pub const HOST: u8 = 71;
-
-const STANDARD_ERROR: u32 = 2;
 
 struct Line {
     bytes: [u8; 512],
@@ -32,7 +32,7 @@ pub fn say(text: fmt::Arguments<'_>) {
     // It never fails; a line that is too long is cut.
     let _ = writeln!(line, "parador: {text}");
     // Nobody to tell if it cannot be written.
-    let _ = sys::write(STANDARD_ERROR, &line.bytes[..line.used]);
+    let _ = sys::write(layout::ERRORS_FD, &line.bytes[..line.used]);
 }
 
 /// Prints why the machine cannot go on, and ends it.

@@ -5,8 +5,7 @@
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
-use crate::disk::MAX_WORKERS;
-use proto::wedge::{Disk, MAX_DISKS, Start, layout};
+use proto::wedge::{Disk, Filters, MAX_DISKS, Start, layout};
 use wedge_x86::{CELL, Cell, PRIVATE};
 
 /// Most address spaces that have a process of their own.
@@ -95,8 +94,6 @@ pub struct Signal {
 pub struct Slot {
     /// Its process; 0: not there yet.
     pub process: AtomicU32,
-    /// The same number as soon as the device process knows it.
-    pub child: AtomicU32,
     /// Counts up whenever it gets the virtual CPU.
     pub turn: AtomicU32,
     /// What it maps for programs is out of date.
@@ -149,7 +146,8 @@ impl Ring {
     /// Bytes that can be put.
     pub fn room(&self) -> usize {
         use core::sync::atomic::Ordering::Acquire;
-        RING - self.head.load(Acquire).wrapping_sub(self.tail.load(Acquire)) as usize
+        // The guest can write anything there.
+        RING.saturating_sub(self.head.load(Acquire).wrapping_sub(self.tail.load(Acquire)) as usize)
     }
 }
 
@@ -176,6 +174,8 @@ pub struct Shared {
     pub ended: AtomicU32,
     /// The device process has been rung for.
     pub rung: AtomicU32,
+    /// It shall interrupt the virtual CPU.
+    pub kick: AtomicU32,
     /// The device process's number.
     pub device: AtomicU32,
     /// Time-stamp counter at which the virtual CPU wants to be told.
@@ -196,8 +196,6 @@ pub struct Shared {
     pub output: Ring,
     /// To the guest.
     pub input: Ring,
-    /// Processes of the disks.
-    pub workers: [AtomicU32; MAX_WORKERS],
     /// Requests to disks.
     pub disks: crate::disk::Queues,
     /// Times that each kind of site came to the wedge.
@@ -258,6 +256,12 @@ pub fn events() -> &'static AtomicU32 {
 /// Adds one to a counter.
 pub fn count(counter: usize) {
     shared().counters[counter].fetch_add(1, core::sync::atomic::Ordering::Relaxed);
+}
+
+/// The loader's filters. The guest's processes can change what is there, so they are to be read before there are any.
+pub fn filters() -> Filters {
+    // SAFETY: mapped by `main`; nobody else runs yet.
+    unsafe { *((layout::SHARED + layout::FILTERS) as *const Filters) }
 }
 
 /// The loader's record.

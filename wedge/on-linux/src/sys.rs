@@ -147,6 +147,12 @@ pub fn read(fd: u32, to: &mut [u8]) -> Result<usize> {
     unsafe { call(linux::__NR_read, arguments) }.map(|count| count as usize)
 }
 
+/// Closes descriptors from `first` to `last`.
+pub fn close(first: u32, last: u32) -> Result<()> {
+    // SAFETY: no memory is touched.
+    unsafe { call(linux::__NR_close_range, [first.into(), last.into(), 0, 0, 0, 0]).map(drop) }
+}
+
 /// Ends the process.
 pub fn exit(code: u8) -> ! {
     // SAFETY: the process ends, all of it.
