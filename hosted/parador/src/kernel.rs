@@ -135,7 +135,8 @@ Examples:
   parador kernel build -o kernel
 
 Prints the SHA-256 of `vmlinux` and its place. Beside it are `bzImage`, `config`, `System.map`,
-`modules` (as below /), and `headers`, which `parador kernel module` uses. Equal inputs give equal
+`modules` (as below /), `headers`, which `parador kernel module` uses, and `cost.json`, the CPU time
+of the build. Equal inputs give equal
 kernels, so a kernel is built once and kept; that takes 8 to 14 minutes on two CPUs.")]
     Build {
         /// Copy the result to this folder.

@@ -92,7 +92,7 @@ fn a_kernel_is_built_once() {
     let text = String::from_utf8_lossy(&output.stdout);
     let (shown, path) = text.trim_end().split_once("  ").unwrap();
     assert_eq!((shown, path), (digest, "result/vmlinux"));
-    let names = ["System.map", "bzImage", "config", "headers", "modules", "vmlinux"];
+    let names = ["System.map", "bzImage", "config", "cost.json", "headers", "modules", "vmlinux"];
     assert_eq!(folder.list("result"), names);
     assert_eq!(folder.list("result/modules/lib/modules/6.1"), [""; 0]);
     assert!(errors(&output).contains("Linux 6.1.192, pre-virtualized, 1 files compiled"));
