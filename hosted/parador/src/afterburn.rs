@@ -1,12 +1,13 @@
 //! `parador afterburn`: pre-virtualization of kernels (`wedge/afterburn`), from the command line and from compilers.
 
 use crate::failure::{self, Failure};
+use crate::output;
 use clap::Subcommand;
 use std::convert::Infallible;
 use std::env;
 use std::ffi::OsString;
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -138,10 +139,7 @@ fn read(path: &Path) -> Result<Vec<u8>, Failure> {
 fn write(path: Option<&Path>, text: &[u8]) -> Result<(), Failure> {
     match path {
         Some(path) => fs::write(path, text).map_err(|error| Failure::file("write", path, &error)),
-        None => {
-            let written = io::stdout().write_all(text);
-            written.map_err(|error| Failure::os("write to standard output", &error))
-        }
+        None => output::print(text),
     }
 }
 
@@ -158,7 +156,7 @@ fn tools(folder: &Path) -> Result<u8, Failure> {
         _ => {}
     }
     symlink(this, &link).map_err(|error| Failure::file("make", &link, &error))?;
-    println!("{}", folder.display());
+    output::print(format!("{}\n", folder.display()).as_bytes())?;
     Ok(0)
 }
 

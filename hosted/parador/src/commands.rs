@@ -3,6 +3,7 @@
 use crate::afterburn::{self, AfterburnCommand};
 use crate::check::{self, Overrides, Plan};
 use crate::description::{Board, Size};
+use crate::doctor;
 use crate::emulate;
 use crate::failure::{self, Failure};
 use crate::graph::{self, Graph};
@@ -15,7 +16,6 @@ use crate::steps::Steps;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::fs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -48,6 +48,10 @@ Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 bad ke
 77 permission; 80 guest panic; 81 guest triple fault; 83 guest reset; 124 time limit;
 128+n signal n.")]
     Run(run::Options),
+    /// Say what this host has of what virtual machines need.
+    #[command(after_help = "\
+Exit codes: 0 `parador run` works here; 69 it does not, as the line MISSING says.")]
+    Doctor(doctor::Options),
     /// Make, check and start bootable systems.
     #[command(subcommand)]
     System(SystemCommand),
@@ -244,6 +248,7 @@ const ISO: &str = "boot.iso";
 pub fn run(cli: Cli) -> Result<u8, Failure> {
     match cli.command {
         Command::Run(options) => run::run(&options),
+        Command::Doctor(options) => doctor::run(&options),
         Command::System(command) => system(command),
         Command::Afterburn(command) => afterburn::run(command),
         Command::Kernel(command) => kernel::run(command),
@@ -310,10 +315,7 @@ fn graph(file: &Path, format: Format, output: Option<&Path>) -> Result<u8, Failu
     };
     match output {
         Some(path) => fs::write(path, text).map_err(|error| Failure::file("write", path, &error)),
-        None => {
-            let written = std::io::stdout().write_all(text.as_bytes());
-            written.map_err(|error| Failure::os("write to standard output", &error))
-        }
+        None => crate::output::print(text.as_bytes()),
     }?;
     Ok(0)
 }

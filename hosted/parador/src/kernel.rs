@@ -10,6 +10,7 @@ mod source;
 
 use crate::failure::{self, Failure};
 use crate::interrupt::Interruptible;
+use crate::output;
 use crate::programs;
 use crate::steps::{Step, Steps};
 use crate::supervise::{self, AtEnd};
@@ -190,7 +191,8 @@ pub fn run(command: KernelCommand) -> Result<u8, Failure> {
             if let Some(output) = output {
                 kernel = kernel.copy_to(&output)?;
             }
-            println!("{}  {}", kernel.digest()?, kernel.vmlinux().display());
+            let text = format!("{}  {}\n", kernel.digest()?, kernel.vmlinux().display());
+            output::print(text.as_bytes())?;
         }
         KernelCommand::Module { folder, kernel, how } => {
             module(&folder, kernel.as_deref(), &how.options(), &Steps::new())?;

@@ -11,4 +11,4 @@ mod prepare;
 
 pub use error::Error;
 pub use image::Image;
-pub use prepare::{Machine, Prepared, prepare};
+pub use prepare::{Machine, Prepared, check_host, prepare};

@@ -50,7 +50,7 @@ pub struct Prepared {
 
 /// Puts a kernel into the memory of a new machine.
 pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Error> {
-    let xcr0 = check_processor(__cpuid(1).ecx, rustix::param::linux_hwcap().1)?;
+    let xcr0 = check_host()?;
     let host = rustix::system::sysinfo();
     let unit = u64::from(host.mem_unit.max(1));
     // Numbers of the host's kernel, which counts in units so that they fit.
@@ -174,6 +174,15 @@ fn memory_word(memory: &GuestMemory, at: u64) -> Result<u64, vmm_mem::MemoryErro
 
 /// What the wedge cannot do without, of `CPUID` leaf 1 (`ECX`) and what the host's kernel says (`AT_HWCAP2`); gives the extended state
 /// that the guest may use.
+/// Whether the host's processor and kernel let a program be the processor of a machine. Gives the extended state that its guest may use
+/// (`XCR0`).
+///
+/// # Errors
+/// [`Error::Lacking`]
+pub fn check_host() -> Result<u64, Error> {
+    check_processor(__cpuid(1).ecx, rustix::param::linux_hwcap().1)
+}
+
 fn check_processor(features: u32, hwcap2: usize) -> Result<u64, Error> {
     const XSAVE: u32 = 1 << 26;
     const OSXSAVE: u32 = 1 << 27;

@@ -2,6 +2,7 @@
 //! whole systems.
 
 use crate::support::{Folder, bzimage, code, errors};
+use serde_json::Value;
 use std::fs::File;
 
 /// Runs in `folder` with these arguments, and must end with this code and text.
@@ -66,4 +67,28 @@ fn disks() {
     run("small.img", 65, "1000 bytes");
     run("programs", 71, "directory");
     run("/dev/null", 65, "no block device");
+}
+
+/// What it finds depends on the host; that it says so, how, and what it makes of it does not.
+#[test]
+fn doctor() {
+    let folder = Folder::new("");
+    let table = folder.parador(&["doctor"]).output().unwrap();
+    let json = folder.parador(&["doctor", "--json"]).output().unwrap();
+    let text = String::from_utf8_lossy(&table.stdout);
+    let report: Value = serde_json::from_slice(&json.stdout).unwrap();
+    let findings = report["findings"].as_array().unwrap();
+    assert!(findings.len() >= 10, "{report}");
+    for finding in findings {
+        assert!(text.contains(finding["name"].as_str().unwrap()), "{text}");
+    }
+    let missing = findings.iter().any(|finding| finding["state"] == "missing");
+    assert_eq!(report["backend"].is_null(), missing, "{report}");
+    assert_eq!(text.contains("\nMISSING"), missing, "{text}");
+    assert_eq!((code(&table), code(&json)), if missing { (69, 69) } else { (0, 0) });
+    // Nobody takes what it prints.
+    let mut closed = folder.parador(&["doctor"]);
+    closed.stdout(File::options().write(true).open("/dev/full").unwrap());
+    let output = closed.output().unwrap();
+    assert_eq!(code(&output), 71, "{}", errors(&output));
 }

@@ -1,0 +1,311 @@
+//! `parador doctor`: what this host has of what virtual machines need, and what `parador run` would make of it.
+//!
+//! A device `/dev/kvm` that is there may still not run anything, or never return: it is tried, with a time limit, in a process of its own.
+
+use std::env;
+use std::fmt::Write;
+use std::fs;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use kvm_ioctls::Kvm;
+use rustix::fs::{MemfdFlags, memfd_create};
+use serde::Serialize;
+use std::arch::x86_64::__cpuid_count;
+
+use crate::failure::{self, Failure};
+use crate::output;
+
+/// How long the trial of KVM may take.
+const TRIAL: Duration = Duration::from_secs(2);
+/// Calls of the host that are timed.
+const CALLS: u32 = 100_000;
+
+#[derive(Debug, Args)]
+pub struct Options {
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    /// Try to run a virtual CPU with KVM, and say how that ends.
+    #[arg(long, hide = true)]
+    try_kvm: bool,
+}
+
+/// What a finding means.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum State {
+    /// There.
+    Ok,
+    /// Not there; nothing that works today needs it.
+    Absent,
+    /// Not there, and needed by processes that are machines.
+    Missing,
+}
+
+#[derive(Debug, Serialize)]
+struct Finding {
+    name: &'static str,
+    state: State,
+    found: String,
+    /// What it is for.
+    purpose: &'static str,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    findings: Vec<Finding>,
+    /// What `parador run --backend auto` would take; `null`: nothing.
+    backend: Option<&'static str>,
+}
+
+/// Prints the report. Returns the exit code.
+pub fn run(options: &Options) -> Result<u8, Failure> {
+    if options.try_kvm {
+        return Ok(try_kvm());
+    }
+    let report = examine();
+    let text = match options.json {
+        true => serde_json::to_string_pretty(&report)
+            .map_err(|error| Failure::new(failure::INTERNAL, error.to_string()))?,
+        false => table(&report),
+    };
+    output::print(format!("{}\n", text.trim_end()).as_bytes())?;
+    Ok(if report.backend.is_some() { 0 } else { failure::UNAVAILABLE })
+}
+
+fn examine() -> Report {
+    let findings = vec![
+        Finding {
+            name: "processor",
+            state: State::Ok,
+            found: line_of("/proc/cpuinfo", "model name").unwrap_or_else(|| "unknown".to_owned()),
+            purpose: "",
+        },
+        processor(),
+        Finding {
+            name: "protection keys",
+            ..present(
+                line_of("/proc/cpuinfo", "flags").is_some_and(|flags| has_word(&flags, "ospke")),
+                State::Absent,
+                "a kernel closed to its programs, later",
+            )
+        },
+        kvm(),
+        dispatch(),
+        Finding {
+            name: "seccomp",
+            ..present(
+                read("/proc/sys/kernel/seccomp/actions_avail")
+                    .is_some_and(|actions| has_word(&actions, "kill_process")),
+                State::Missing,
+                "the host closed to a machine's processes",
+            )
+        },
+        Finding {
+            name: "memfd",
+            ..present(
+                memfd_create("parador-doctor", MemfdFlags::CLOEXEC).is_ok(),
+                State::Missing,
+                "memory that processes share",
+            )
+        },
+        mappings(),
+        large_pages(),
+        Finding {
+            name: "user namespaces",
+            ..present(
+                number("/proc/sys/user/max_user_namespaces").is_some_and(|most| most > 0)
+                    && number("/proc/sys/kernel/unprivileged_userns_clone") != Some(0),
+                State::Absent,
+                "a stricter sandbox, later",
+            )
+        },
+        Finding {
+            name: "Landlock",
+            ..present(
+                read("/sys/kernel/security/lsm").is_some_and(|all| all.contains("landlock")),
+                State::Absent,
+                "a stricter sandbox, later",
+            )
+        },
+        system_call(),
+    ];
+    let works = findings.iter().all(|finding| finding.state != State::Missing);
+    Report { findings, backend: works.then_some("process") }
+}
+
+fn present(is: bool, otherwise: State, purpose: &'static str) -> Finding {
+    let (state, found) = if is { (State::Ok, "yes") } else { (otherwise, "no") };
+    Finding { name: "", state, found: found.to_owned(), purpose }
+}
+
+/// What the wedge asks of the processor, and its extended state.
+fn processor() -> Finding {
+    let size = __cpuid_count(0xd, 0).ebx;
+    let (state, found) = match hosted_vmm::check_host() {
+        Ok(_) => (State::Ok, format!("yes; {size} bytes of extended state")),
+        Err(error) => (State::Missing, error.to_string()),
+    };
+    Finding { name: "FSGSBASE, XSAVE", state, found, purpose: "switches without the host" }
+}
+
+fn kvm() -> Finding {
+    let (state, found) = match fs::metadata("/dev/kvm") {
+        Err(_) => (State::Absent, "no /dev/kvm".to_owned()),
+        Ok(_) => match trial() {
+            Ok(()) => (State::Ok, "usable".to_owned()),
+            Err(why) => (State::Absent, format!("there, but not usable: {why}")),
+        },
+    };
+    Finding { name: "KVM", state, found, purpose: "unmodified kernels, later" }
+}
+
+/// Runs this program with [`Options::try_kvm`], for a limited time.
+fn trial() -> Result<(), String> {
+    let own = env::current_exe().map_err(|error| error.to_string())?;
+    let mut command = Command::new(own);
+    command.args(["doctor", "--try-kvm"]).stdin(Stdio::null()).stderr(Stdio::null());
+    let mut child = command.stdout(Stdio::piped()).spawn().map_err(|error| error.to_string())?;
+    let start = Instant::now();
+    while start.elapsed() < TRIAL {
+        match child.try_wait().map_err(|error| error.to_string())? {
+            Some(status) if status.success() => return Ok(()),
+            Some(_) => {
+                let output = child.wait_with_output().map_err(|error| error.to_string())?;
+                return Err(String::from_utf8_lossy(&output.stdout).trim().to_owned());
+            }
+            None => thread::sleep(Duration::from_millis(5)),
+        }
+    }
+    // Fails if it has ended just now.
+    let _ = child.kill();
+    let _ = child.wait();
+    Err(format!("no answer in {} s", TRIAL.as_secs()))
+}
+
+/// A virtual CPU without memory: where KVM works it leaves the guest at once, because its first instruction is nowhere.
+fn try_kvm() -> u8 {
+    let outcome = Kvm::new().and_then(|kvm| {
+        let machine = kvm.create_vm()?;
+        machine.create_vcpu(0)?.run().map(drop)
+    });
+    match outcome {
+        Ok(()) => 0,
+        Err(error) => {
+            // Whoever asked has gone if it cannot be printed.
+            let _ = output::print(std::io::Error::from(error).to_string().as_bytes());
+            1
+        }
+    }
+}
+
+/// Syscall User Dispatch came with Linux 5.11; there is no option to leave it out.
+fn dispatch() -> Finding {
+    let release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let is_new = version(&release).is_some_and(|version| version >= (5, 11));
+    let state = if is_new { State::Ok } else { State::Missing };
+    let found = format!("Linux {}", release.trim());
+    Finding { name: "Linux 5.11", state, found, purpose: "system calls caught in the process" }
+}
+
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut parts = release.split(|c: char| !c.is_ascii_digit());
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+}
+
+fn mappings() -> Finding {
+    /// With fewer a process drops what it has mapped again and again.
+    const ENOUGH: u64 = 10_000;
+    let most = number("/proc/sys/vm/max_map_count").unwrap_or(0);
+    let state = if most >= ENOUGH { State::Ok } else { State::Absent };
+    let found = format!("{most} for each process");
+    Finding { name: "mappings", state, found, purpose: "pages of programs" }
+}
+
+fn large_pages() -> Finding {
+    let chosen = read("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
+    let chosen = chosen.split(['[', ']']).nth(1).unwrap_or("unknown").to_owned();
+    let state = match chosen.as_str() {
+        "always" | "within_size" | "force" => State::Ok,
+        _ => State::Absent,
+    };
+    let found = format!("{chosen} for shared memory");
+    Finding { name: "large pages", state, found, purpose: "fewer faults" }
+}
+
+fn system_call() -> Finding {
+    let start = Instant::now();
+    for _ in 0..CALLS {
+        std::hint::black_box(rustix::process::getppid());
+    }
+    let time = start.elapsed().as_secs_f64() / f64::from(CALLS) * 1e6;
+    let found = format!("{time:.2} µs");
+    Finding { name: "a system call", state: State::Ok, found, purpose: "what faults are made of" }
+}
+
+fn read(path: &str) -> Option<String> {
+    fs::read_to_string(path).ok()
+}
+
+fn number(path: &str) -> Option<u64> {
+    read(path)?.trim().parse().ok()
+}
+
+fn has_word(text: &str, word: &str) -> bool {
+    text.split_whitespace().any(|other| other == word)
+}
+
+/// The value of the first line `name : value`.
+fn line_of(path: &str, name: &str) -> Option<String> {
+    let text = read(path)?;
+    let lines = text.lines().filter_map(|line| line.split_once(':'));
+    lines
+        .map(|(key, value)| (key.trim(), value.trim()))
+        .find_map(|(key, value)| (key == name).then(|| value.to_owned()))
+}
+
+fn table(report: &Report) -> String {
+    let mut text = String::new();
+    for Finding { name, state, found, purpose } in &report.findings {
+        let mark = match state {
+            State::Ok => "ok",
+            State::Absent => "-",
+            State::Missing => "MISSING",
+        };
+        // A String takes all.
+        let _ = write!(text, "{mark:<8} {name:<16} {found}");
+        let _ = match purpose.is_empty() {
+            true => writeln!(text),
+            false => writeln!(text, " ({purpose})"),
+        };
+    }
+    let _ = match report.backend {
+        Some(backend) => writeln!(text, "\n`parador run` uses the back end `{backend}` here."),
+        None => writeln!(text, "\n`parador run` does not work here."),
+    };
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions() {
+        assert_eq!(version("6.1.0-56-cloud-amd64\n"), Some((6, 1)));
+        assert_eq!(version("5.10"), Some((5, 10)));
+        assert_eq!(version("none"), None);
+    }
+
+    #[test]
+    fn what_is_missing_is_said() {
+        let finding = |state| Finding { name: "a", state, found: "b".into(), purpose: "c" };
+        let findings = vec![finding(State::Ok), finding(State::Missing)];
+        let text = table(&Report { findings, backend: None });
+        assert!(text.contains("ok       a                b (c)\nMISSING  a"), "{text}");
+        assert!(text.ends_with("does not work here.\n"));
+    }
+}

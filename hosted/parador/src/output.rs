@@ -1,0 +1,14 @@
+//! What was asked for, on standard output.
+
+use crate::failure::Failure;
+use std::io::{self, Write};
+
+/// Prints it.
+///
+/// # Errors
+/// Nobody takes it, or there is no room for it.
+pub fn print(text: &[u8]) -> Result<(), Failure> {
+    let mut output = io::stdout().lock();
+    let written = output.write_all(text).and_then(|()| output.flush());
+    written.map_err(|error| Failure::os("write to standard output", &error))
+}
