@@ -71,11 +71,11 @@ pub mod layout {
     pub const FILTERS: u64 = 0x02f0_0000;
 }
 
-/// Filters of system calls (`struct sock_filter` of Linux, each a word, in `program`), which processes of the machine take: those of
-/// the guest, of disks, the device process.
+/// Filters of system calls, which the machine's processes take, for each kind of them. A word is an instruction (`struct sock_filter` of
+/// Linux).
 #[derive(Clone, Copy, Debug)]
 pub struct Filters {
-    /// The length in instructions, then these, for each of the three.
+    /// Of each the length in instructions, then these.
     pub programs: [[u64; Self::WORDS]; 3],
 }
 

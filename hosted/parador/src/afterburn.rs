@@ -156,7 +156,7 @@ fn tools(folder: &Path) -> Result<u8, Failure> {
         _ => {}
     }
     symlink(this, &link).map_err(|error| Failure::file("make", &link, &error))?;
-    output::print(format!("{}\n", folder.display()).as_bytes())?;
+    output::print(format!("{}\n", folder.display()))?;
     Ok(0)
 }
 

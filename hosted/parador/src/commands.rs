@@ -9,6 +9,7 @@ use crate::failure::{self, Failure};
 use crate::graph::{self, Graph};
 use crate::image::{self, Image};
 use crate::kernel::{self, KernelCommand};
+use crate::output::print;
 use crate::programs::Programs;
 use crate::rootfs;
 use crate::run;
@@ -263,7 +264,7 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
         }) => {
             let options = rootfs::Options { output, size, include, ssh_key, suite, mirror, force };
             rootfs::debian(&options, &Steps::new())?;
-            println!("{}", options.output.display());
+            print(format!("{}\n", options.output.display()))?;
             Ok(0)
         }
     }
@@ -281,11 +282,11 @@ fn system(command: SystemCommand) -> Result<u8, Failure> {
                 (Err(_), None) => None,
             };
             programs.iter().try_for_each(|folder| plan.check_programs(folder))?;
-            print!("{plan}");
-            match programs {
-                Some(folder) => println!("  programs all there, in {}", folder.display()),
-                None => println!("  programs not built yet: `system build` looks for them"),
-            }
+            let state = match programs {
+                Some(folder) => format!("all there, in {}", folder.display()),
+                None => "not built yet: `system build` looks for them".to_owned(),
+            };
+            print(format!("{plan}  programs {state}\n"))?;
             Ok(0)
         }
         SystemCommand::Graph { file, format, dot, output } => {
@@ -298,8 +299,9 @@ fn system(command: SystemCommand) -> Result<u8, Failure> {
             let options = place.options(iso);
             let folder = Image::folder(&file, &options)?;
             image::build(&plan, &folder, &options, &Steps::new())?;
-            println!("{}", folder.display());
-            options.iso.iter().for_each(|iso| println!("{}", iso.display()));
+            let made = [&folder].into_iter().chain(&options.iso);
+            let lines: String = made.map(|path| format!("{}\n", path.display())).collect();
+            print(lines)?;
             Ok(0)
         }
         SystemCommand::Emulate(arguments) => emulate(arguments),
@@ -315,7 +317,7 @@ fn graph(file: &Path, format: Format, output: Option<&Path>) -> Result<u8, Failu
     };
     match output {
         Some(path) => fs::write(path, text).map_err(|error| Failure::file("write", path, &error)),
-        None => crate::output::print(text.as_bytes()),
+        None => print(text),
     }?;
     Ok(0)
 }

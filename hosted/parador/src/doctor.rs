@@ -5,7 +5,7 @@
 use std::env;
 use std::fmt::Write;
 use std::fs;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,7 @@ use std::arch::x86_64::__cpuid_count;
 
 use crate::failure::{self, Failure};
 use crate::output;
+use crate::supervise::{self, AtEnd};
 
 /// How long the trial of KVM may take.
 const TRIAL: Duration = Duration::from_secs(2);
@@ -72,7 +73,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             .map_err(|error| Failure::new(failure::INTERNAL, error.to_string()))?,
         false => table(&report),
     };
-    output::print(format!("{}\n", text.trim_end()).as_bytes())?;
+    output::print(format!("{}\n", text.trim_end()))?;
     Ok(if report.backend.is_some() { 0 } else { failure::UNAVAILABLE })
 }
 
@@ -85,61 +86,51 @@ fn examine() -> Report {
             purpose: "",
         },
         processor(),
-        Finding {
-            name: "protection keys",
-            ..present(
-                line_of("/proc/cpuinfo", "flags").is_some_and(|flags| has_word(&flags, "ospke")),
-                State::Absent,
-                "a kernel closed to its programs, later",
-            )
-        },
+        present(
+            "protection keys",
+            line_of("/proc/cpuinfo", "flags").is_some_and(|flags| has_word(&flags, "ospke")),
+            State::Absent,
+            "a kernel closed to its programs, later",
+        ),
         kvm(),
         dispatch(),
-        Finding {
-            name: "seccomp",
-            ..present(
-                read("/proc/sys/kernel/seccomp/actions_avail")
-                    .is_some_and(|actions| has_word(&actions, "kill_process")),
-                State::Missing,
-                "the host closed to a machine's processes",
-            )
-        },
-        Finding {
-            name: "memfd",
-            ..present(
-                memfd_create("parador-doctor", MemfdFlags::CLOEXEC).is_ok(),
-                State::Missing,
-                "memory that processes share",
-            )
-        },
+        present(
+            "seccomp",
+            read("/proc/sys/kernel/seccomp/actions_avail")
+                .is_some_and(|actions| has_word(&actions, "kill_process")),
+            State::Missing,
+            "the host closed to a machine's processes",
+        ),
+        present(
+            "memfd",
+            memfd_create("parador-doctor", MemfdFlags::CLOEXEC).is_ok(),
+            State::Missing,
+            "memory that processes share",
+        ),
         mappings(),
         large_pages(),
-        Finding {
-            name: "user namespaces",
-            ..present(
-                number("/proc/sys/user/max_user_namespaces").is_some_and(|most| most > 0)
-                    && number("/proc/sys/kernel/unprivileged_userns_clone") != Some(0),
-                State::Absent,
-                "a stricter sandbox, later",
-            )
-        },
-        Finding {
-            name: "Landlock",
-            ..present(
-                read("/sys/kernel/security/lsm").is_some_and(|all| all.contains("landlock")),
-                State::Absent,
-                "a stricter sandbox, later",
-            )
-        },
+        present(
+            "user namespaces",
+            number("/proc/sys/user/max_user_namespaces").is_some_and(|most| most > 0)
+                && number("/proc/sys/kernel/unprivileged_userns_clone") != Some(0),
+            State::Absent,
+            "a stricter sandbox, later",
+        ),
+        present(
+            "Landlock",
+            read("/sys/kernel/security/lsm").is_some_and(|all| all.contains("landlock")),
+            State::Absent,
+            "a stricter sandbox, later",
+        ),
         system_call(),
     ];
     let works = findings.iter().all(|finding| finding.state != State::Missing);
     Report { findings, backend: works.then_some("process") }
 }
 
-fn present(is: bool, otherwise: State, purpose: &'static str) -> Finding {
+fn present(name: &'static str, is: bool, otherwise: State, purpose: &'static str) -> Finding {
     let (state, found) = if is { (State::Ok, "yes") } else { (otherwise, "no") };
-    Finding { name: "", state, found: found.to_owned(), purpose }
+    Finding { name, state, found: found.to_owned(), purpose }
 }
 
 /// What the wedge asks of the processor, and its extended state.
@@ -166,7 +157,8 @@ fn kvm() -> Finding {
 /// Runs this program with [`Options::try_kvm`], for a limited time.
 fn trial() -> Result<(), String> {
     let own = env::current_exe().map_err(|error| error.to_string())?;
-    let mut command = Command::new(own);
+    let mut command =
+        supervise::command(own.as_os_str(), AtEnd::Kill).map_err(|failure| failure.to_string())?;
     command.args(["doctor", "--try-kvm"]).stdin(Stdio::null()).stderr(Stdio::null());
     let mut child = command.stdout(Stdio::piped()).spawn().map_err(|error| error.to_string())?;
     let start = Instant::now();
@@ -180,9 +172,8 @@ fn trial() -> Result<(), String> {
             None => thread::sleep(Duration::from_millis(5)),
         }
     }
-    // Fails if it has ended just now.
+    // Fails if it has ended just now. Nobody waits: the host's kernel may not let go of it.
     let _ = child.kill();
-    let _ = child.wait();
     Err(format!("no answer in {} s", TRIAL.as_secs()))
 }
 
@@ -196,7 +187,7 @@ fn try_kvm() -> u8 {
         Ok(()) => 0,
         Err(error) => {
             // Whoever asked has gone if it cannot be printed.
-            let _ = output::print(std::io::Error::from(error).to_string().as_bytes());
+            let _ = output::print(std::io::Error::from(error).to_string());
             1
         }
     }

@@ -137,8 +137,8 @@ Examples:
 
 Prints the SHA-256 of `vmlinux` and its place. Beside it are `bzImage`, `config`, `System.map`,
 `modules` (as below /), `headers`, which `parador kernel module` uses, and `cost.json`, the CPU time
-of the build. Equal inputs give equal
-kernels, so a kernel is built once and kept; that takes 8 to 14 minutes on two CPUs.")]
+of the build. Equal inputs give equal kernels, so a kernel is built once and kept; that takes
+8 to 14 minutes on two CPUs.")]
     Build {
         /// Copy the result to this folder.
         #[arg(short, long, value_name = "FOLDER")]
@@ -191,8 +191,7 @@ pub fn run(command: KernelCommand) -> Result<u8, Failure> {
             if let Some(output) = output {
                 kernel = kernel.copy_to(&output)?;
             }
-            let text = format!("{}  {}\n", kernel.digest()?, kernel.vmlinux().display());
-            output::print(text.as_bytes())?;
+            output::print(format!("{}  {}\n", kernel.digest()?, kernel.vmlinux().display()))?;
         }
         KernelCommand::Module { folder, kernel, how } => {
             module(&folder, kernel.as_deref(), &how.options(), &Steps::new())?;
@@ -428,10 +427,7 @@ impl Making<'_> {
         let kind = if self.options.plain { "plain" } else { "pre-virtualized" };
         let cost = Cost {
             cpu_seconds: (children_cpu()? - before).as_secs_f64(),
-            afterburner_cpu_seconds: match self.options.plain {
-                true => 0.0,
-                false => afterburner_cpu(&stats)?.as_secs_f64(),
-            },
+            afterburner_cpu_seconds: afterburner_cpu(&stats)?.as_secs_f64(),
         };
         let text = format!(
             "Linux {version}, {kind}, {count} files compiled; {:.0} s of CPU, {:.1} % of them for sites",
@@ -511,7 +507,7 @@ fn afterburner_cpu(stats: &Path) -> Result<Duration, Failure> {
     }
     let failed = |error: io::Error| Failure::file("read", stats, &error);
     let file = match File::open(stats) {
-        // Nothing came to it.
+        // Nothing came to it, as in a plain kernel.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Duration::ZERO),
         opened => opened.map_err(failed)?,
     };

@@ -7,8 +7,8 @@ use std::io::{self, Write};
 ///
 /// # Errors
 /// Nobody takes it, or there is no room for it.
-pub fn print(text: &[u8]) -> Result<(), Failure> {
+pub fn print(text: impl AsRef<[u8]>) -> Result<(), Failure> {
     let mut output = io::stdout().lock();
-    let written = output.write_all(text).and_then(|()| output.flush());
+    let written = output.write_all(text.as_ref()).and_then(|()| output.flush());
     written.map_err(|error| Failure::os("write to standard output", &error))
 }

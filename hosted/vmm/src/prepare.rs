@@ -172,8 +172,6 @@ fn memory_word(memory: &GuestMemory, at: u64) -> Result<u64, vmm_mem::MemoryErro
     Ok(u64::from_le_bytes(bytes))
 }
 
-/// What the wedge cannot do without, of `CPUID` leaf 1 (`ECX`) and what the host's kernel says (`AT_HWCAP2`); gives the extended state
-/// that the guest may use.
 /// Whether the host's processor and kernel let a program be the processor of a machine. Gives the extended state that its guest may use
 /// (`XCR0`).
 ///
@@ -183,6 +181,8 @@ pub fn check_host() -> Result<u64, Error> {
     check_processor(__cpuid(1).ecx, rustix::param::linux_hwcap().1)
 }
 
+/// What the wedge cannot do without, of `CPUID` leaf 1 (`ECX`) and what the host's kernel says (`AT_HWCAP2`); gives the extended state
+/// that the guest may use.
 fn check_processor(features: u32, hwcap2: usize) -> Result<u64, Error> {
     const XSAVE: u32 = 1 << 26;
     const OSXSAVE: u32 = 1 << 27;

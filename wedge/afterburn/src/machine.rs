@@ -4,6 +4,9 @@
 use iced_x86::{Code, Instruction, Mnemonic, OpKind, Register};
 use wedge_sites::Kind;
 
+/// A segment override that 64-bit mode ignores (APM vol. 3, 1.2.4): what pads before instructions are made of.
+pub const CS: u8 = 0x2e;
+
 /// The kind of a sensitive instruction of 64-bit code, `None` of any other.
 pub fn kind(instruction: &Instruction) -> Option<Kind> {
     use Mnemonic as M;

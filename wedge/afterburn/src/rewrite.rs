@@ -540,9 +540,11 @@ impl<'a> Rewriter<'a> {
         };
         self.watch_instruction(Class::Sensitive(kind));
         let in_macro = self.has_sites();
-        let prefixed =
-            flags == Flags::NONE && self.pad.is_prefixes(kind, &self.text[range.clone()]);
-        self.edits.push(Edit { at: range.start, what: What::Begin { prefixed, in_macro } });
+        // What expansion decides is padded behind.
+        let prefixed = flags == Flags::NONE
+            && !(self.conditional && in_macro)
+            && self.pad.is_prefixes(kind, &self.text[range.clone()]);
+        self.edits.push(Edit { at: range.start, what: What::Begin { prefixed } });
         if self.inline && self.string.is_none() && flags == Flags::NONE && keeps_flags(kind) {
             self.watch = Watch::Inside(self.edits.len());
         }

@@ -206,9 +206,6 @@ fn check(image: &Image<'_>, site: &Site) -> Result<(), String> {
     }
 }
 
-/// What pads before instructions are made of: a prefix that means nothing.
-const CS: u8 = 0x2e;
-
 /// Decodes a section and looks for sensitive instructions that are no sites.
 fn decode(
     image: &Image<'_>,
@@ -250,7 +247,7 @@ fn decode(
         let Some(bytes) = image.bytes(start, (stop - start) as usize) else { continue };
         if let Some(site) = site_at(sites, start).filter(|site| site.address == start) {
             let prefixes = match site.padded - site.length {
-                0 => bytes.iter().take_while(|&&byte| byte == CS).count() as u64,
+                0 => bytes.iter().take_while(|&&byte| byte == machine::CS).count() as u64,
                 _ => 0,
             };
             report.text.code += u64::from(site.length) - prefixes;

@@ -18,7 +18,7 @@ use wedge_x86::{Cause, Stub, decode_all};
 use crate::memory::{self, Fault, Fill, Ram};
 use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
 use crate::shared::{cell, count, event, events, mine, shared, start};
-use crate::sites::{FUNCTION, Sites};
+use crate::sites::{FUNCTION, Sites, put_back, write_code};
 use crate::{calls, processes, profile, report, signal};
 
 /// Error code of a page fault: the access was a write.
@@ -225,7 +225,7 @@ impl LinuxVcpu {
             }
             let mut back = [0; 8];
             cpu.read(&self.memory, cpu.frame.gpr[4], &mut back).ok()?;
-            self.write_code(to, bytes)?;
+            write_code(cpu, &self.memory, to, bytes)?;
             Some(u64::from_le_bytes(back))
         });
         match done {
@@ -236,27 +236,8 @@ impl LinuxVcpu {
                 serialize();
             }
             // What it cannot do, Linux does.
-            None => cpu.frame.rip = Sites::put_function_back(stub, cpu, &self.memory),
+            None => put_back(stub, cpu, &self.memory),
         }
-    }
-
-    /// Writes to the kernel's memory, whatever the rights of its mapping; `None`: nothing was written, since a part of it is not mapped.
-    fn write_code(&self, to: u64, bytes: &[u8]) -> Option<()> {
-        let first = (memory::PAGE - to % memory::PAGE).min(bytes.len() as u64);
-        let (first, second) = bytes.split_at(first as usize);
-        let place = |linear, part: &[u8]| {
-            let paging = cpu().paging(linear, false);
-            match part {
-                [] => Some(0),
-                _ => Some(paging.translate(&self.memory, linear, Intent::Read, false).ok()?.0),
-            }
-        };
-        let behind = to.wrapping_add(first.len() as u64);
-        let places = [place(to, first)?, place(behind, second)?];
-        // Where no memory is nothing is written, as by the kernel itself.
-        let _ = self.memory.write_slice(places[0], first);
-        let _ = self.memory.write_slice(places[1], second);
-        Some(())
     }
 
     /// Carries out instructions that follow each other; the guest goes on at `resume`.

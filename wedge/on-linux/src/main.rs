@@ -95,8 +95,7 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
     unsafe { sys::call(linux::__NR_setrlimit, arguments) }
         .map_err(|error| ("the host sets no limit of memory", error))?;
     let filters = shared::filters();
-    for option in [prctl::PR_SET_NO_NEW_PRIVS, prctl::PR_SET_DUMPABLE] {
-        let value = u64::from(option == prctl::PR_SET_NO_NEW_PRIVS);
+    for (option, value) in [(prctl::PR_SET_NO_NEW_PRIVS, 1), (prctl::PR_SET_DUMPABLE, 0)] {
         // SAFETY: no memory is touched.
         unsafe { sys::call(linux::__NR_prctl, [option.into(), value, 0, 0, 0, 0]) }
             .map_err(|error| ("the host does not let a process give up rights", error))?;

@@ -82,8 +82,9 @@ impl Ram {
 pub struct Leaf {
     /// Guest-physical address.
     pub address: u64,
-    /// Guest-physical address of its entry.
+    /// Guest-physical address of its entry, and the entry.
     at: u64,
+    entry: u64,
     /// Size in bytes.
     pub size: u64,
     /// All levels allow writes.
@@ -125,6 +126,7 @@ pub fn leaf(memory: &GuestMemory, root: u64, linear: u64) -> Option<Leaf> {
             return Some(Leaf {
                 address,
                 at,
+                entry: value,
                 size,
                 writable,
                 executable,
@@ -225,7 +227,6 @@ fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fau
     const SAME: u64 = entry::PRESENT | entry::WRITE | entry::USER | entry::DIRTY | entry::NX;
     let index = linear / PAGE % AROUND;
     let Some((offset, _)) = ram.offset(leaf.address) else { return Fault::Device(leaf.address) };
-    let Ok(own) = memory.read::<u64>(leaf.at) else { return Fault::Device(leaf.at) };
     // `step` pages on; in two's complement, so also back.
     let joins = |step: u64| {
         let at = leaf.at.wrapping_add(step.wrapping_mul(8));
@@ -236,7 +237,7 @@ fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fau
         in_piece
             && memory.read::<u64>(at).is_ok_and(|value| {
                 value & entry::ADDRESS == expected
-                    && value & SAME == own & SAME
+                    && value & SAME == leaf.entry & SAME
                     && !calls::has_copy(linear.wrapping_add(step.wrapping_mul(PAGE)))
                     && (value & entry::ACCESSED != 0
                         || memory.write::<u64>(at, value | entry::ACCESSED).is_ok())

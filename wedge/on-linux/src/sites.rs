@@ -2,7 +2,9 @@
 
 use core::fmt;
 
+use crate::memory::PAGE;
 use proto::wedge::{layout, option};
+use vmm_cpu::walk::Intent;
 use vmm_mem::GuestMemory;
 use wedge_core::{Exit, VirtualCpu};
 use wedge_sites::{Flags, Kind, RECORD, Site};
@@ -102,13 +104,6 @@ impl Sites {
         )
     }
 
-    /// Makes a function that was replaced what it was. Returns its address.
-    pub fn put_function_back(stub: &Stub, cpu: &VirtualCpu, memory: &GuestMemory) -> u64 {
-        // It was written once already.
-        let _ = cpu.write(memory, stub.site, stub.overwritten());
-        stub.site
-    }
-
     fn each(
         &mut self,
         cpu: &VirtualCpu,
@@ -184,7 +179,7 @@ impl Sites {
         let (stub, patch) = made.ok_or(Problem::Instruction(target.site))?;
         // SAFETY: the place is in the part of the shared memory that is for stubs, and not in use.
         unsafe { place.write(stub) };
-        cpu.write(memory, target.site, patch.bytes()).map_err(|_| Problem::Unreadable(target.site))
+        write_code(cpu, memory, target.site, patch.bytes()).ok_or(Problem::Unreadable(target.site))
     }
 
     /// Number of a stub that is not in use.
@@ -205,8 +200,7 @@ impl Sites {
                 let stub = unsafe { &mut *Self::at(number) };
                 if stub.way != Way::Unused && stub.site == site.address {
                     stub.way = Way::Unused;
-                    // What is not mapped any longer need not be put back.
-                    let _ = cpu.write(memory, stub.site, stub.overwritten());
+                    put_back(stub, cpu, memory);
                 }
             }
             Ok(())
@@ -236,6 +230,30 @@ impl Sites {
         cpu.frame.rip = stub.resume();
         Some(None)
     }
+}
+
+/// Makes what was replaced what it was.
+pub fn put_back(stub: &Stub, cpu: &VirtualCpu, memory: &GuestMemory) {
+    // What is not mapped any longer need not be.
+    let _ = write_code(cpu, memory, stub.site, stub.overwritten());
+}
+
+/// Writes to the kernel's memory, whatever the rights of its mapping. `None`: nothing was written, since a part of it is not mapped.
+pub fn write_code(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &[u8]) -> Option<()> {
+    let first = (PAGE - to % PAGE).min(bytes.len() as u64);
+    let (first, second) = bytes.split_at(first as usize);
+    let place = |linear, part: &[u8]| match part {
+        [] => Some(0),
+        _ => {
+            let found = cpu.paging(linear, false).translate(memory, linear, Intent::Read, false);
+            Some(found.ok()?.0)
+        }
+    };
+    let places = [place(to, first)?, place(to.wrapping_add(first.len() as u64), second)?];
+    // Where no memory is nothing is written, as by the kernel itself.
+    let _ = memory.write_slice(places[0], first);
+    let _ = memory.write_slice(places[1], second);
+    Some(())
 }
 
 /// The stub that has code at an address, and the offset there.

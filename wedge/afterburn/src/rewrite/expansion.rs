@@ -84,7 +84,7 @@ impl Rewriter<'_> {
             _ => Flags::RECORD_ONLY,
         };
         let name_at = statement.place + offset(statement.body, name);
-        self.edits.push(Edit { at: start, what: What::Begin { prefixed: false, in_macro: false } });
+        self.edits.push(Edit { at: start, what: What::Begin { prefixed: false } });
         let what = What::EndUnknown(name_at..name_at + name.len(), flags);
         self.edits.push(Edit { at: statement.end, what });
         Ok(())

@@ -2,6 +2,7 @@
 
 use super::text::text_of;
 use super::{Mode, Pad, Rewriter, Rewritten};
+use crate::machine::CS;
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
 use std::ops::Range;
@@ -28,7 +29,7 @@ pub(super) enum What {
     /// Mapping symbol: from here on, code is of this mode.
     Mode(bool, u32),
     /// Before a site's first instruction; as `End`.
-    Begin { prefixed: bool, in_macro: bool },
+    Begin { prefixed: bool },
     /// A directive for bytes that lost theirs to `Separate`.
     Bytes,
 }
@@ -45,9 +46,6 @@ impl What {
         }
     }
 }
-
-/// A segment override that 64-bit mode ignores (APM vol. 3, 1.2.4).
-const CS: u8 = 0x2e;
 
 impl Rewriter<'_> {
     /// Puts everything in its place.
@@ -69,10 +67,9 @@ impl Rewriter<'_> {
             out.extend_from_slice(&self.text[done..edit.at.max(done)]);
             done = edit.at.max(done);
             match &edit.what {
-                What::Begin { prefixed, in_macro } => {
+                What::Begin { prefixed } => {
                     out.extend_from_slice(b"97710:");
-                    // What expansion decides is padded behind.
-                    if *prefixed && !(self.conditional && *in_macro) {
+                    if *prefixed {
                         let length = format!("({}-(97711f-97709f))", self.pad.0);
                         let text = format!(".skip -({length}>0)*{length},{CS};97709:");
                         out.extend_from_slice(text.as_bytes());
@@ -99,9 +96,8 @@ impl Rewriter<'_> {
                     out.extend_from_slice(text.as_bytes());
                 }
                 What::End { kind, flags, in_macro, prefixed } => {
-                    let conditional = self.conditional && *in_macro;
-                    let pad = (conditional || !prefixed).then_some(self.pad);
-                    record(&mut out, *kind, *flags, pad, conditional);
+                    let pad = (!prefixed).then_some(self.pad);
+                    record(&mut out, *kind, *flags, pad, self.conditional && *in_macro);
                     let counts = match flags.contains(Flags::RECORD_ONLY) {
                         true => &mut result.recorded,
                         false => &mut result.padded,
