@@ -131,7 +131,7 @@ fn build_tree(tree: &Path, step: &Step) -> Result<(), Failure> {
     let advice = "install Rust, or name a folder of finished programs with --artifacts";
     let mut child = supervise::command(&cargo, AtEnd::Terminate)
         .map_err(|failure| failure.help(advice))?
-        .args(["xtask", "build", "kernel", "native"])
+        .args(["xtask", "build", "kernel", "native", "wedge"])
         .current_dir(tree)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
