@@ -41,6 +41,7 @@ Examples:
   parador run vmlinux -i busybox
   parador run -k vmlinux -i initrd.cpio -p \"root=/dev/ram0\" -m 512M --timeout 60s
   parador run vmlinux -i busybox -d disk.img -d path=data.img,ro=on,id=data
+  parador run --config vm.toml -m 2G
 
 On a terminal all keys go to the guest, Ctrl-C too; Ctrl-A X ends the machine.
 
@@ -48,7 +49,7 @@ Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 bad ke
 66 missing file; 69 something needed is not available; 70 internal; 71 operating system;
 77 permission; 80 guest panic; 81 guest triple fault; 83 guest reset; 124 time limit;
 128+n signal n.")]
-    Run(run::Options),
+    Run(Box<run::Options>),
     /// Say what this host has of what virtual machines need.
     #[command(after_help = "\
 Exit codes: 0 `parador run` works here; 69 it does not, as the line MISSING says.")]

@@ -2,9 +2,11 @@
 //!
 //! This module only says what may be written; `check` says what makes sense.
 
+use crate::keyvalue;
 use crate::problem::Problem;
-use serde::Deserialize;
-use serde::de::{self, Deserializer, MapAccess, Visitor};
+use schemars::JsonSchema;
+use serde::de::{self, DeserializeOwned, Deserializer, MapAccess, Visitor};
+use serde::{Deserialize, Serialize, Serializer};
 use std::fmt;
 use toml::Spanned;
 
@@ -293,8 +295,9 @@ impl<'de> Deserialize<'de> for Cpus {
 }
 
 /// A number of bytes, written with a unit: `"256M"`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Size(pub u64);
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, JsonSchema)]
+#[schemars(transparent)]
+pub struct Size(#[schemars(with = "String", regex(pattern = "^[0-9]+[KMGkmg]$"))] pub u64);
 
 impl Size {
     /// Reads digits and one of the units K, M, G (powers of 1024).
@@ -329,6 +332,18 @@ impl fmt::Display for Size {
     }
 }
 
+/// In the largest unit that leaves no rest.
+impl Serialize for Size {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (shift, unit) = match self.0.trailing_zeros() {
+            30.. => (30, 'G'),
+            20.. => (20, 'M'),
+            _ => (10, 'K'),
+        };
+        serializer.serialize_str(&format!("{}{unit}", self.0 >> shift))
+    }
+}
+
 impl<'de> Deserialize<'de> for Size {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct SizeVisitor;
@@ -349,8 +364,8 @@ impl<'de> Deserialize<'de> for Size {
     }
 }
 
-/// Reads a description.
-pub fn parse(text: &str) -> Result<Description, Problem> {
+/// Reads a description: [`Description`], or what else is written in this way.
+pub fn parse<T: DeserializeOwned>(text: &str) -> Result<T, Problem> {
     toml::from_str(text).map_err(|error: toml::de::Error| {
         let mut lines = error.message().lines();
         let first = lines.next().unwrap_or("not TOML").to_owned();
@@ -359,7 +374,13 @@ pub fn parse(text: &str) -> Result<Description, Problem> {
         match () {
             () if !rest.is_empty() => problem.help(rest.join("; ")),
             () if first.starts_with("unknown field") => {
-                problem.help("correct or remove this key; unknown keys are never ignored")
+                // unknown field `KEY`, expected one of `A`, `B`
+                let mut names = first.split('`').skip(1).step_by(2);
+                let written = names.next().unwrap_or("");
+                problem.help(match keyvalue::nearest(written, names) {
+                    Some(meant) => format!("did you mean `{meant}`?"),
+                    None => "correct or remove this key; unknown keys are never ignored".to_owned(),
+                })
             }
             () => problem,
         }
@@ -398,7 +419,7 @@ mod tests {
     #[test]
     fn problems_have_their_place() {
         let at = |text: &str| {
-            let problem = parse(text).unwrap_err();
+            let problem = parse::<Description>(text).unwrap_err();
             let span = problem.span.unwrap();
             (text[span].to_owned(), problem.message)
         };

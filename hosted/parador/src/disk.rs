@@ -1,8 +1,11 @@
 //! Disks of `parador run`: what the user says of them, and files opened and locked for one machine.
 
 use crate::failure::{self, Failure};
+use crate::keyvalue;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::FileTypeExt;
@@ -16,19 +19,47 @@ const SECTOR: u64 = 512;
 const PATIENCE: Duration = Duration::from_millis(500);
 /// First bytes of a qcow2 image (QEMU, `docs/interop/qcow2.txt`).
 const QCOW2: [u8; 4] = *b"QFI\xfb";
-/// What a user can say of a disk.
-const KEYS: [&str; 4] = ["path", "ro", "id", "format"];
 /// Bytes of a disk's name (VIRTIO 1.2, section 5.2.6).
 const NAME: usize = 20;
 
-/// What the user says of a disk.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// What the user says of a disk: `[[disk]]`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub struct Description {
-    path: PathBuf,
-    read_only: bool,
-    name: String,
-    /// The user says that it is raw, whatever it looks like.
-    raw: bool,
+    /// A file of whole sectors of 512 bytes, or a block device.
+    pub path: PathBuf,
+    /// The guest only reads, and several machines may have the file.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    ro: bool,
+    /// Name for the guest [default: disk and its number].
+    #[schemars(length(max = 20))]
+    id: Option<Name>,
+    /// What is in the file; said, it stops the question whether it is a qcow2 image.
+    format: Option<Format>,
+}
+
+/// What a file is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+enum Format {
+    /// The disk's sectors, one after another.
+    Raw,
+}
+
+/// A disk's name: at most 20 bytes (VIRTIO 1.2, section 5.2.6).
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(try_from = "String")]
+struct Name(String);
+
+impl TryFrom<String> for Name {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        match name.len() <= NAME {
+            true => Ok(Self(name)),
+            false => Err(format!("`{name}` has more than {NAME} bytes")),
+        }
+    }
 }
 
 /// A disk, ready to be given to a machine.
@@ -42,51 +73,17 @@ pub struct Disk {
 
 /// Reads `FILE[,KEY=VALUE]...` or `path=FILE[,KEY=VALUE]...`.
 pub fn parse(text: &str) -> Result<Description, Failure> {
-    let refuse = |message: String| {
-        let help = "write -d FILE or -d path=FILE,ro=on,id=NAME,format=raw";
-        Failure::new(failure::BAD_CONFIG, format!("--disk {text}: {message}")).help(help)
-    };
-    let mut found = Description::default();
-    for (number, part) in text.split(',').enumerate() {
-        let (key, value) = match part.split_once('=') {
-            Some(pair) => pair,
-            None if number == 0 => ("path", part),
-            None => return Err(refuse(format!("`{part}` has no value"))),
-        };
-        let switch = || match value {
-            "on" => Ok(true),
-            "off" => Ok(false),
-            _ => Err(refuse(format!("`{key}` is `on` or `off`, not `{value}`"))),
-        };
-        match key {
-            "path" => found.path = value.into(),
-            "ro" => found.read_only = switch()?,
-            "id" if value.len() <= NAME => found.name = value.to_owned(),
-            "id" => return Err(refuse(format!("`id` has more than {NAME} bytes"))),
-            "format" if value == "raw" => found.raw = true,
-            "format" => {
-                return Err(refuse(format!("images of format `{value}` cannot be read"))
-                    .help("convert it: `qemu-img convert -O raw OLD NEW`"));
-            }
-            _ => {
-                let message = match nearest(key) {
-                    Some(meant) => format!("unknown key `{key}`: did you mean `{meant}`?"),
-                    None => format!("unknown key `{key}`"),
-                };
-                return Err(refuse(message));
-            }
-        }
-    }
-    if found.path.as_os_str().is_empty() {
-        return Err(refuse("it names no file".to_owned()));
-    }
-    Ok(found)
-}
-
-/// The key that is most like what the user has written, if one is.
-fn nearest(written: &str) -> Option<&'static str> {
-    let alike = |key: &&str| strsim::jaro(written, key);
-    KEYS.into_iter().filter(|key| alike(key) > 0.7).max_by(|a, b| alike(a).total_cmp(&alike(b)))
+    let disk: Result<Description, Failure> = keyvalue::parse("--disk", "path", text);
+    disk.and_then(|disk| match disk.path.as_os_str().is_empty() {
+        false => Ok(disk),
+        true => Err(Failure::new(failure::BAD_CONFIG, format!("--disk {text}: it names no file"))),
+    })
+    .map_err(|failure| {
+        failure.help(
+            "write -d FILE or -d path=FILE,ro=on,id=NAME,format=raw; \
+             `qemu-img convert -O raw OLD NEW` converts other formats",
+        )
+    })
 }
 
 impl Description {
@@ -94,11 +91,11 @@ impl Description {
     pub fn open(&self, number: usize) -> Result<Disk, Failure> {
         let path = &self.path;
         let failed = |action: &str, error: std::io::Error| Failure::file(action, path, &error);
-        let opened = OpenOptions::new().read(true).write(!self.read_only).open(path);
+        let opened = OpenOptions::new().read(true).write(!self.ro).open(path);
         let mut file = opened.map_err(|error| {
             let failure = failed("open disk", error);
             match failure.code() {
-                failure::PERMISSION if !self.read_only => {
+                failure::PERMISSION if !self.ro => {
                     failure.help("add ro=on if it is to be read only")
                 }
                 _ => failure,
@@ -114,7 +111,7 @@ impl Description {
             let text = format!("has {length} bytes, which is no multiple of {SECTOR} above 0");
             return Err(self.refuse(&text).help("fill it up: `truncate -s %512 FILE`"));
         }
-        if !self.raw {
+        if self.format.is_none() {
             let mut start = [0; QCOW2.len()];
             let read = file.rewind().and_then(|()| file.read_exact(&mut start));
             read.map_err(|error| failed("read disk", error))?;
@@ -125,19 +122,18 @@ impl Description {
             }
         }
         let mut serial = [0; NAME];
-        let name = match self.name.as_str() {
-            "" => format!("disk{number}"),
-            name => name.to_owned(),
+        let name = match &self.id {
+            Some(Name(name)) if !name.is_empty() => name.clone(),
+            _ => format!("disk{number}"),
         };
         serial[..name.len()].copy_from_slice(name.as_bytes());
-        let record =
-            proto::wedge::Disk { sectors: length / SECTOR, read_only: self.read_only, serial };
+        let record = proto::wedge::Disk { sectors: length / SECTOR, read_only: self.ro, serial };
         Ok(Disk { file, record })
     }
 
     /// The lock belongs to the open file: it lasts as long as any process of the machine has it.
     fn lock(&self, file: &File) -> Result<(), Failure> {
-        let how = if self.read_only {
+        let how = if self.ro {
             FlockOperation::NonBlockingLockShared
         } else {
             FlockOperation::NonBlockingLockExclusive
@@ -171,10 +167,12 @@ mod tests {
 
     #[test]
     fn descriptions() {
-        let disk = |path: &str| Description { path: path.into(), ..Description::default() };
+        let disk =
+            |path: &str| Description { path: path.into(), ro: false, id: None, format: None };
         assert_eq!(parse("a.img").unwrap(), disk("a.img"));
         assert_eq!(parse("path=a=b").unwrap(), disk("a=b"));
-        let wanted = Description { read_only: true, name: "root".into(), raw: true, ..disk("a") };
+        let id = Some(Name("root".into()));
+        let wanted = Description { ro: true, id, format: Some(Format::Raw), ..disk("a") };
         assert_eq!(parse("a,ro=on,id=root,format=raw").unwrap(), wanted);
         assert_eq!(parse("ro=off,path=a").unwrap(), disk("a"));
     }
@@ -182,10 +180,10 @@ mod tests {
     #[test]
     fn bad_descriptions() {
         for (text, said) in [
-            ("a,read=on", "unknown key `read`"),
+            ("a,rw=on", "unknown key `rw`"),
             ("a,format=qcow2", "qemu-img"),
             ("pth=a", "did you mean `path`?"),
-            ("ro=on", "names no file"),
+            ("ro=on", "it has no `path`"),
             ("a,ro", "`ro` has no value"),
             ("a,ro=yes", "`on` or `off`"),
             ("a,id=123456789012345678901", "20 bytes"),

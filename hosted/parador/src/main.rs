@@ -9,6 +9,7 @@ mod attach;
 mod channels;
 mod check;
 mod commands;
+mod config;
 mod description;
 mod disk;
 mod doctor;
@@ -21,6 +22,7 @@ mod image;
 mod initramfs;
 mod interrupt;
 mod kernel;
+mod keyvalue;
 mod machine;
 mod machine_exit;
 mod module;
@@ -45,6 +47,13 @@ fn main() -> ExitCode {
     let arguments = match commands::Cli::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {
+            // Values with a structure of their own say themselves what is wrong with them.
+            let value = std::error::Error::source(&error);
+            if let Some(failure) = value.and_then(|value| value.downcast_ref::<failure::Failure>())
+            {
+                failure.print();
+                return ExitCode::from(failure.code());
+            }
             // Nothing can be done if the message itself cannot be printed.
             let _ = error.print();
             return ExitCode::from(match error.kind() {

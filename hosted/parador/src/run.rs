@@ -1,17 +1,18 @@
 //! `parador run`: a virtual machine as processes of this host.
 
-use crate::description::Size;
+use crate::config::{Config, Log, Optimisation, Vm, is_busybox};
 use crate::disk::{self, Disk};
 use crate::failure::{self, Failure};
 use crate::fetch;
 use crate::initramfs;
 use crate::interrupt::Interruptible;
 use crate::machine::{End, Machine};
+use crate::output::print;
 use crate::profile;
 use crate::programs::Programs;
 use crate::steps::Steps;
 use crate::supervise::{self, AtEnd};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use command_fds::{CommandFdExt, FdMapping};
 use hosted_vmm::{Error, Image};
 use proto::wedge::{MAX_DISKS, layout, log, option};
@@ -22,12 +23,14 @@ use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// The program that is the wedge, among Parador's own.
 const WEDGE: &str = "parador-wedge";
 /// Page size.
 const PAGE: u64 = 4096;
+/// Memory if nothing is said of it.
+const MEMORY: u64 = 1 << 30;
 /// Least memory that any kernel starts in.
 const LEAST_MEMORY: u64 = 64 << 20;
 /// What a kernel is told before what the user says: the serial line is the console; time comes from the counter that the wedge has no part in;
@@ -35,69 +38,20 @@ const LEAST_MEMORY: u64 = 64 << 20;
 /// mapping of the host each (Linux has them with 512 MiB or more).
 const COMMAND_LINE: &str = "console=ttyS0 panic=-1 mitigations=off transparent_hugepage=always";
 
-/// How a guest is run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Backend {
-    /// What this host can do.
-    Auto,
-    /// Ordinary processes; pre-virtualized kernels only.
-    Process,
-}
-
-/// What is printed of the machine itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Log {
-    /// The machine cannot go on.
-    Error,
-    /// The guest wanted something that the machine has not.
-    Warn,
-    /// What the guest has looked for in vain, too.
-    Info,
-}
-
 /// Options of `parador run`.
 #[derive(Debug, Args)]
 pub struct Options {
     /// Pre-virtualized kernel: the `vmlinux` that `parador kernel build` makes.
-    #[arg(value_name = "KERNEL", required_unless_present = "kernel_option")]
-    kernel: Option<PathBuf>,
-    /// The same.
-    #[arg(short, long = "kernel", value_name = "FILE", conflicts_with = "kernel")]
-    kernel_option: Option<PathBuf>,
-    /// Initial RAM disk, or `busybox` for one with a shell.
-    #[arg(short, long, value_name = "FILE")]
-    initrd: Option<PathBuf>,
-    /// Added to the kernel's command line.
-    #[arg(short = 'p', long, value_name = "TEXT", alias = "append")]
-    cmdline: Option<String>,
-    /// Disk: FILE, or path=FILE,ro=on,id=NAME,format=raw; up to four.
-    #[arg(short, long = "disk", value_name = "DISK")]
-    disks: Vec<String>,
-    /// Memory.
-    #[arg(short, long, value_name = "SIZE", value_parser = Size::parse, default_value = "1G")]
-    memory: Size,
-    /// Virtual CPUs; this version has one.
-    #[arg(short, long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=1))]
-    cpus: u8,
-    /// How to run the guest.
-    #[arg(long, value_enum, default_value = "auto")]
-    backend: Backend,
-    /// End the machine after this time, as in 60s, with exit code 124.
-    #[arg(long, value_name = "TIME", value_parser = crate::commands::parse_time)]
-    timeout: Option<Duration>,
-    /// Print in the end how often the wedge was needed, and for what.
+    #[arg(value_name = "KERNEL", required_unless_present_any = ["kernel", "file"], conflicts_with = "kernel")]
+    positional: Option<PathBuf>,
+    /// Description of the machine, a TOML file with the keys of these options, which override it; `-d` adds to its disks.
+    #[arg(long = "config", value_name = "FILE")]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    config: Config,
+    /// Print what file and options say together, as a file, and end.
     #[arg(long)]
-    counters: bool,
-    /// Count writes to page tables, descriptor tables and devices, and write to this file which functions of the kernel they are from and
-    /// whether they are annotated. Slow.
-    #[arg(long, value_name = "FILE")]
-    profile_writes: Option<PathBuf>,
-    /// Do without an optimisation, to see what it is worth.
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME")]
-    without: Vec<Optimisation>,
-    /// Messages about the machine that are printed when it has ended.
-    #[arg(long, value_enum, value_name = "LEVEL", default_value = "warn")]
-    log: Log,
+    dump_config: bool,
     /// Check everything, but do not start.
     #[arg(long)]
     dry_run: bool,
@@ -106,56 +60,62 @@ pub struct Options {
     artifacts: Option<PathBuf>,
 }
 
-/// What can be left out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Optimisation {
-    /// Frequent sensitive instructions are done in place.
-    FastSites,
-    /// System calls of programs come without a signal.
-    CallSites,
-    /// The wedge does in its own way what some functions of the kernel do.
-    Functions,
+impl Options {
+    /// What the options and the file say together.
+    fn merged(&self) -> Result<Config, Failure> {
+        let mut over = self.config.clone();
+        over.vm.kernel = over.vm.kernel.or_else(|| self.positional.clone());
+        match &self.file {
+            Some(file) => Config::read(file)?.merge(&over),
+            None => Ok(over),
+        }
+    }
 }
 
-impl Options {
-    /// As the wedge is told.
-    fn bits(&self) -> u64 {
-        let counters = if self.counters { option::COUNTERS } else { 0 };
-        let profile = if self.profile_writes.is_some() { option::PROFILE } else { 0 };
-        self.without.iter().fold(counters | profile, |bits, optimisation| {
-            bits | match optimisation {
-                Optimisation::FastSites => option::NO_FAST_PATHS,
-                Optimisation::CallSites => option::NO_CALL_SITES,
-                Optimisation::Functions => option::NO_FUNCTIONS,
-            }
-        })
-    }
+/// Bits of [`option`], as the wedge is told.
+fn bits(vm: &Vm) -> u64 {
+    let counters = if vm.counters { option::COUNTERS } else { 0 };
+    let profile = if vm.profile_writes.is_some() { option::PROFILE } else { 0 };
+    vm.without.iter().fold(counters | profile, |bits, optimisation| {
+        bits | match optimisation {
+            Optimisation::FastSites => option::NO_FAST_PATHS,
+            Optimisation::CallSites => option::NO_CALL_SITES,
+            Optimisation::Functions => option::NO_FUNCTIONS,
+        }
+    })
 }
 
 /// Runs the machine to its end and returns the exit code.
 pub fn run(options: &Options) -> Result<u8, Failure> {
-    let Some(kernel) = options.kernel.as_ref().or(options.kernel_option.as_ref()) else {
-        return Err(Failure::new(failure::USAGE, "no kernel is named"));
+    let config = options.merged()?;
+    if options.dump_config {
+        print(config.to_toml()?)?;
+        return Ok(0);
+    }
+    let vm = &config.vm;
+    let Some(kernel) = &vm.kernel else {
+        let failure = Failure::new(failure::BAD_CONFIG, "no kernel is named");
+        return Err(failure.help("write `kernel = \"FILE\"` below [vm], or name it as KERNEL"));
     };
-    let memory = options.memory.0;
+    let memory = vm.memory.map_or(MEMORY, |size| size.0);
     if memory < LEAST_MEMORY || !memory.is_multiple_of(PAGE) {
         let text = format!("{memory} bytes of memory are too few, or no whole pages");
         return Err(Failure::new(failure::USAGE, text).help("take 64M at least"));
     }
-    let disks = open_disks(&options.disks)?;
+    let disks = open_disks(&config.disk)?;
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
     let bytes = read(kernel).map_err(|failure| {
         failure.help("`parador kernel build` makes a kernel that runs in processes")
     })?;
     let image = Image::parse(&bytes).map_err(|error| refused(&error, kernel))?;
-    let initrd = match &options.initrd {
+    let initrd = match &vm.initrd {
         None => None,
-        Some(path) if path == Path::new("busybox") => Some(busybox()?),
+        Some(path) if is_busybox(path) => Some(busybox()?),
         Some(path) => Some(read(path)?),
     };
     let wedge = wedge(options.artifacts.as_deref())?;
     let mut command_line = COMMAND_LINE.to_owned();
-    if let Some(more) = &options.cmdline {
+    if let Some(more) = &vm.cmdline {
         command_line.push(' ');
         command_line.push_str(more);
     }
@@ -164,8 +124,8 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         memory,
         initrd: initrd.as_deref(),
         command_line: &command_line,
-        options: options.bits(),
-        log: match options.log {
+        options: bits(vm),
+        log: match vm.log.unwrap_or_default() {
             Log::Error => log::ERROR,
             Log::Warn => log::WARN,
             Log::Info => log::INFO,
@@ -193,8 +153,8 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let start = Instant::now();
     let machine = Machine::start(WEDGE, command)?;
     let keys = "Ctrl-A X ends the machine; all other keys go to the guest";
-    let (end, messages) = machine.serve(options.timeout, keys)?;
-    let messages = match &options.profile_writes {
+    let (end, messages) = machine.serve(vm.timeout.map(|time| time.0), keys)?;
+    let messages = match &vm.profile_writes {
         None => messages,
         Some(path) => {
             let (profile, rest) = profile::report(&messages, &image);
@@ -210,13 +170,12 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
 }
 
 /// Opens the disks that the user names.
-fn open_disks(texts: &[String]) -> Result<Vec<Disk>, Failure> {
-    if texts.len() > MAX_DISKS {
-        let text = format!("{} disks are more than {MAX_DISKS}", texts.len());
+fn open_disks(disks: &[disk::Description]) -> Result<Vec<Disk>, Failure> {
+    if disks.len() > MAX_DISKS {
+        let text = format!("{} disks are more than {MAX_DISKS}", disks.len());
         return Err(Failure::new(failure::USAGE, text));
     }
-    let opened = texts.iter().enumerate().map(|(number, text)| disk::parse(text)?.open(number));
-    opened.collect()
+    disks.iter().enumerate().map(|(number, disk)| disk.open(number)).collect()
 }
 
 /// What an end means.

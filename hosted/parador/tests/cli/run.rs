@@ -50,6 +50,59 @@ fn kernels_for_other_backends_are_named() {
     refused(&folder, &[own.to_str().unwrap()], 65, "not pre-virtualized");
 }
 
+const CONFIG: &str = "\
+[vm]
+kernel = \"vmlinux\"
+memory = \"256M\"
+
+[[disk]]
+path = \"root.img\"
+ro = true
+";
+
+#[test]
+fn descriptions() {
+    let folder = Folder::new("");
+    let config = |text: &str| folder.write("vm.toml", text.as_bytes());
+    let run = ["--config", "vm.toml"];
+    refused(&folder, &run, 66, "vm.toml");
+    config(&CONFIG.replace("memory", "memroy"));
+    refused(&folder, &run, 65, "vm.toml:3:1: error: unknown field `memroy`");
+    refused(&folder, &run, 65, "did you mean `memory`?");
+    config(&CONFIG.replace("256M", "256"));
+    refused(&folder, &run, 65, "vm.toml:3:10: error:");
+    config(&CONFIG.replace("ro = true", "ro = \"on\""));
+    refused(&folder, &run, 65, "vm.toml:7:6: error:");
+    config("vm = {");
+    refused(&folder, &run, 65, "vm.toml:1:");
+    config("[[disk]]\npath = \"root.img\"\n");
+    refused(&folder, &run, 65, "no kernel is named");
+    config(CONFIG);
+    refused(&folder, &run, 66, "root.img");
+}
+
+#[test]
+fn what_file_and_options_say_together() {
+    let folder = Folder::new("");
+    std::fs::create_dir(folder.path("vm")).unwrap();
+    folder.write("vm/vm.toml", CONFIG.as_bytes());
+    let dump = |arguments: &[&str]| {
+        let output = folder.parador(&["run", "--dump-config"]).args(arguments).output().unwrap();
+        assert_eq!(code(&output), 0, "{}", errors(&output));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let merged = dump(&["--config", "vm/vm.toml", "-m", "1G", "-d", "data.img,id=data"]);
+    assert_eq!(
+        merged,
+        "[vm]\nkernel = \"vm/vmlinux\"\nmemory = \"1G\"\n\n\
+         [[disk]]\npath = \"vm/root.img\"\nro = true\n\n\
+         [[disk]]\npath = \"data.img\"\nid = \"data\"\n"
+    );
+    folder.write("merged.toml", merged.as_bytes());
+    assert_eq!(dump(&["--config", "merged.toml"]), merged);
+    assert_eq!(dump(&["other"]), "[vm]\nkernel = \"other\"\n");
+}
+
 #[test]
 fn disks() {
     let folder = Folder::new("");

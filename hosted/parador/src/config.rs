@@ -1,0 +1,313 @@
+//! The description of one virtual machine: the one schema of the command line, of `--config FILE` (TOML) and of the control interface
+//! (JSON).
+//!
+//! A key is a field here and nothing else: its text is the help of the option and the description in the JSON schema. Every field says
+//! nothing by default, so that a file and a command line can be merged; what is the case then, the code that uses it knows.
+
+use crate::description::{self, Size};
+use crate::disk;
+use crate::failure::{self, Failure};
+use crate::problem::{Problem, Report};
+use clap::{Args, ValueEnum};
+use schemars::JsonSchema;
+use serde::de::{self, Deserializer};
+use serde::{Deserialize, Serialize, Serializer};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use toml::{Table, Value};
+
+/// A virtual machine as `parador run` takes it. Paths in a file start at the file's folder.
+#[derive(Clone, Debug, Default, PartialEq, Args, Deserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+#[schemars(title = "Virtual machine of `parador run`")]
+pub struct Config {
+    /// The machine.
+    #[command(flatten)]
+    pub vm: Vm,
+    /// Disk: FILE, or path=FILE,ro=on,id=NAME,format=raw; up to four.
+    #[arg(short, long = "disk", value_name = "DISK", value_parser = disk::parse)]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub disk: Vec<disk::Description>,
+}
+
+/// `[vm]`.
+#[derive(Clone, Debug, Default, PartialEq, Args, Deserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Vm {
+    /// Pre-virtualized kernel, as KERNEL.
+    #[arg(short, long, value_name = "FILE")]
+    pub kernel: Option<PathBuf>,
+    /// Initial RAM disk, or `busybox` for one with a shell.
+    #[arg(short, long, value_name = "FILE")]
+    pub initrd: Option<PathBuf>,
+    /// Added to the kernel's command line.
+    #[arg(short = 'p', long, value_name = "TEXT")]
+    pub cmdline: Option<String>,
+    /// Memory [default: 1G].
+    #[arg(short, long, value_name = "SIZE", value_parser = Size::parse)]
+    pub memory: Option<Size>,
+    /// Virtual CPUs; this version has one [default: 1].
+    #[arg(short, long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=1))]
+    #[schemars(range(min = 1, max = 1))]
+    pub cpus: Option<u8>,
+    /// How to run the guest [default: auto].
+    #[arg(long, value_enum)]
+    pub backend: Option<Backend>,
+    /// End the machine after this time, as in 60s, with exit code 124.
+    #[arg(long, value_name = "TIME", value_parser = Time::parse)]
+    pub timeout: Option<Time>,
+    /// Print in the end how often the wedge was needed, and for what.
+    #[arg(long)]
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub counters: bool,
+    /// Count writes to page tables, descriptor tables and devices, and write to this file which functions of the kernel they are from and
+    /// whether they are annotated. Slow.
+    #[arg(long, value_name = "FILE")]
+    pub profile_writes: Option<PathBuf>,
+    /// Do without an optimisation, to see what it is worth.
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub without: Vec<Optimisation>,
+    /// Messages about the machine that are printed when it has ended [default: warn].
+    #[arg(long, value_enum, value_name = "LEVEL")]
+    pub log: Option<Log>,
+}
+
+/// How a guest is run.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Backend {
+    /// What this host can do.
+    #[default]
+    Auto,
+    /// Ordinary processes; pre-virtualized kernels only.
+    Process,
+}
+
+/// What is printed of the machine itself.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Log {
+    /// The machine cannot go on.
+    Error,
+    /// The guest wanted something that the machine has not.
+    #[default]
+    Warn,
+    /// What the guest has looked for in vain, too.
+    Info,
+}
+
+/// What can be left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Optimisation {
+    /// Frequent sensitive instructions are done in place.
+    FastSites,
+    /// System calls of programs come without a signal.
+    CallSites,
+    /// The wedge does in its own way what some functions of the kernel do.
+    Functions,
+}
+
+/// A time, written with a unit: `"60s"`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema)]
+#[schemars(transparent)]
+pub struct Time(#[schemars(with = "String", regex(pattern = "^[0-9]+[smh]?$"))] pub Duration);
+
+impl Time {
+    /// Reads digits and s, m or h.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        crate::commands::parse_time(text).map(Self)
+    }
+}
+
+impl Serialize for Time {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&format!("{}s", self.0.as_secs()))
+    }
+}
+
+impl<'de> Deserialize<'de> for Time {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
+    }
+}
+
+impl Config {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// What is wrong, with its place in the file: code 65. It cannot be read: 66, 71 or 77.
+    pub fn read(path: &Path) -> Result<Self, Failure> {
+        let text = fs::read_to_string(path).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidData => {
+                Failure::new(failure::BAD_CONFIG, format!("{} is not UTF-8 text", path.display()))
+            }
+            _ => Failure::file("read", path, &error),
+        })?;
+        match Self::parse(&text) {
+            Ok(config) => Ok(config.in_folder(path.parent().unwrap_or(Path::new("")))),
+            Err(problem) => {
+                let file = path.display().to_string();
+                Err(Failure::Description(Report { file, text, problems: vec![problem] }))
+            }
+        }
+    }
+
+    fn parse(text: &str) -> Result<Self, Problem> {
+        description::parse(text)
+    }
+
+    /// With paths that start at a folder.
+    fn in_folder(mut self, folder: &Path) -> Self {
+        let Vm { kernel, initrd, profile_writes, .. } = &mut self.vm;
+        let initrd = initrd.iter_mut().filter(|path| !is_busybox(path));
+        let disks = self.disk.iter_mut().map(|disk| &mut disk.path);
+        for path in kernel.iter_mut().chain(initrd).chain(profile_writes).chain(disks) {
+            *path = folder.join(&*path);
+        }
+        self
+    }
+
+    /// With what `over` says in the place of what this says; lists become longer.
+    ///
+    /// # Errors
+    /// A path that is not UTF-8.
+    pub fn merge(&self, over: &Self) -> Result<Self, Failure> {
+        let mut table = self.table()?;
+        overlay(&mut table, over.table()?);
+        table.try_into().map_err(|error| {
+            Failure::new(failure::BAD_CONFIG, format!("the options do not go together: {error}"))
+        })
+    }
+
+    fn table(&self) -> Result<Table, Failure> {
+        Table::try_from(self).map_err(|error| {
+            Failure::new(failure::BAD_CONFIG, format!("an option cannot be written: {error}"))
+        })
+    }
+
+    /// As a file.
+    ///
+    /// # Errors
+    /// A path that is not UTF-8.
+    pub fn to_toml(&self) -> Result<String, Failure> {
+        toml::to_string(self).map_err(|error| {
+            Failure::new(failure::BAD_CONFIG, format!("an option cannot be written: {error}"))
+        })
+    }
+}
+
+/// Whether an initial RAM disk is the one that is made from busybox.
+pub fn is_busybox(path: &Path) -> bool {
+    path == Path::new("busybox")
+}
+
+/// Lays a table over another one.
+fn overlay(below: &mut Table, over: Table) {
+    for (key, value) in over {
+        match (below.get_mut(&key), value) {
+            (Some(Value::Table(below)), Value::Table(over)) => overlay(below, over),
+            (Some(Value::Array(below)), Value::Array(over)) => below.extend(over),
+            (_, value) => drop(below.insert(key, value)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        config: Config,
+    }
+
+    fn line(words: &[&str]) -> Config {
+        let words = ["run"].iter().chain(words);
+        Line::try_parse_from(words).unwrap_or_else(|error| panic!("{error}")).config
+    }
+
+    const FILE: &str = "\
+[vm]
+kernel = \"vmlinux\"
+initrd = \"busybox\"
+memory = \"512M\"
+timeout = \"2m\"
+without = [\"functions\"]
+
+[[disk]]
+path = \"root.img\"
+ro = true
+";
+
+    #[test]
+    fn a_file_and_a_command_line_say_the_same() {
+        let words = ["-k", "vmlinux", "-i", "busybox", "-m", "512M", "--timeout", "2m"];
+        let more = ["--without", "functions", "-d", "root.img,ro=on"];
+        assert_eq!(Config::parse(FILE).unwrap(), line(&[&words[..], &more].concat()));
+    }
+
+    #[test]
+    fn the_command_line_is_laid_over_the_file() {
+        let file = Config::parse(FILE).unwrap().in_folder(Path::new("/vm"));
+        assert_eq!(file.vm.kernel.as_deref(), Some(Path::new("/vm/vmlinux")));
+        assert_eq!(file.vm.initrd.as_deref(), Some(Path::new("busybox")));
+        let merged = file.merge(&line(&["-m", "1G", "--counters", "-k", "/k", "-d", "b"])).unwrap();
+        assert_eq!(merged.vm.memory, Some(Size(1 << 30)));
+        assert_eq!(merged.vm.kernel.as_deref(), Some(Path::new("/k")));
+        assert_eq!(merged.vm.timeout, file.vm.timeout);
+        assert!(merged.vm.counters);
+        let disks: Vec<_> = merged.disk.iter().map(|disk| disk.path.to_str().unwrap()).collect();
+        assert_eq!(disks, ["/vm/root.img", "b"]);
+        assert_eq!(file.merge(&Config::default()).unwrap(), file);
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let config = Config::parse(FILE).unwrap();
+        let text = config.to_toml().unwrap();
+        assert_eq!(text, FILE.replace("\"2m\"", "\"120s\""));
+        assert_eq!(Config::parse(&text).unwrap(), config);
+        assert_eq!(Config::parse("").unwrap(), Config::default());
+    }
+
+    /// What is shipped is what is meant; with `PARADOR_NEW_SCHEMAS` it is written.
+    #[test]
+    fn the_schema_is_in_the_specification() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/spec/vm.schema.json");
+        let schema = schemars::schema_for!(Config);
+        let text = serde_json::to_string_pretty(&schema).unwrap() + "\n";
+        if std::env::var_os("PARADOR_NEW_SCHEMAS").is_some() {
+            fs::write(&path, &text).unwrap();
+        }
+        let shipped = fs::read_to_string(&path).unwrap();
+        assert!(shipped == text, "PARADOR_NEW_SCHEMAS=1 cargo test -p parador writes it anew");
+    }
+
+    #[test]
+    fn problems_have_their_place() {
+        let at = |text: &str| {
+            let problem = Config::parse(text).unwrap_err();
+            text[problem.span.unwrap()].to_owned()
+        };
+        assert_eq!(at("[vm]\nmemroy = \"1G\""), "memroy");
+        assert_eq!(at("[vm]\nmemory = 7"), "7");
+        assert_eq!(at("[vm]\ntimeout = \"soon\""), "\"soon\"");
+        assert_eq!(at("[vm]\nbackend = \"tcg\""), "\"tcg\"");
+        assert_eq!(at("[[disk]]\npath = \"a\"\nrw = true"), "rw");
+        assert_eq!(
+            at("[[disk]]\npath = \"a\"\nid = \"a name of more than twenty\""),
+            "\"a name of more than twenty\""
+        );
+        assert_eq!(at("[machine]\n"), "machine");
+    }
+}
