@@ -6,9 +6,10 @@
 //! scripted outside refuses both), and devices that do not work again after a reset.
 
 use vmm_bus::outside::{BlockInfo, BlockStatus, NetInfo, Offload, Segments};
-use vmm_bus::testing::{Disk, Port};
+use vmm_bus::testing::{Disk, Given, Port};
 use vmm_bus::{Device, WAKE_INPUT};
 use vmm_dev::pc::pci::{Function, spec as config};
+use vmm_dev::virtio::balloon::{self, Balloon};
 use vmm_dev::virtio::blk::{self, Blk};
 use vmm_dev::virtio::console::{self, Console};
 use vmm_dev::virtio::entropy::Entropy;
@@ -29,6 +30,7 @@ enum Kind {
     Net,
     Console,
     Entropy,
+    Balloon,
 }
 
 /// What a step does.
@@ -54,7 +56,7 @@ enum Step {
     Room,
     /// Something comes from outside: a frame, typed bytes. Length (16), offload bits (8).
     Arrive,
-    /// Random numbers come. Number (16).
+    /// Random numbers come; a balloon is asked for as many pages, and for statistics. Number (16).
     Entropy,
     /// A timer, or all. Number (8).
     Wake,
@@ -87,7 +89,7 @@ const MAX_BYTES: u32 = 0x1_0000;
 /// Most requests to it at a time.
 const ROOM: usize = 16;
 /// Guest memory: as much as the driver's rings need, and some beyond a hole.
-const LOW: (u64, u64) = (0, 0x4_0000);
+const LOW: (u64, u64) = (0, 0x6_0000);
 const HIGH: (u64, u64) = (0x10_0000, 0x2000);
 /// Where buffers of the last request are.
 const BUFFERS: u64 = 0x1000;
@@ -95,7 +97,7 @@ const BUFFERS: u64 = 0x1000;
 /// Takes an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
-    match input.byte() % 4 {
+    match input.byte() % 5 {
         0 => {
             let info = BlockInfo {
                 sectors: SECTORS,
@@ -129,9 +131,16 @@ pub fn run(bytes: &[u8]) {
             assert_eq!(rig.used(console::spec::TRANSMIT).len(), 1, "a console prints");
             assert_eq!(rig.env.output.len(), before + 5);
         }),
-        _ => drive(Entropy::new(), input, |rig| {
+        3 => drive(Entropy::new(), input, |rig| {
             rig.send(0, &[(BUFFERS, 8, true)]);
             assert_eq!(rig.used(0), [(0, 8)], "there is entropy");
+        }),
+        _ => drive(Balloon::new(), input, |rig| {
+            let reports = balloon::spec::STATISTICS + 1;
+            rig.send(reports, &[(BUFFERS, 0x1000, true)]);
+            assert_eq!(rig.used(reports), [(0, 0)], "a balloon takes");
+            let given = rig.env.balloon.as_ref().map(|given| given.discarded.as_slice());
+            assert_eq!(given, Some(&[(BUFFERS, 0x1000)][..]));
         }),
     }
 }
@@ -151,6 +160,7 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
         env.disk = Some(Disk::new(SECTORS as usize * 512, ROOM));
         env.port = Some(Port { room: 16, ..Port::default() });
         env.entropy = 256;
+        env.balloon = Some(Given::default());
     });
     while !input.is_empty() {
         let step = STEPS[usize::from(input.byte()) % STEPS.len()];
@@ -159,6 +169,12 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
         rig.env.messages.clear();
         rig.env.missing.clear();
         rig.env.output.clear();
+        let mut given = rig.env.balloon.take().unwrap_or_default();
+        for (address, length) in given.discarded.drain(..) {
+            assert!(rig.memory().contains(address, length), "what is given up is memory");
+        }
+        given.statistics.clear();
+        rig.env.balloon = Some(given);
     }
     rig.function.reset(&mut rig.env);
     rig.env.room = None;
@@ -258,6 +274,10 @@ fn act<D: VirtioDevice>(rig: &mut Rig<D>, step: Step, input: &mut Input<'_>) {
         }
         Step::Entropy => {
             rig.env.entropy = input.half().into();
+            if let Some(given) = &mut rig.env.balloon {
+                given.asks = true;
+                given.wanted = rig.env.entropy as u32;
+            }
             rig.wake();
         }
         Step::Wake => {
@@ -391,7 +411,18 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
         .byte(0x80)
         .step(Step::Entropy)
         .half(1);
+    let pages = Seed::new().word(3).word(2).word(1).word(u32::MAX).finish();
+    let balloon = of(Kind::Balloon)
+        .memory(0x100, &pages)
+        .offer(0, &[(0x100, 16, 0)])
+        .offer(3, &[(0x2000, 2, 3), (0x1f80, 0x1100, 1)])
+        .memory(0x200, &Seed::new().half(4).long(77).finish())
+        .offer(2, &[(0x200, 10, 0)])
+        .step(Step::Entropy)
+        .half(5)
+        .offer(2, &[(0x200, 9, 0)]);
     vec![
+        ("balloon", balloon),
         ("read-write-identify", read_and_write),
         ("discard", discard),
         ("cycle", cycle),

@@ -6,7 +6,7 @@
 /// First word of the record: "PARADORW".
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PARADORW");
 /// Version of the record.
-pub const VERSION: u64 = 3;
+pub const VERSION: u64 = 4;
 
 /// Where things are in the address space of a process, and descriptors that it inherits. The part above the guest's programs is like
 /// Linux' own upper half; the image and its modules are where 32-bit sign-extended addresses reach.
@@ -160,6 +160,8 @@ record! {
     disks,
     /// Messages that are printed: see [`log`].
     log,
+    /// Pages of 4 KiB that the guest is to give up, plus 1; 0: it has no balloon.
+    balloon,
 }
 
 const _: () = assert!(Start::WORDS as u64 * 8 <= layout::DISKS);

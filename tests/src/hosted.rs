@@ -380,6 +380,56 @@ pub fn memory() -> Result<()> {
     Ok(())
 }
 
+/// What the guest has used and freed is the host's again; what it is asked for it gives up, until it needs it.
+pub fn balloon() -> Result<()> {
+    const MIB: u64 = 1 << 20;
+    let rig = Rig::new()?;
+    let script = "mkdir /ram; mount -t tmpfs -o size=500M ram /ram
+        dd if=/dev/zero of=/ram/a bs=1M count=400 2>/dev/null; sleep 2; rm /ram/a; sleep 1000\n";
+    for (option, is_given_back) in [("on", true), ("off", false)] {
+        let mut child = start(rig.script(script, &[])?.args(["--balloon", option]))?;
+        let mut wait_for =
+            |what: &str, limit: u64, reached: &dyn Fn(u64) -> bool| -> Result<bool> {
+                let deadline = Instant::now() + Duration::from_secs(limit);
+                loop {
+                    let used = children(&child)?.into_iter().map(memory_of).max().unwrap_or(0);
+                    if reached(used) {
+                        return Ok(true);
+                    }
+                    if Instant::now() > deadline {
+                        let ended = child.try_wait().context("cannot look at parador")?;
+                        ensure!(ended.is_none(), "{what}: the machine has ended");
+                        return Ok(false);
+                    }
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+            };
+        ensure!(wait_for("fill", 60, &|used| used > 400 * MIB)?, "memory is not used");
+        let is_less =
+            wait_for("free", if is_given_back { 60 } else { 10 }, &|used| used < 200 * MIB)?;
+        child.kill().and_then(|()| child.wait()).context("cannot end parador")?;
+        ensure!(is_less == is_given_back, "--balloon {option}: given back: {is_less}");
+    }
+    let script =
+        "sleep 3; grep MemFree /proc/meminfo; mkdir /ram; mount -t tmpfs -o size=500M ram /ram
+        dd if=/dev/zero of=/ram/a bs=1M count=400 2>/dev/null; md5sum </ram/a\n";
+    let mut machine = rig.script(script, &[])?;
+    machine.args(["-m", "640M", "--balloon", "400M"]);
+    // Of 400 MiB of zeros, more than the balloon leaves.
+    let ended = end(&mut machine, "")?.well(0, &["61eabaf2bf278703738b433ff884c91f"])?;
+    let line = ended.console.lines().find_map(|line| line.strip_prefix("MemFree:"));
+    let free = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    ensure!(free.is_some_and(|free| free < 230 << 10), "{free:?} KiB beside a balloon");
+    Ok(())
+}
+
+/// Bytes of shared memory that a process has mapped and that are there.
+fn memory_of(process: u32) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{process}/statm")).unwrap_or_default();
+    let pages = text.split_whitespace().nth(2).and_then(|word| word.parse::<u64>().ok());
+    pages.unwrap_or(0) * 4096
+}
+
 /// Whatever process is killed, the whole machine ends, and nothing of it stays.
 pub fn kills() -> Result<()> {
     let rig = Rig::new()?;

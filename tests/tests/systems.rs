@@ -22,7 +22,7 @@ const PREVIRT_CPUS: [u32; 2] = [1, 2];
 /// What a test does.
 type Body = fn() -> Result<()>;
 /// Machines that are processes of this host.
-const HOSTED: [(&str, Body); 14] = [
+const HOSTED: &[(&str, Body)] = &[
     ("shell", hosted::shell),
     ("disk", hosted::disk),
     ("disk-in-use", hosted::disk_in_use),
@@ -32,6 +32,7 @@ const HOSTED: [(&str, Body); 14] = [
     ("crashes", hosted::crashes),
     ("preemption", hosted::preemption),
     ("memory", hosted::memory),
+    ("balloon", hosted::balloon),
     ("kills", hosted::kills),
     ("refusals", hosted::refusals),
     ("profile", hosted::profile),
@@ -984,7 +985,7 @@ fn main() -> ExitCode {
     add("previrt/null-counts".to_owned(), Box::new(previrt::null_counts));
     add("previrt/hosted".to_owned(), Box::new(previrt::hosted));
     add("previrt/same-results".to_owned(), Box::new(previrt::same_results));
-    for (name, body) in HOSTED {
+    for &(name, body) in HOSTED {
         add(format!("hosted/{name}"), Box::new(body));
     }
     let seconds = std::env::var(STRESS).ok().and_then(|text| text.parse().ok());

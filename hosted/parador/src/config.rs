@@ -48,6 +48,9 @@ pub struct Vm {
     /// Memory [default: 1G].
     #[arg(short, long, value_name = "SIZE", value_parser = Size::parse)]
     pub memory: Option<Size>,
+    /// Memory that the guest is to do without; `on`: it gives back what it does not use; `off`: it keeps all that it has used [default: on].
+    #[arg(long, value_name = "SIZE|on|off", value_parser = Balloon::parse)]
+    pub balloon: Option<Balloon>,
     /// Virtual CPUs; this version has one [default: 1].
     #[arg(short, long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=1))]
     #[schemars(range(min = 1, max = 1))]
@@ -134,6 +137,48 @@ impl Serialize for Time {
 }
 
 impl<'de> Deserialize<'de> for Time {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
+    }
+}
+
+/// What a guest gives back of its memory: so much from the start and what it does not use; `None`: nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema)]
+#[schemars(transparent)]
+pub struct Balloon(
+    #[schemars(with = "String", regex(pattern = "^(on|off|[0-9]+[KMGkmg])$"))] pub Option<Size>,
+);
+
+impl Balloon {
+    const ON: Self = Self(Some(Size(0)));
+
+    /// Reads a size, `on` or `off`.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        match text {
+            "on" => Ok(Self::ON),
+            "off" => Ok(Self(None)),
+            size => Size::parse(size).map(|size| Self(Some(size))),
+        }
+    }
+}
+
+impl Default for Balloon {
+    fn default() -> Self {
+        Self::ON
+    }
+}
+
+impl Serialize for Balloon {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match *self {
+            Self::ON => serializer.serialize_str("on"),
+            Self(None) => serializer.serialize_str("off"),
+            Self(Some(size)) => size.serialize(serializer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Balloon {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
     }
@@ -278,6 +323,11 @@ ro = true
         assert_eq!(text, FILE.replace("\"2m\"", "\"120s\""));
         assert_eq!(Config::parse(&text).unwrap(), config);
         assert_eq!(Config::parse("").unwrap(), Config::default());
+        for word in ["on", "off", "64M"] {
+            let config = line(&["--balloon", word]);
+            let text = config.to_toml().unwrap();
+            assert_eq!((text.contains(word), Config::parse(&text).unwrap()), (true, config));
+        }
     }
 
     /// What is shipped is what is meant; with `PARADOR_NEW_SCHEMAS` it is written.

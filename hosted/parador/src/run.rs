@@ -102,6 +102,11 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let text = format!("{memory} bytes of memory are too few, or no whole pages");
         return Err(Failure::new(failure::USAGE, text).help("take 64M at least"));
     }
+    let balloon = vm.balloon.unwrap_or_default().0.map(|size| size.0);
+    if balloon.is_some_and(|bytes| bytes > memory - LEAST_MEMORY) {
+        let text = "the balloon leaves the guest less than 64M";
+        return Err(Failure::new(failure::USAGE, text).help("take --balloon on, or more --memory"));
+    }
     let disks = open_disks(&config.disk)?;
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
     let bytes = read(kernel).map_err(|failure| {
@@ -130,6 +135,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             Log::Warn => log::WARN,
             Log::Info => log::INFO,
         },
+        balloon,
         disks: &records,
     };
     // A limit of the size of files is an error then, not the end.

@@ -1,7 +1,7 @@
 //! What the processes of a machine may ask of the host: filters of system calls (seccomp(2)), made by `seccompiler`, installed by the wedge.
 //!
 //! A guest process runs the guest's kernel, which may contain anything; with its filter it can change mappings of its own address space, of
-//! the machine's memory or of fresh memory, wait and wake, set its timer, ring the device process, and end. Everything else ends it, and the
+//! the machine's memory or of fresh memory, give memory of the machine back, wait and wake, set its timer, ring the device process, and end. Everything else ends it, and the
 //! machine with it.
 
 use std::collections::BTreeMap;
@@ -102,6 +102,8 @@ fn guest() -> Result<Rules, BackendError> {
             &[(3, own)],
         ],
     )?;
+    let hole = linux::FALLOC_FL_PUNCH_HOLE | linux::FALLOC_FL_KEEP_SIZE;
+    allow(&mut rules, linux::__NR_fallocate, &[&[(0, layout::MEMORY_FD), (1, hole)]])?;
     let clock = linux::CLOCK_MONOTONIC;
     allow(&mut rules, linux::__NR_timer_create, &[&[(0, clock)]])?;
     allow_all(

@@ -6,8 +6,8 @@ use std::os::fd::OwnedFd;
 use hw_x86::paging::{entry, xcr0};
 use proto::wedge::{Disk, MAX_DISKS, Start, layout};
 use vmm_boot::Rest;
-use vmm_mem::GuestMemory;
 use vmm_mem::shared::SharedMemory;
+use vmm_mem::{GuestMemory, PAGE_SIZE};
 
 use crate::Error;
 use crate::image::{Image, moved, physical};
@@ -35,6 +35,8 @@ pub struct Machine<'a> {
     pub options: u64,
     /// Least grave messages that are printed: see [`proto::wedge::log`].
     pub log: u64,
+    /// Bytes that the guest is to give up at first, if it has a balloon.
+    pub balloon: Option<u64>,
     /// Disks.
     pub disks: &'a [Disk],
 }
@@ -82,6 +84,7 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         options: machine.options,
         disks: machine.disks.len() as u64,
         log: machine.log,
+        balloon: machine.balloon.map_or(0, |bytes| bytes / PAGE_SIZE + 1),
         ..Start::default()
     };
     memory

@@ -107,7 +107,15 @@ fn whole() -> Vec<u8> {
 }
 
 fn machine(memory: u64) -> Machine<'static> {
-    Machine { memory, initrd: None, command_line: "", options: 0, log: 0, disks: &[] }
+    Machine {
+        memory,
+        initrd: None,
+        command_line: "",
+        options: 0,
+        log: 0,
+        balloon: None,
+        disks: &[],
+    }
 }
 
 /// Why a kernel is refused, and what to do.

@@ -15,7 +15,7 @@ pub mod outside;
 pub mod testing;
 
 pub use map::{Map, MapError, Piece, Region};
-pub use outside::{Block, Channel, Data, Net};
+pub use outside::{Balloon, Block, Channel, Data, Net};
 use vmm_mem::GuestMemory;
 
 /// A time in nanoseconds of the virtual machine's monotonic clock.
@@ -96,6 +96,8 @@ pub trait Env {
     fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)>;
     /// The outside of a network device, and guest memory; `None` if the device is not connected.
     fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)>;
+    /// The outside of a memory balloon, and guest memory; `None` if the device is not connected.
+    fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)>;
     /// The outside of a channel to another machine; `None` if the device is not connected.
     fn channel(&mut self) -> Option<&mut dyn Channel>;
     /// Fills `to` with random bytes that nobody can guess. `false`: there are none now.

@@ -265,6 +265,20 @@ pub trait Net {
     fn drop_first(&mut self);
 }
 
+/// The outside of a memory balloon. Pages have 4 KiB.
+pub trait Balloon {
+    /// Pages that the guest is to give up.
+    fn wanted(&self) -> u32;
+    /// So many pages the guest says that it has given up.
+    fn given(&mut self, pages: u32);
+    /// The guest does not need what is in these whole pages of its memory: they may read as zeros from now on.
+    fn discard(&mut self, address: u64, length: u64);
+    /// Whether somebody asks for statistics; asking takes the question.
+    fn asks(&mut self) -> bool;
+    /// A statistic of the guest (VIRTIO 1.2, section 5.5.6.3): a tag below 16, and what the guest says.
+    fn statistic(&mut self, tag: u16, value: u64);
+}
+
 /// What a channel to another machine is like; does not change while a machine has it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ChannelInfo {

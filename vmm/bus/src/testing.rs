@@ -1,6 +1,6 @@
 //! A scripted [`Env`]: what a device did is recorded, what the world does is said by the test.
 
-use crate::outside::{Block, BlockOp, BlockStatus, Channel, Data, Net, Offload, Takes};
+use crate::outside::{Balloon, Block, BlockOp, BlockStatus, Channel, Data, Net, Offload, Takes};
 use crate::{Access, Device, Env, InterruptMessage, MachineEvent, NEVER, Nanos, WAKE_INPUT};
 use proto::channel::{Broken, Message, SendError, ShareState, View};
 use std::collections::{BTreeMap, VecDeque};
@@ -37,6 +37,8 @@ pub struct Script {
     pub disk: Option<Disk>,
     /// What a network device is connected to.
     pub port: Option<Port>,
+    /// What a balloon is connected to.
+    pub balloon: Option<Given>,
     /// What a channel is connected to.
     pub channel: Option<Peer>,
     /// Random bytes left; their values count up.
@@ -166,6 +168,43 @@ impl Net for Port {
 
     fn drop_first(&mut self) {
         self.waiting.pop_front();
+    }
+}
+
+/// What a balloon of the [`Script`] is asked, and what it has given.
+#[derive(Clone, Debug, Default)]
+pub struct Given {
+    /// Pages that the guest is to give up.
+    pub wanted: u32,
+    /// Pages that it says it has.
+    pub actual: u32,
+    /// Ranges that it does not need.
+    pub discarded: Vec<(u64, u64)>,
+    /// Somebody asks for statistics.
+    pub asks: bool,
+    /// Its statistics.
+    pub statistics: Vec<(u16, u64)>,
+}
+
+impl Balloon for Given {
+    fn wanted(&self) -> u32 {
+        self.wanted
+    }
+
+    fn given(&mut self, pages: u32) {
+        self.actual = pages;
+    }
+
+    fn discard(&mut self, address: u64, length: u64) {
+        self.discarded.push((address, length));
+    }
+
+    fn asks(&mut self) -> bool {
+        std::mem::take(&mut self.asks)
+    }
+
+    fn statistic(&mut self, tag: u16, value: u64) {
+        self.statistics.push((tag, value));
     }
 }
 
@@ -360,6 +399,11 @@ impl Env for Script {
     fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)> {
         let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
         self.port.as_mut().map(|port| (port as &mut dyn Net, memory))
+    }
+
+    fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)> {
+        let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
+        self.balloon.as_mut().map(|balloon| (balloon as &mut dyn Balloon, memory))
     }
 
     fn channel(&mut self) -> Option<&mut dyn Channel> {

@@ -9,6 +9,7 @@
 //! Missing: legacy and transitional interfaces, reset of single queues, packed rings, notification data.
 //! Documentation: VIRTIO 1.2, sections 2.1 to 2.5 and 3.1.
 
+pub mod balloon;
 pub mod blk;
 pub mod console;
 pub mod entropy;
@@ -52,7 +53,7 @@ pub mod spec {
 use spec::*;
 
 /// Most queues of a device.
-pub const MAX_QUEUES: usize = 3;
+pub const MAX_QUEUES: usize = 5;
 /// Room for the device-specific configuration; what a device does not have reads as 0.
 pub const CONFIG_LEN: usize = 64;
 /// Requests that a device handles in one call; it goes on after its timer.
@@ -72,6 +73,8 @@ pub enum Kind {
     Console = 3,
     /// Entropy source.
     Entropy = 4,
+    /// Memory balloon.
+    Balloon = 5,
 }
 
 /// A device behind a transport. Its queues and what happens in them; the transport calls nothing but

@@ -4,9 +4,10 @@
 //! at a time. Function `slot` is device `slot + 1`; device 0 is the host bridge.
 
 use vmm_bus::outside::{BlockInfo, ChannelInfo, NetInfo};
-use vmm_bus::{Block, Channel, Net};
+use vmm_bus::{Balloon, Block, Channel, Net};
 use vmm_dev::channel;
 use vmm_dev::pc::pci::Function;
+use vmm_dev::virtio::balloon;
 use vmm_dev::virtio::blk::Blk;
 use vmm_dev::virtio::console::Console;
 use vmm_dev::virtio::entropy::Entropy;
@@ -82,6 +83,10 @@ pub trait Outside {
     fn net(&mut self) -> Option<&mut dyn Net> {
         None
     }
+    /// As [`vmm_bus::Env::balloon`].
+    fn balloon(&mut self) -> Option<&mut dyn Balloon> {
+        None
+    }
     /// As [`vmm_bus::Env::channel`].
     fn channel(&mut self) -> Option<&mut dyn Channel> {
         None
@@ -107,6 +112,10 @@ impl<T: Outside + ?Sized> Outside for &mut T {
 
     fn net(&mut self) -> Option<&mut dyn Net> {
         (**self).net()
+    }
+
+    fn balloon(&mut self) -> Option<&mut dyn Balloon> {
+        (**self).balloon()
     }
 
     fn channel(&mut self) -> Option<&mut dyn Channel> {
@@ -137,6 +146,8 @@ pub enum Model {
     Console,
     /// Entropy source; its outside has entropy.
     Entropy,
+    /// Memory balloon; its outside has a [`Balloon`].
+    Balloon,
     /// End of a channel; its outside has a [`Channel`].
     Channel(ChannelInfo),
 }
@@ -149,6 +160,7 @@ enum Card {
     Net(Pci<NetCard>),
     Console(Pci<Console>),
     Entropy(Pci<Entropy>),
+    Balloon(Pci<balloon::Balloon>),
     Channel(channel::Channel),
 }
 
@@ -161,6 +173,7 @@ impl Card {
             Model::Net(info) => Self::Net(Pci::new(NetCard::new(info), base)),
             Model::Console => Self::Console(Pci::new(Console::new(), base)),
             Model::Entropy => Self::Entropy(Pci::new(Entropy::new(), base)),
+            Model::Balloon => Self::Balloon(Pci::new(balloon::Balloon::new(), base)),
             Model::Channel(info) => {
                 let memory = layout::channel_memory(info.number);
                 let shares = memory + layout::CHANNEL_SHARES;
@@ -222,6 +235,7 @@ impl<O: Outside, const N: usize> Functions for Slots<O, N> {
             Card::Net(device) => device,
             Card::Console(device) => device,
             Card::Entropy(device) => device,
+            Card::Balloon(device) => device,
             Card::Channel(device) => device,
         };
         Some((function, outside))

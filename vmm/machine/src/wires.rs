@@ -3,7 +3,7 @@
 //! A chip's effects are noted here while it is called, and carried on by the board afterwards, because the
 //! receiver is another chip.
 
-use vmm_bus::{Block, Channel, Env, InterruptMessage, MachineEvent, NEVER, Nanos, Net};
+use vmm_bus::{Balloon, Block, Channel, Env, InterruptMessage, MachineEvent, NEVER, Nanos, Net};
 use vmm_cpu::{MAX_VCPUS, Outcome, TscClock};
 use vmm_mem::GuestMemory;
 
@@ -303,6 +303,10 @@ impl<H: Host> Env for ChipEnv<'_, H> {
         None
     }
 
+    fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)> {
+        None
+    }
+
     fn channel(&mut self) -> Option<&mut dyn Channel> {
         None
     }
@@ -380,6 +384,10 @@ impl<H: Host> Env for FunctionEnv<'_, H> {
 
     fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)> {
         self.outside.net().map(|net| (net, self.chip.memory()))
+    }
+
+    fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)> {
+        self.outside.balloon().map(|balloon| (balloon, self.chip.memory()))
     }
 
     fn channel(&mut self) -> Option<&mut dyn Channel> {

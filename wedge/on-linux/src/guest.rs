@@ -708,7 +708,7 @@ pub extern "sysv64" fn main() -> ! {
     };
     let disks = (start.disks as usize).min(MAX_DISKS);
     let mut slots: Slots<Link, MAX_FUNCTIONS> = Slots::new();
-    outside::fill(&mut slots, disks);
+    let balloon = outside::fill(&mut slots, &start, disks);
     let machine: Pc<'_, spin::relax::Spin, 1, _> =
         Pc::with_functions(config, &memory, host_cpuid, slots);
     let mut host = LinuxHost::new(&start);
@@ -752,6 +752,9 @@ pub extern "sysv64" fn main() -> ! {
             for slot in 0..disks {
                 machine.function_input(slot, Some(&state), &mut host);
             }
+        }
+        if let Some(slot) = balloon.filter(|_| events & event::BALLOON != 0) {
+            machine.function_input(slot, Some(&state), &mut host);
         }
     }
 }

@@ -7,6 +7,7 @@
 #![no_std]
 #![no_main]
 
+mod balloon;
 mod calls;
 mod clock;
 mod counters;

@@ -3,11 +3,11 @@
 use core::fmt;
 
 use proto::wedge::{MAX_DISKS, Start, log};
-use vmm_bus::Block;
+use vmm_bus::{Balloon, Block};
 use vmm_machine::{Host, Level, Model, Outside, Slots};
 
 use crate::shared::{self, shared};
-use crate::{disk, processes, report, sys};
+use crate::{balloon, disk, processes, report, sys};
 
 /// The outside as the virtual CPU reaches it.
 pub struct LinuxHost {
@@ -57,8 +57,8 @@ impl Host for LinuxHost {
     }
 }
 
-/// PCI functions of a machine: disks, then the source of random numbers.
-pub const MAX_FUNCTIONS: usize = MAX_DISKS + 1;
+/// PCI functions of a machine: disks, then the source of random numbers and the balloon.
+pub const MAX_FUNCTIONS: usize = MAX_DISKS + 2;
 
 /// What a PCI function is connected to.
 pub enum Link {
@@ -66,13 +66,22 @@ pub enum Link {
     Disk(disk::Link),
     /// The host's random numbers.
     Entropy,
+    /// The host's memory.
+    Balloon(balloon::Link),
 }
 
 impl Outside for Link {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
-            Self::Entropy => None,
+            _ => None,
+        }
+    }
+
+    fn balloon(&mut self) -> Option<&mut dyn Balloon> {
+        match self {
+            Self::Balloon(balloon) => Some(balloon),
+            _ => None,
         }
     }
 
@@ -81,12 +90,14 @@ impl Outside for Link {
     }
 }
 
-/// Fills the slots of the bus; disk `n` is in slot `n`.
-pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, disks: usize) {
+/// Fills the slots of the bus; disk `n` is in slot `n`. Gives the slot of the balloon.
+pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start, disks: usize) -> Option<usize> {
     for number in 0..disks {
         let info = disk::info(&shared::disk(number));
         // There are as many slots.
         let _ = slots.add(Model::Block(info), Link::Disk(disk::Link::new(number)));
     }
     let _ = slots.add(Model::Entropy, Link::Entropy);
+    let balloon = balloon::Link::new(start)?;
+    slots.add(Model::Balloon, Link::Balloon(balloon)).ok()
 }

@@ -46,6 +46,8 @@ pub mod event {
     pub const DEVICE: u32 = 8;
     /// Requests of disks are done.
     pub const DISK: u32 = 16;
+    /// Something is wanted of the balloon.
+    pub const BALLOON: u32 = 32;
 }
 
 /// A value that only the process with the virtual CPU uses.
@@ -198,6 +200,8 @@ pub struct Shared {
     pub input: Ring,
     /// Requests to disks.
     pub disks: crate::disk::Queues,
+    /// The balloon.
+    pub balloon: crate::balloon::State,
     /// Times that each kind of site came to the wedge.
     pub sites: [AtomicU64; 256],
     /// Other counters: see [`count`].

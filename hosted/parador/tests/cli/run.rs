@@ -26,6 +26,8 @@ fn command_lines() {
     refused(&folder, &["k", "--backend", "kvm"], 64, "possible values");
     refused(&folder, &["k", "--log", "loud"], 64, "possible values");
     refused(&folder, &["k", "--timeout", "soon"], 64, "not a time");
+    refused(&folder, &["k", "--balloon", "some"], 64, "not a size");
+    refused(&folder, &["k", "-m", "128M", "--balloon", "65M"], 64, "--balloon on");
     refused(&folder, &["k", "--memry", "1G"], 64, "--memory");
 }
 

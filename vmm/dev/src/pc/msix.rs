@@ -33,7 +33,7 @@ pub mod spec {
 use spec::*;
 
 /// Most vectors of a function.
-pub const MAX_VECTORS: usize = 4;
+pub const MAX_VECTORS: usize = 6;
 
 /// A vector.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

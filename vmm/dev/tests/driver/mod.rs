@@ -114,6 +114,7 @@ impl<D: VirtioDevice> Rig<D> {
         self.memory().write_slice(address, bytes).unwrap();
     }
 
+    #[allow(dead_code, reason = "not every device writes")]
     pub fn get(&self, address: u64, length: usize) -> Vec<u8> {
         let mut bytes = vec![0; length];
         self.memory().read_slice(address, &mut bytes).unwrap();

@@ -1,0 +1,227 @@
+//! Memory balloon: a guest gives memory back to its host.
+//!
+//! State: queues, how many pages the guest is asked to give up, the chain that waits for a question about its statistics.
+//! Features: pages given up and taken back, deflation on lack of memory, statistics, reports of free pages. What is given up or reported
+//! free reads as zeros when the guest uses it next, without asking; what it does not use stays the host's.
+//! Missing: free page hints, page poison, pages larger than 4 KiB (the guest reports those in ranges).
+//! Documentation: VIRTIO 1.2, section 5.5 "Traditional Memory Balloon Device".
+
+use super::queue::{Chain, Queue, RingError, with_readable};
+use super::{BATCH, CONFIG_LEN, Kind, VirtioDevice, more};
+use vmm_bus::Env;
+use vmm_mem::{GuestMemory, PAGE_SIZE};
+
+/// Queues, features, configuration, statistics.
+pub mod spec {
+    /// Queue: pages that the guest gives up.
+    pub const INFLATE: usize = 0;
+    /// Queue: pages that it takes back.
+    pub const DEFLATE: usize = 1;
+    /// Queue: statistics, where the driver has them.
+    pub const STATISTICS: usize = 2;
+
+    /// Feature: statistics.
+    pub const F_STATS_VQ: u64 = 1 << 1;
+    /// Feature: the guest may take pages back when it lacks memory.
+    pub const F_DEFLATE_ON_OOM: u64 = 1 << 2;
+    /// Feature: the guest reports free pages.
+    pub const F_PAGE_REPORTING: u64 = 1 << 5;
+
+    /// Configuration: pages that the guest is to give up, 32 bits.
+    pub const NUM_PAGES: usize = 0;
+    /// Configuration: pages that it has given up (written by the driver), 32 bits.
+    pub const ACTUAL: u64 = 4;
+
+    /// Bytes of a page number.
+    pub const NUMBER: usize = 4;
+    /// Bytes of a statistic: tag (16 bits), value (64).
+    pub const STATISTIC: usize = 10;
+    /// Tags of statistics are below.
+    pub const TAGS: u16 = 16;
+}
+use spec::*;
+
+/// Entries of each queue.
+const ENTRIES: u16 = 64;
+/// Page numbers that are taken of a chain; drivers send 256. A device need not use pages that it is given.
+const NUMBERS: usize = 256;
+
+/// A balloon.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Balloon {
+    /// The last two are for reports: the standard has them in queue 4, Linux, which numbers queues without gaps, in queue 3 or, where it has no
+    /// statistics, in queue 2.
+    queues: [Queue; 5],
+    /// Pages that the guest is asked to give up.
+    wanted: u32,
+    actual: u32,
+    /// The driver has statistics.
+    has_statistics: bool,
+    /// Holds statistics that have been told; it goes back when there is a question for new ones.
+    told: Option<Chain>,
+}
+
+impl Default for Balloon {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Balloon {
+    /// The device after power-on.
+    pub const fn new() -> Self {
+        Self {
+            queues: [Queue::new(ENTRIES); 5],
+            wanted: 0,
+            actual: 0,
+            has_statistics: false,
+            told: None,
+        }
+    }
+
+    fn serve(&mut self, number: usize, env: &mut dyn Env) -> Result<(), RingError> {
+        for _ in 0..BATCH {
+            let queue = &mut self.queues[number];
+            let Some(chain) = queue.pop(env.memory())? else {
+                if queue.await_driver(env.memory())? {
+                    continue;
+                }
+                return Ok(());
+            };
+            match number {
+                INFLATE => Self::inflate(queue, chain, env),
+                // The pages are there when they are used.
+                DEFLATE => {}
+                STATISTICS if self.has_statistics => {
+                    Self::tell(queue, chain, env);
+                    let Some(older) = self.told.replace(chain) else { continue };
+                    self.queues[number].give_back(env.memory(), older.head, 0);
+                    continue;
+                }
+                _ => Self::report(queue, chain, env),
+            }
+            self.queues[number].give_back(env.memory(), chain.head, 0);
+        }
+        more(env);
+        Ok(())
+    }
+
+    /// Gives up the pages whose numbers a chain has, in as few pieces as they make.
+    fn inflate(queue: &Queue, chain: Chain, env: &mut dyn Env) {
+        let Some((outside, memory)) = env.balloon() else { return };
+        let mut bytes = [0; NUMBERS * NUMBER];
+        let length = with_readable(queue, memory, chain, |mut data| data.read(&mut bytes));
+        let mut numbers = [0; NUMBERS];
+        let used = length / NUMBER;
+        for (number, bytes) in numbers.iter_mut().zip(bytes[..length].as_chunks().0) {
+            *number = u32::from_le_bytes(*bytes);
+        }
+        let numbers = &mut numbers[..used];
+        numbers.sort_unstable();
+        for piece in numbers.chunk_by(|one, next| one.checked_add(1) == Some(*next)) {
+            let length = piece.len() as u64 * PAGE_SIZE;
+            discard(outside, memory, u64::from(piece[0]) * PAGE_SIZE, length);
+        }
+    }
+
+    /// Gives up the whole pages of a chain's buffers, which the device would write.
+    fn report(queue: &Queue, chain: Chain, env: &mut dyn Env) {
+        let Some((outside, memory)) = env.balloon() else { return };
+        for part in queue.writable(memory, chain.head) {
+            // It may have changed since it was checked.
+            if !memory.contains(part.address, part.length.into()) {
+                return;
+            }
+            let start = part.address.next_multiple_of(PAGE_SIZE);
+            let end = (part.address + u64::from(part.length)) & !(PAGE_SIZE - 1);
+            discard(outside, memory, start, end.saturating_sub(start));
+        }
+    }
+
+    /// Tells the outside of statistics.
+    fn tell(queue: &Queue, chain: Chain, env: &mut dyn Env) {
+        let Some((outside, memory)) = env.balloon() else { return };
+        let mut bytes = [0; STATISTIC * TAGS as usize];
+        let length = with_readable(queue, memory, chain, |mut data| data.read(&mut bytes));
+        for &[tag, more, ref value @ ..] in bytes[..length].as_chunks::<STATISTIC>().0 {
+            let tag = u16::from_le_bytes([tag, more]);
+            if tag < TAGS {
+                outside.statistic(tag, u64::from_le_bytes(*value));
+            }
+        }
+    }
+
+    fn look(&mut self, env: &mut dyn Env) -> bool {
+        let Some((outside, memory)) = env.balloon() else { return false };
+        let wanted = outside.wanted();
+        if self.told.is_some()
+            && outside.asks()
+            && let Some(chain) = self.told.take()
+        {
+            self.queues[STATISTICS].give_back(memory, chain.head, 0);
+        }
+        wanted != core::mem::replace(&mut self.wanted, wanted)
+    }
+}
+
+/// Gives up a range, if it is memory.
+fn discard(outside: &mut dyn vmm_bus::Balloon, memory: &GuestMemory, address: u64, length: u64) {
+    if length != 0 && memory.contains(address, length) {
+        outside.discard(address, length);
+    }
+}
+
+impl VirtioDevice for Balloon {
+    fn kind(&self) -> Kind {
+        Kind::Balloon
+    }
+
+    fn features(&self) -> u64 {
+        F_STATS_VQ | F_DEFLATE_ON_OOM | F_PAGE_REPORTING
+    }
+
+    fn queues(&mut self) -> &mut [Queue] {
+        &mut self.queues
+    }
+
+    fn config(&self, to: &mut [u8; CONFIG_LEN]) {
+        let words = [self.wanted, self.actual];
+        for (place, word) in to[NUM_PAGES..].chunks_exact_mut(4).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+    }
+
+    fn write_config(&mut self, offset: u64, size: u8, value: u64, env: &mut dyn Env) {
+        if (offset, size) != (ACTUAL, 4) {
+            return env.missing("virtio balloon: read-only configuration written", offset);
+        }
+        self.actual = value as u32;
+        if let Some((outside, _)) = env.balloon() {
+            outside.given(self.actual);
+        }
+    }
+
+    fn start(&mut self, features: u64, env: &mut dyn Env) {
+        self.has_statistics = features & F_STATS_VQ != 0;
+        self.look(env);
+    }
+
+    fn notify(&mut self, queue: usize, env: &mut dyn Env) -> Result<(), RingError> {
+        self.serve(queue, env)
+    }
+
+    fn wake(&mut self, _: u8, env: &mut dyn Env) -> Result<bool, RingError> {
+        let has_changed = self.look(env);
+        for queue in 0..self.queues.len() {
+            self.serve(queue, env)?;
+        }
+        Ok(has_changed)
+    }
+
+    fn reset(&mut self, env: &mut dyn Env) {
+        *self = Self { wanted: self.wanted, queues: self.queues, ..Self::new() };
+        if let Some((outside, _)) = env.balloon() {
+            outside.given(0);
+        }
+    }
+}
