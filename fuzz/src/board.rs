@@ -220,6 +220,7 @@ impl<'m> Rig<'m> {
             start_unix: 1_700_000_000,
             kvmclock: true,
             steal_time: true,
+            pv_ipi: true,
             id: 1,
         };
         let pc = Pc::with_functions(config, memory, |_, _| [0; 4], functions());

@@ -330,12 +330,76 @@ static void files(uint64_t round)
 	CHECK(!munmap(at, sizeof(words)) && !unlink(name) && !close(file));
 }
 
+static volatile uint64_t *number_page, *counts;
+static uint64_t expected;
+static int stop;
+
+static void *watcher(void *argument)
+{
+	size_t own_count = (uintptr_t)argument * (PAGE / 8);
+	while (!__atomic_load_n(&stop, __ATOMIC_ACQUIRE)) {
+		uint64_t least = __atomic_load_n(&expected, __ATOMIC_ACQUIRE);
+		CHECK(*number_page >= least);
+		counts[own_count]++;
+		CHECK(!pthread_mutex_lock(&lock));
+		counter++;
+		CHECK(!pthread_mutex_unlock(&lock));
+	}
+	return NULL;
+}
+
+// What one thread changes of the mappings holds for all at once, on whatever processor they run; a child has what its parent's threads
+// had written when it was made, and no more.
+static void shootdowns(uint64_t round)
+{
+	enum { LAST = 40, FORKS = 8 };
+	int file = memfd_create("stress", 0), both = PROT_READ | PROT_WRITE;
+	CHECK(file >= 0 && !ftruncate(file, (LAST + 1) * PAGE));
+	for (uint64_t i = 0; i <= LAST; i++)
+		CHECK(pwrite(file, &i, sizeof(i), i * PAGE) == sizeof(i));
+	number_page = mmap(NULL, PAGE, PROT_READ, MAP_SHARED, file, 0);
+	counts = mmap(NULL, THREADS * PAGE, both, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	CHECK(number_page != MAP_FAILED && counts != MAP_FAILED);
+	counter = stop = expected = 0;
+	pthread_t all[THREADS];
+	for (uintptr_t i = 0; i < THREADS; i++)
+		CHECK(!pthread_create(&all[i], NULL, watcher, (void *)i));
+	for (uint64_t i = 1; i <= LAST; i++) {
+		CHECK(mmap((void *)number_page, PAGE, PROT_READ, MAP_SHARED | MAP_FIXED, file, i * PAGE) == number_page);
+		__atomic_store_n(&expected, i, __ATOMIC_RELEASE);
+		if ((i + round) % FORKS)
+			continue;
+		pid_t child = fork();
+		CHECK(child >= 0);
+		if (!child) {
+			uint64_t before[THREADS];
+			for (int j = 0; j < THREADS; j++)
+				before[j] = counts[j * (PAGE / 8)];
+			usleep(500);
+			for (int j = 0; j < THREADS; j++)
+				CHECK(counts[j * (PAGE / 8)] == before[j]);
+			CHECK(*number_page == i);
+			_exit(4);
+		}
+		reap(child, 4);
+	}
+	__atomic_store_n(&stop, 1, __ATOMIC_RELEASE);
+	uint64_t sum = 0;
+	for (int i = 0; i < THREADS; i++) {
+		CHECK(!pthread_join(all[i], NULL));
+		sum += counts[i * (PAGE / 8)];
+	}
+	CHECK((uint64_t)counter == sum);
+	CHECK(!munmap((void *)number_page, PAGE) && !munmap((void *)counts, THREADS * PAGE) && !close(file));
+}
+
 static const struct {
 	const char *name;
 	void (*round)(uint64_t);
 } kinds[] = {
 	{ "forks", forks }, { "execs", execs }, { "pipes", pipes }, { "mappings", mappings },
 	{ "signals", signals }, { "threads", threads }, { "files", files },
+	{ "shootdowns", shootdowns },
 };
 #define KINDS (sizeof(kinds) / sizeof(*kinds))
 

@@ -6,7 +6,7 @@
 /// First word of the record: "PARADORW".
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PARADORW");
 /// Version of the record.
-pub const VERSION: u64 = 4;
+pub const VERSION: u64 = 5;
 
 /// Where things are in the address space of a process, and descriptors that it inherits. The part above the guest's programs is like
 /// Linux' own upper half; the image and its modules are where 32-bit sign-extended addresses reach.
@@ -154,6 +154,19 @@ record! {
     text_poke,
     /// Linear address of `text_poke_memcpy`: `how`, if it copies.
     text_poke_memcpy,
+    /// Number of virtual CPUs.
+    vcpus,
+    /// Linear addresses of Linux' words for a further processor when it is started: where it begins, its stack, its base of `GS`, its descriptor
+    /// table (limit and address).
+    initial_code,
+    /// See above.
+    initial_stack,
+    /// See above.
+    initial_gs,
+    /// See above.
+    early_gdt,
+    /// Guest-physical address of the page table that it begins with.
+    initial_cr3,
     /// Options: see [`option`].
     options,
     /// Number of disks.

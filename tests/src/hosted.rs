@@ -345,12 +345,62 @@ pub fn preemption() -> Result<()> {
     Ok(())
 }
 
-/// Everything that programs ask of a kernel, at once, for some seconds.
+/// Everything that programs ask of a kernel, at once, for some seconds, on one virtual CPU and on two.
 pub fn stress(seconds: u32) -> Result<()> {
     let rig = Rig::new()?;
     let script = format!("/mnt/linux-stress {seconds}\n");
-    end(&mut rig.script(&script, &[&stress_program()])?, "")?.well(0, &["stress: all well"])?;
-    rig.check_disk("disk.img")
+    for cpus in ["1", "2"] {
+        let mut machine = rig.script(&script, &[&stress_program()])?;
+        end(machine.args(["-c", cpus]), "")?.well(0, &["stress: all well"])?;
+        rig.check_disk("disk.img")?;
+    }
+    Ok(())
+}
+
+/// Several virtual CPUs: the guest has them, its programs run on each, what they change of their memory holds on all; code is changed and
+/// modules come and go meanwhile; a CPU can be taken out and put back.
+pub fn cpus() -> Result<()> {
+    let rig = Rig::new()?;
+    let dummy = rig.dummy()?;
+    for cpus in [2, 4] {
+        let script = format!(
+            "[ $(nproc) = {cpus} ]; cat /sys/devices/system/clocksource/clocksource0/current_clocksource
+            for cpu in $(seq 0 {last}); do
+                taskset -c $cpu grep Cpus_allowed_list: /proc/self/status
+                taskset -c $cpu sh -c 'while :; do :; done' &
+                eval loop$cpu=$!
+            done
+            sleep 0.5; kill $(jobs -p); wait || true
+            /mnt/linux-stress 4 & stress=$!
+            for round in 1 2 3; do
+                insmod /mnt/dummy.ko; ifconfig dummy0 up; ifconfig dummy0 down; rmmod dummy
+                for on in 1 0 1; do echo $on >/proc/sys/kernel/task_delayacct; done
+            done
+            wait $stress; echo stress ended
+            for round in 1 2 3; do
+                echo 0 >/sys/devices/system/cpu/cpu1/online; nproc | sed 's/^/without: /'
+                echo 1 >/sys/devices/system/cpu/cpu1/online; [ $(nproc) = {cpus} ]
+            done
+            for kind in RES CAL TLB; do
+                grep $kind: /proc/interrupts | tr -s ' ' | cut -d ' ' -f 2-{end}
+            done\n",
+            last = cpus - 1,
+            end = cpus + 1,
+        );
+        let mut machine = rig.script(&script, &[&dummy, &stress_program()])?;
+        machine.args(["-c", &cpus.to_string()]);
+        let each = format!("Cpus_allowed_list:\t{}\n", cpus - 1);
+        let without = format!("without: {}\n", cpus - 1);
+        let ended = end(&mut machine, "")?
+            .well(0, &["\ntsc\n", &each, "stress: all well", "\nstress ended\n", &without])?;
+        // All of them have been interrupted by others.
+        let numbers = |line: &str| line.split(' ').map(|word| word.parse::<u32>().ok()).collect();
+        let counts = ended.console.lines().filter_map(numbers);
+        let counts: Vec<Vec<u32>> = counts.filter(|all: &Vec<_>| all.len() == cpus).collect();
+        let all = counts.len() == 3 && counts.iter().flatten().all(|&count| count != 0);
+        ensure!(all, "interrupts between {cpus} CPUs: {counts:?}\n{}", ended.console);
+    }
+    Ok(())
 }
 
 fn stress_program() -> PathBuf {
@@ -437,14 +487,15 @@ pub fn kills() -> Result<()> {
     for (victim, signal, code) in [
         (0, "KILL", None),
         (1, "KILL", Some(137)),
-        // A worker of the disk, the guest's first process, its last one.
+        // A worker of the disk, the first processes of both virtual CPUs, the last one.
         (2, "KILL", Some(137)),
         (4, "KILL", Some(137)),
+        (5, "KILL", Some(137)),
         (usize::MAX, "KILL", Some(137)),
         (0, "TERM", Some(143)),
         (0, "INT", Some(130)),
     ] {
-        let mut child = start(rig.run().args(["-d", "disk.img"]))?;
+        let mut child = start(rig.run().args(["-d", "disk.img", "-c", "2"]))?;
         let all = children(&child)?;
         let process = all.get(victim).or(all.last()).copied().context("no process")?;
         succeed(Command::new("kill").args([&format!("-{signal}"), &process.to_string()]))?;

@@ -33,6 +33,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("preemption", hosted::preemption),
     ("memory", hosted::memory),
     ("balloon", hosted::balloon),
+    ("cpus", hosted::cpus),
     ("kills", hosted::kills),
     ("refusals", hosted::refusals),
     ("profile", hosted::profile),

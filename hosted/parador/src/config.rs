@@ -9,6 +9,7 @@ use crate::disk;
 use crate::failure::{self, Failure};
 use crate::problem::{Problem, Report};
 use clap::{Args, ValueEnum};
+use proto::system::MAX_VCPUS;
 use schemars::JsonSchema;
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize, Serializer};
@@ -51,9 +52,9 @@ pub struct Vm {
     /// Memory that the guest is to do without; `on`: it gives back what it does not use; `off`: it keeps all that it has used [default: on].
     #[arg(long, value_name = "SIZE|on|off", value_parser = Balloon::parse)]
     pub balloon: Option<Balloon>,
-    /// Virtual CPUs; this version has one [default: 1].
-    #[arg(short, long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=1))]
-    #[schemars(range(min = 1, max = 1))]
+    /// Virtual CPUs, up to 8 [default: 1].
+    #[arg(short, long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=MAX_VCPUS as i64))]
+    #[schemars(range(min = 1, max = MAX_VCPUS))]
     pub cpus: Option<u8>,
     /// How to run the guest [default: auto].
     #[arg(long, value_enum)]

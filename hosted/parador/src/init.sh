@@ -59,7 +59,8 @@ case " $line" in
         ;;
     *) command=${command%% *} ;;
     esac
-    set -- sh -c "$command"
+    # What the terminal's driver still holds when its session ends is lost; a new setting waits until that has gone out.
+    set -- sh -c '"$@"; status=$?; stty echo </dev/tty; exit $status' - sh -c "$command"
     ;;
 *)
     set -- sh

@@ -15,6 +15,7 @@ use crate::supervise::{self, AtEnd};
 use clap::Args;
 use command_fds::{CommandFdExt, FdMapping};
 use hosted_vmm::{Error, Image};
+use proto::system::MAX_VCPUS;
 use proto::wedge::{MAX_DISKS, layout, log, option};
 use rustix::process::Signal;
 use signal_hook::consts::SIGXFSZ;
@@ -107,6 +108,15 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let text = "the balloon leaves the guest less than 64M";
         return Err(Failure::new(failure::USAGE, text).help("take --balloon on, or more --memory"));
     }
+    let vcpus = vm.cpus.unwrap_or(1);
+    if !(1..=MAX_VCPUS).contains(&vcpus.into()) {
+        let text = format!("{vcpus} virtual CPUs; a machine has 1 to {MAX_VCPUS}");
+        return Err(Failure::new(failure::BAD_CONFIG, text));
+    }
+    if vm.profile_writes.is_some() && vcpus != 1 {
+        let text = "a profile of writes is of one virtual CPU";
+        return Err(Failure::new(failure::USAGE, text).help("leave --cpus out"));
+    }
     let disks = open_disks(&config.disk)?;
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
     let bytes = read(kernel).map_err(|failure| {
@@ -127,6 +137,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let records: Vec<_> = disks.iter().map(|disk| disk.record).collect();
     let machine = hosted_vmm::Machine {
         memory,
+        vcpus,
         initrd: initrd.as_deref(),
         command_line: &command_line,
         options: bits(vm),

@@ -1,7 +1,8 @@
 //! What the processes of a machine may ask of the host: filters of system calls (seccomp(2)), made by `seccompiler`, installed by the wedge.
 //!
 //! A guest process runs the guest's kernel, which may contain anything; with its filter it can change mappings of its own address space, of
-//! the machine's memory or of fresh memory, give memory of the machine back, wait and wake, set its timer, ring the device process, and end. Everything else ends it, and the
+//! the machine's memory or of fresh memory, give memory of the machine back, wait and wake, let others run, set its timer, ring the device
+//! process, and end. Everything else ends it, and the
 //! machine with it.
 
 use std::collections::BTreeMap;
@@ -114,6 +115,7 @@ fn guest() -> Result<Rules, BackendError> {
             linux::__NR_timer_settime,
             linux::__NR_rt_sigreturn,
             linux::__NR_getrandom,
+            linux::__NR_sched_yield,
         ],
     );
     Ok(rules)
@@ -143,6 +145,12 @@ fn device() -> Result<Rules, BackendError> {
     for descriptor in [layout::INPUT_FD, layout::DOORBELL_FD] {
         allow(&mut rules, linux::__NR_read, &[&[(0, descriptor)]])?;
     }
+    // A process of the guest maps what belongs to its virtual CPU.
+    allow(
+        &mut rules,
+        linux::__NR_mmap,
+        &[&[(3, linux::MAP_SHARED | linux::MAP_FIXED), (4, layout::SHARED_FD)]],
+    )?;
     // A process, not a thread, and no name spaces.
     allow(&mut rules, linux::__NR_clone, &[&[(0, linux::SIGCHLD)]])?;
     allow_all(

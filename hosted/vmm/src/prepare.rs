@@ -27,6 +27,8 @@ const KERNEL_CODE: u64 = 0x10;
 pub struct Machine<'a> {
     /// Bytes of memory, a multiple of the page size.
     pub memory: u64,
+    /// Virtual CPUs, 1 to [`proto::system::MAX_VCPUS`].
+    pub vcpus: u8,
     /// Initial RAM disk.
     pub initrd: Option<&'a [u8]>,
     /// Command line of the kernel.
@@ -81,6 +83,7 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         sites_length,
         text_poke: function("__text_poke"),
         text_poke_memcpy: function("text_poke_memcpy"),
+        vcpus: machine.vcpus.into(),
         options: machine.options,
         disks: machine.disks.len() as u64,
         log: machine.log,
@@ -118,7 +121,7 @@ fn fill(
     let failed = |error| Error::Boot(vmm_boot::BootError::from(error));
     let rest = Rest {
         layout: chips,
-        vcpus: 1,
+        vcpus: machine.vcpus,
         end: image.end(),
         initrd: machine.initrd,
         command_line: machine.command_line.as_bytes(),
@@ -162,9 +165,19 @@ fn fill(
     // As after a call, whose return address nobody uses.
     start.rsp = read("initial_stack")? - 8;
     start.gs_base = read("initial_gs")?;
-    let descriptor = physical(image.symbol("early_gdt_descr")?);
+    let descriptor = table("early_gdt_descr")?;
     start.gdt_limit = memory.read::<u16>(descriptor).map_err(failed)?.into();
     start.gdt = memory_word(memory, descriptor + 2).map_err(failed)?;
+    let words = [
+        (&mut start.initial_code, "initial_code"),
+        (&mut start.initial_stack, "initial_stack"),
+        (&mut start.initial_gs, "initial_gs"),
+        (&mut start.early_gdt, "early_gdt_descr"),
+    ];
+    for (word, name) in words {
+        *word = moved(image.symbol(name)?);
+    }
+    start.initial_cr3 = table("init_top_pgt")?;
     Ok(())
 }
 

@@ -109,6 +109,7 @@ fn whole() -> Vec<u8> {
 fn machine(memory: u64) -> Machine<'static> {
     Machine {
         memory,
+        vcpus: 1,
         initrd: None,
         command_line: "",
         options: 0,

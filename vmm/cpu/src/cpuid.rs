@@ -37,6 +37,8 @@ pub struct CpuidConfig {
     pub kvmclock: bool,
     /// Offer the KVM record of stolen time, and with it the flush of other CPUs' TLBs.
     pub steal_time: bool,
+    /// Offer interrupts to several CPUs by one KVM hypercall. Not where the guest's hypercalls may reach somebody else.
+    pub pv_ipi: bool,
 }
 
 /// What an answer depends on beside the table.
@@ -365,8 +367,9 @@ impl CpuidTable {
         let clock =
             if config.kvmclock { kvm_a::CLOCKSOURCE2 | kvm_a::CLOCKSOURCE_STABLE } else { 0 };
         let steal = if config.steal_time { kvm_a::STEAL_TIME | kvm_a::PV_TLB_FLUSH } else { 0 };
-        let always = kvm_a::NOP_IO_DELAY | kvm_a::PV_EOI | kvm_a::PV_SEND_IPI;
-        self.paravirtual = [always | clock | steal, 0, 0, 0];
+        let ipi = if config.pv_ipi { kvm_a::PV_SEND_IPI } else { 0 };
+        let always = kvm_a::NOP_IO_DELAY | kvm_a::PV_EOI;
+        self.paravirtual = [always | clock | steal | ipi, 0, 0, 0];
         self.timing = [config.tsc_khz, config.apic_khz, 0, 0];
     }
 
@@ -541,6 +544,7 @@ mod tests {
             apic_khz: 1_000_000,
             kvmclock: true,
             steal_time: true,
+            pv_ipi: true,
         }
     }
 

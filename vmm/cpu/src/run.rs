@@ -703,6 +703,7 @@ mod tests {
                 apic_khz: 1_000_000,
                 kvmclock: true,
                 steal_time: true,
+                pv_ipi: true,
             };
             let cpuid = CpuidTable::new(&config, |number, _| match number {
                 0 => [0xd, 1, 2, 3],

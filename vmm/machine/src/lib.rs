@@ -52,6 +52,8 @@ pub struct PcConfig {
     pub kvmclock: bool,
     /// Offer the KVM record of stolen time, and with it the flush of other CPUs' TLBs.
     pub steal_time: bool,
+    /// Offer interrupts to several CPUs by one KVM hypercall. Not where the guest's hypercalls may reach somebody else.
+    pub pv_ipi: bool,
     /// Number of the machine among all of its host, from 1.
     pub id: u32,
 }

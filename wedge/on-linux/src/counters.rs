@@ -6,7 +6,7 @@ use proto::wedge::option;
 use wedge_sites::Kind;
 
 use crate::report::say;
-use crate::shared::{cell, count, shared};
+use crate::shared::{Vcpu, count, shared, vcpus};
 use crate::sites::FUNCTION;
 
 /// Prints all counters that are not 0, if the loader asked for it: times that each kind of site came to the wedge (those that are done in
@@ -16,8 +16,9 @@ pub fn print() {
     if shared.options.load(Relaxed) & option::COUNTERS == 0 {
         return;
     }
-    for (number, counter) in (0..).zip(&shared.sites) {
-        let count = counter.load(Relaxed);
+    let sum = |counter: &dyn Fn(&Vcpu) -> u64| vcpus().iter().map(counter).sum::<u64>();
+    for number in 0..=u8::MAX {
+        let count = sum(&|vcpu| vcpu.sites[usize::from(number)].load(Relaxed));
         if count != 0 {
             let name = match number {
                 FUNCTION => "functions",
@@ -26,10 +27,10 @@ pub fn print() {
             say(format_args!("{count:>10} {name}"));
         }
     }
-    for (name, counter) in count::NAMES.iter().zip(&shared.counters) {
-        say(format_args!("{:>10} {name}", counter.load(Relaxed)));
+    for (counter, name) in count::NAMES.iter().enumerate() {
+        let count = sum(&|vcpu| vcpu.counters[counter].load(Relaxed));
+        say(format_args!("{count:>10} {name}"));
     }
-    // SAFETY: the machine has ended: nobody changes it.
-    let calls = unsafe { (*cell()).calls };
+    let calls = sum(&Vcpu::calls);
     say(format_args!("{calls:>10} calls without a signal"));
 }

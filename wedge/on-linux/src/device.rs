@@ -4,11 +4,12 @@ use core::sync::atomic::Ordering::SeqCst;
 
 use linux_raw_sys::general as linux;
 use proto::wedge::{Filters, layout};
+use vmm_cpu::MAX_VCPUS;
 
 use crate::disk::MAX_WORKERS;
 use crate::processes::{self, KICK};
 use crate::report::{HOST, say};
-use crate::shared::{RING, SLOTS, event, events, shared};
+use crate::shared::{RING, SLOTS, event, shared, vcpus};
 use crate::sys;
 
 const READABLE: u16 = linux::POLLIN as u16;
@@ -16,21 +17,23 @@ const READABLE: u16 = linux::POLLIN as u16;
 /// The device process. It believes nothing of what is in shared memory, which the guest can change: numbers of processes are its own.
 pub struct Device {
     filters: Filters,
-    /// By slot; 0: none.
-    guests: [u32; SLOTS],
+    /// By virtual CPU and slot; 0: none.
+    guests: [[u32; SLOTS]; MAX_VCPUS],
     workers: [u32; MAX_WORKERS],
 }
 
 impl Device {
     /// With the processes of disks, and without any of the guest.
     pub fn new(filters: Filters, workers: [u32; MAX_WORKERS]) -> Self {
-        Self { filters, guests: [0; SLOTS], workers }
+        Self { filters, guests: [[0; SLOTS]; MAX_VCPUS], workers }
     }
 
-    /// Makes the process of a slot, if it has none.
-    pub fn make(&mut self, number: usize) -> Result<(), sys::Errno> {
-        if let Some(guest) = self.guests.get_mut(number).filter(|guest| **guest == 0) {
-            *guest = processes::make(number, &self.filters)?;
+    /// Makes the process of a slot of a virtual CPU, if it has none.
+    pub fn make(&mut self, vcpu: usize, number: usize) -> Result<(), sys::Errno> {
+        let guests = self.guests.get_mut(vcpu);
+        let guest = guests.and_then(|guests| guests.get_mut(number));
+        if let Some(guest) = guest.filter(|guest| **guest == 0) {
+            *guest = processes::make(vcpu, number, &self.filters)?;
         }
         Ok(())
     }
@@ -53,16 +56,19 @@ impl Device {
                 self.end_all();
                 return (ended - 1) as u8;
             }
-            let wanted = shared.wanted.swap(0, SeqCst);
-            if wanted != 0
-                && let Err(error) = self.make(wanted as usize - 1)
-            {
-                say(format_args!("the host makes no process: {error:?}"));
-                self.end_all();
-                return HOST;
+            for (index, vcpu) in vcpus().iter().enumerate() {
+                let wanted = vcpu.wanted.swap(0, SeqCst);
+                if wanted != 0
+                    && let Err(error) = self.make(index, wanted as usize - 1)
+                {
+                    say(format_args!("the host makes no process: {error:?}"));
+                    self.end_all();
+                    return HOST;
+                }
             }
-            if shared.kick.swap(0, SeqCst) != 0 {
-                self.kick();
+            let kick = shared.kick.swap(0, SeqCst);
+            for index in (0..vcpus().len()).filter(|index| kick & 1 << index != 0) {
+                self.kick(index);
             }
             if let Some(code) = dead_child() {
                 self.drain();
@@ -92,25 +98,28 @@ impl Device {
         }
     }
 
-    /// Tells the virtual CPU of an event.
+    /// Tells the first virtual CPU of an event.
     fn tell(&self, what: u32) {
         // If somebody else has told it, it knows.
-        if events().fetch_or(what, SeqCst) & what == 0 {
-            self.kick();
+        if let Some(vcpu) = vcpus().first()
+            && vcpu.events().fetch_or(what, SeqCst) & what == 0
+        {
+            self.kick(0);
         }
     }
 
-    /// Makes the virtual CPU look at its events.
-    fn kick(&self) {
-        let shared = shared();
-        if shared.idle.load(SeqCst) != 0 {
-            sys::wake(events());
+    /// Makes a virtual CPU look at its events.
+    fn kick(&self, index: usize) {
+        let (Some(vcpu), Some(guests)) = (vcpus().get(index), self.guests.get(index)) else {
+            return;
+        };
+        if vcpu.idle.load(SeqCst) != 0 {
+            sys::wake(vcpu.events());
             return;
         }
         // If it is going from one process to another, or to one that does not listen yet, the next one looks.
-        let running = shared.running.load(SeqCst) as usize;
-        if let (Some(&process @ 1..), Some(slot)) =
-            (self.guests.get(running), shared.slots.get(running))
+        let running = vcpu.running.load(SeqCst) as usize;
+        if let (Some(&process @ 1..), Some(slot)) = (guests.get(running), vcpu.slots.get(running))
             && slot.process.load(SeqCst) != 0
         {
             sys::kill(process, KICK);
@@ -150,7 +159,7 @@ impl Device {
 
     /// Ends all other processes, and waits until they are gone: whoever waits for this one finds nothing left, and no disk in use.
     fn end_all(&self) {
-        for &process in self.guests.iter().chain(&self.workers) {
+        for &process in self.guests.as_flattened().iter().chain(&self.workers) {
             if process != 0 {
                 sys::kill(process, linux::SIGKILL);
             }
@@ -161,17 +170,17 @@ impl Device {
     }
 }
 
-/// Tells the virtual CPU of an event, for processes that cannot interrupt it: the device process does.
-pub fn tell_by_bell(what: u32) {
-    let shared = shared();
-    if events().fetch_or(what, SeqCst) & what != 0 {
+/// Tells a virtual CPU of an event, for processes that cannot interrupt it: the device process does.
+pub fn tell_by_bell(index: usize, what: u32) {
+    let Some(vcpu) = vcpus().get(index) else { return };
+    if vcpu.events().fetch_or(what, SeqCst) & what != 0 {
         return;
     }
-    if shared.idle.load(SeqCst) != 0 {
-        sys::wake(events());
+    if vcpu.idle.load(SeqCst) != 0 {
+        sys::wake(vcpu.events());
         return;
     }
-    shared.kick.store(1, SeqCst);
+    shared().kick.fetch_or(1 << index, SeqCst);
     processes::ring();
 }
 

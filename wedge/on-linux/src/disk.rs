@@ -271,7 +271,7 @@ fn work(number: usize, start: &Start, filters: &Filters) -> ! {
         if queue.is_awaited.load(SeqCst) != 0 {
             sys::wake(&queue.answers);
         }
-        device::tell_by_bell(event::DISK);
+        device::tell_by_bell(0, event::DISK);
     }
 }
 

@@ -1,15 +1,20 @@
-//! The virtual CPU: runs the guest until something has to be decided that is not the processor's.
+//! A virtual CPU: runs the guest until something has to be decided that is not the processor's.
+//!
+//! What several of them use ([`All`]) is on the stack of the first, which makes it and lets the others begin. They wait for their start-up message
+//! like any application processor; Linux' code for processors in real mode is never carried out: what it comes to is done here.
 
 use core::arch::x86_64::{__cpuid_count, _rdtsc};
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use hw_x86::cpuid::{extended_b, extended_c, features_c, leaf};
-use hw_x86::paging::entry;
+use hw_x86::paging::{cr0, cr4, entry};
 use linux_raw_sys::general as linux;
 use proto::wedge::{MAX_DISKS, Start, layout, option};
+use spin::mutex::SpinMutex;
+use spin::relax::RelaxStrategy;
 use vmm_cpu::backend::{Segment, Window};
 use vmm_cpu::walk::Intent;
-use vmm_cpu::{Backend, Event, Exit, Gpr, MemoryFault, Reg, Seg, TscClock};
+use vmm_cpu::{Backend, Event, Exit, Gpr, MAX_VCPUS, MemoryFault, Reg, Seg, TscClock};
 use vmm_machine::{Outcome, Pause, Pc, PcConfig, Slots};
 use vmm_mem::GuestMemory;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
@@ -17,7 +22,7 @@ use wedge_x86::{Cause, Stub, decode_all};
 
 use crate::memory::{self, Fault, Fill, Ram};
 use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
-use crate::shared::{cell, count, event, events, mine, shared, start};
+use crate::shared::{cell, count, event, events, mine, shared, start, vcpu, vcpus};
 use crate::sites::{FUNCTION, Sites, put_back, write_code};
 use crate::{calls, processes, profile, report, signal};
 
@@ -36,11 +41,41 @@ pub fn tsc() -> u64 {
     unsafe { _rdtsc() }
 }
 
+/// Lets others run while it waits for a lock: who has it may wait for this host CPU.
+pub struct Yielding;
+
+impl RelaxStrategy for Yielding {
+    fn relax() {
+        /// Looks before the host is asked, some microseconds: a lock is held for less, unless its owner does not run.
+        const LOOKS: u32 = 64;
+        for _ in 0..LOOKS {
+            core::hint::spin_loop();
+        }
+        crate::sys::yield_now();
+    }
+}
+
+type Machine<'m> = Pc<'m, Yielding, MAX_VCPUS, Slots<Link, MAX_FUNCTIONS>>;
+
+/// What all virtual CPUs use.
+struct All<'m> {
+    start: &'m Start,
+    ram: Ram,
+    memory: &'m GuestMemory,
+    machine: &'m Machine<'m>,
+    /// The slot of the balloon, if there is one.
+    balloon: Option<usize>,
+    sites: &'m SpinMutex<Sites, Yielding>,
+}
+
 /// The virtual CPU as the VMM library drives it.
-pub struct LinuxVcpu {
+pub struct LinuxVcpu<'m> {
+    start: &'m Start,
     ram: Ram,
     memory: GuestMemory,
-    sites: Sites,
+    sites: &'m SpinMutex<Sites, Yielding>,
+    /// There are others: they may change code that this one runs.
+    has_peers: bool,
     /// What is delivered at the next entry.
     event: Event,
     window: Window,
@@ -56,8 +91,6 @@ pub struct LinuxVcpu {
     faulted: Option<(u64, Intent)>,
     /// System calls that come often are rewritten.
     rewrites_calls: bool,
-    /// [`Start::text_poke_memcpy`].
-    text_poke_memcpy: u64,
     /// `STAR` as entry code knows it.
     star: u64,
 }
@@ -91,14 +124,13 @@ impl Host for Effects {
     }
 
     fn flush(&mut self, what: Flush) {
-        let shared = shared();
         match what {
             Flush::Page(linear) if memory::is_shared(linear) => memory::kernel_changed(linear),
             Flush::Page(linear) => memory::drop_page(linear),
             Flush::PageOf { pcid, linear } => self.flush_space(pcid, Some(linear)),
             Flush::Space(pcid) => self.flush_space(pcid, None),
             Flush::Spaces | Flush::All => {
-                for slot in &shared.slots {
+                for slot in &vcpu().slots {
                     slot.stale.store(true, Relaxed);
                 }
                 if what == Flush::All {
@@ -112,7 +144,7 @@ impl Host for Effects {
     fn enter_space(&mut self, cr3: u64, keep: bool) {
         let pcid = (cr3 & 0xfff) as u16;
         let number = processes::slot_of(pcid);
-        let slot = &shared().slots[number];
+        let slot = &vcpu().slots[number];
         let known = slot.pcid.swap(pcid.into(), Relaxed) == u32::from(pcid);
         if !keep || !known {
             slot.stale.store(true, Relaxed);
@@ -126,7 +158,7 @@ impl Effects {
     /// Drops what a space has mapped of programs: a page, or all of it. A space that has not the virtual CPU drops everything, later.
     fn flush_space(&mut self, pcid: u16, linear: Option<u64>) {
         let number = processes::slot_of(pcid);
-        let slot = &shared().slots[number];
+        let slot = &vcpu().slots[number];
         if slot.pcid.load(Relaxed) != u32::from(pcid) {
             return;
         }
@@ -178,7 +210,7 @@ enum Step {
     Exit(Exit),
 }
 
-impl LinuxVcpu {
+impl LinuxVcpu<'_> {
     /// Runs the guest's code until it stops, and sees to what the processor itself does then.
     fn step(&mut self) -> Step {
         match processes::enter() {
@@ -188,18 +220,49 @@ impl LinuxVcpu {
         }
     }
 
+    /// The virtual CPU has had its start-up message: it is in real mode, at Linux' trampoline. It goes on where that leads to: what
+    /// `secondary_startup_64` does until it calls C code, with the tables that it loads.
+    fn start_further(&mut self) {
+        let cpu = cpu();
+        let attention = cpu.attention;
+        *cpu = VirtualCpu::new();
+        cpu.attention = attention;
+        share_kernel(cpu, self.start);
+        cpu.segments[1].selector = self.start.cs as u16;
+        cpu.cr4 |= cr4::PGE;
+        cpu.cr3 = self.start.initial_cr3;
+        let word = |at: u64| {
+            let mut bytes = [0; 8];
+            // The image is always mapped; what the guest does to its tables is its own.
+            let _ = cpu.read(&self.memory, at, &mut bytes);
+            u64::from_le_bytes(bytes)
+        };
+        let [rip, stack, gs] =
+            [self.start.initial_code, self.start.initial_stack, self.start.initial_gs].map(word);
+        let limit = word(self.start.early_gdt) as u16;
+        let base = word(self.start.early_gdt + size_of::<u16>() as u64);
+        cpu.gdtr = wedge_core::Table { base, limit };
+        cpu.frame.rip = rip;
+        // As after a call, whose return address nobody uses.
+        cpu.frame.gpr[4] = stack.wrapping_sub(8);
+        Effects.set_fs_base(0);
+        Effects.set_gs_base(gs);
+        Effects.flush(Flush::All);
+        Effects.enter_space(cpu.cr3, false);
+    }
+
     fn site(&mut self, at: u64) -> Step {
         // SAFETY: entry code gives the address of the stub that it came from; stubs in use are not changed.
         let stub = unsafe { &*(at as *const Stub) };
-        let shared = shared();
-        shared.sites[usize::from(stub.kind)].fetch_add(1, Relaxed);
+        vcpu().sites[usize::from(stub.kind)].fetch_add(1, Relaxed);
         cpu().frame.rip = stub.site;
         if stub.kind == FUNCTION {
             self.text_poke(stub);
             return Step::On;
         }
-        if let Some(exit) = self.sites.marker(stub, cpu(), &self.memory) {
-            return exit.map_or(Step::On, Step::Exit);
+        if Sites::is_marker(stub) {
+            self.sites.lock().marker(stub, cpu(), &self.memory);
+            return Step::On;
         }
         match decode_all(stub.instructions()) {
             Ok((all, used)) => self.carry_out(&all[..used], stub.instructions(), stub.resume()),
@@ -213,7 +276,7 @@ impl LinuxVcpu {
     fn text_poke(&self, stub: &Stub) {
         let cpu = cpu();
         let [how, to, from, length] = [7, 6, 2, 1].map(|register| cpu.frame.gpr[register]);
-        let is_copy = how == self.text_poke_memcpy;
+        let is_copy = how == self.start.text_poke_memcpy;
         let mut bytes = [0; MOST_POKED];
         let done = usize::try_from(length).ok().and_then(|length| {
             let bytes = bytes.get_mut(..length)?;
@@ -253,6 +316,10 @@ impl LinuxVcpu {
                 wedge_core::Outcome::Jump => {
                     if instruction.op == wedge_core::Op::Iret {
                         self.fill_in_advance();
+                        if self.has_peers && cpu.cpl == 0 {
+                            // Linux' way to run what another processor has written.
+                            serialize();
+                        }
                     }
                     return Step::On;
                 }
@@ -287,7 +354,7 @@ impl LinuxVcpu {
     }
 
     fn signal(&mut self) -> Step {
-        let signal = shared().signal.get();
+        let signal = vcpu().signal.get();
         let cpu = cpu();
         match signal.number {
             linux::SIGSYS => {
@@ -343,9 +410,9 @@ impl LinuxVcpu {
             Intent::Read
         };
         if self.profiles && intent == Intent::Write {
-            let (sites, memory) = (&mut self.sites, &self.memory);
+            let (sites, memory) = (self.sites, &self.memory);
             let annotated =
-                |cpu: &VirtualCpu| sites.is_page_table_store(cpu, memory, cpu.frame.rip);
+                |cpu: &VirtualCpu| sites.lock().is_page_table_store(cpu, memory, cpu.frame.rip);
             if profile::write_fault(cpu, memory, linear, annotated) {
                 return Step::On;
             }
@@ -433,7 +500,7 @@ fn is_for_programs(instruction: &Instruction) -> bool {
     matches!(instruction.op, Op::Int(_) | Op::In(_) | Op::Out(_) | Op::Ins | Op::Outs)
 }
 
-impl Backend for LinuxVcpu {
+impl Backend for LinuxVcpu<'_> {
     fn gpr(&mut self, register: Gpr) -> u64 {
         cpu().frame.gpr[register as usize]
     }
@@ -558,7 +625,7 @@ impl Backend for LinuxVcpu {
 
     fn set_deadline(&mut self, tsc: u64) {
         self.deadline = tsc;
-        shared().deadline.store(tsc, Relaxed);
+        vcpu().deadline.store(tsc, Relaxed);
         signal::arm();
     }
 
@@ -577,6 +644,9 @@ impl Backend for LinuxVcpu {
     fn run(&mut self) -> Exit {
         self.next = 0;
         self.length = 0;
+        if cpu().cr0 & cr0::PE == 0 {
+            self.start_further();
+        }
         if self.profiles {
             profile::watch_descriptors(cpu(), &self.memory, memory::slot());
         }
@@ -676,7 +746,7 @@ fn host_cpuid(number: u32, subleaf: u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// The machine, on the virtual CPU's stack.
+/// The machine, and its first virtual CPU, on whose stack it is.
 pub extern "sysv64" fn main() -> ! {
     let Some(start) = start() else {
         report::fatal(format_args!("the loader's record is of another version"));
@@ -698,25 +768,50 @@ pub extern "sysv64" fn main() -> ! {
         report::say(format_args!("`__text_poke` is left as it is: {problem}"));
     }
     let config = PcConfig {
-        vcpus: 1,
+        vcpus: start.vcpus as u8,
         clock: TscClock::new(shared().tsc_khz.load(Relaxed), 0),
         xcr0_mask: start.xcr0,
         start_unix: shared().unix_at_zero.load(Relaxed),
         kvmclock: true,
         steal_time: false,
+        // Linux puts `VMMCALL` in the place of a site. In programs of a host that is itself a guest it does not fault.
+        pv_ipi: false,
         id: 1,
     };
-    let disks = (start.disks as usize).min(MAX_DISKS);
-    let mut slots: Slots<Link, MAX_FUNCTIONS> = Slots::new();
-    let balloon = outside::fill(&mut slots, &start, disks);
-    let machine: Pc<'_, spin::relax::Spin, 1, _> =
-        Pc::with_functions(config, &memory, host_cpuid, slots);
-    let mut host = LinuxHost::new(&start);
-    let mut state = machine.cpu(0);
+    let mut slots = Slots::new();
+    let balloon = outside::fill(&mut slots, &start, disks(&start));
+    let machine = Machine::with_functions(config, &memory, host_cpuid, slots);
+    let sites = SpinMutex::new(sites);
+    let (memory, machine, sites) = (&memory, &machine, &sites);
+    let all = All { start: &start, ram, memory, machine, balloon, sites };
+    shared().machine.store(&raw const all as u64, SeqCst);
+    for index in 1..vcpus().len() {
+        processes::begin(index, main_of_further);
+    }
+    drive(&all, 0)
+}
+
+/// A virtual CPU that is not the first.
+extern "sysv64" fn main_of_further() -> ! {
+    let all = shared().machine.load(SeqCst) as *const All<'static>;
+    // SAFETY: `main` has made it in memory that all processes of the guest share, and never returns.
+    let all = unsafe { &*all };
+    // It has no state before its start-up message.
+    *cpu() = VirtualCpu::new();
+    drive(all, mine().vcpu.load(Relaxed) as usize)
+}
+
+/// Runs a virtual CPU until the machine ends.
+fn drive(all: &All<'_>, index: usize) -> ! {
+    let All { start, ram, memory, machine, balloon, sites } = *all;
+    let mut host = LinuxHost::new(start);
+    let mut state = machine.cpu(index);
     let mut vcpu = LinuxVcpu {
+        start,
         ram,
-        memory,
+        memory: *memory,
         sites,
+        has_peers: start.vcpus > 1,
         event: Event::NONE,
         window: Window::Nothing,
         deadline: u64::MAX,
@@ -727,10 +822,9 @@ pub extern "sysv64" fn main() -> ! {
         profiles: profile::is_on(),
         faulted: None,
         rewrites_calls: start.options & option::NO_CALL_SITES == 0,
-        text_poke_memcpy: start.text_poke_memcpy,
         star: 0,
     };
-    shared().deadline.store(u64::MAX, Relaxed);
+    crate::shared::vcpu().deadline.store(u64::MAX, Relaxed);
     loop {
         let events = match machine.run(&mut state, &mut vcpu, &mut host) {
             Pause::Recall(events) => events as u32,
@@ -749,7 +843,7 @@ pub extern "sysv64" fn main() -> ! {
             machine.input(Some(&state), &mut host);
         }
         if events & event::DISK != 0 {
-            for slot in 0..disks {
+            for slot in 0..disks(start) {
                 machine.function_input(slot, Some(&state), &mut host);
             }
         }
@@ -759,15 +853,20 @@ pub extern "sysv64" fn main() -> ! {
     }
 }
 
+/// Number of disks.
+fn disks(start: &Start) -> usize {
+    (start.disks as usize).min(MAX_DISKS)
+}
+
 /// Waits for events, which it takes, or until the time-stamp counter has this value. A halted virtual CPU does not take them itself.
 fn idle(deadline: u64) -> u32 {
-    let shared = shared();
-    shared.idle.store(1, SeqCst);
+    let vcpu = vcpu();
+    vcpu.idle.store(1, SeqCst);
     let limit = (deadline != u64::MAX).then(|| signal::until(deadline));
     if limit != Some(0) && events().load(SeqCst) == 0 {
         crate::sys::wait(events(), 0, limit);
     }
-    shared.idle.store(0, SeqCst);
+    vcpu.idle.store(0, SeqCst);
     let pending = events().swap(0, SeqCst);
     if pending & event::TIMER != 0 {
         // The machine looks at the time itself; the timer has to be set again in any case.
@@ -787,13 +886,18 @@ fn power_on(start: &Start) {
     cpu.cr3 = start.cr3;
     cpu.gdtr = wedge_core::Table { base: start.gdt, limit: start.gdt_limit as u16 };
     cpu.segments[1].selector = start.cs as u16;
+    share_kernel(cpu, start);
+    Effects.set_fs_base(0);
+    Effects.set_gs_base(start.gs_base);
+}
+
+/// Where the kernel is in every address space.
+fn share_kernel(cpu: &mut VirtualCpu, start: &Start) {
     cpu.shared = wedge_core::cpu::Shared {
         start: layout::IMAGE,
         end: layout::LOW_END,
         root: start.kernel_root,
     };
-    Effects.set_fs_base(0);
-    Effects.set_gs_base(start.gs_base);
 }
 
 /// Where the virtual CPU was when it gave up.

@@ -2,8 +2,8 @@
 //! for virtual machines.
 //!
 //! One program, started by `parador run` with two descriptors: guest memory, and the memory that all processes of the machine share, with
-//! the loader's record (`proto::wedge`). The first process serves devices; each address space of the guest has a further one
-//! ([`processes`]). All state is in shared memory at fixed addresses ([`shared`]); the program itself has none.
+//! the loader's record (`proto::wedge`). The first process serves devices; each address space of the guest has a further one on each virtual
+//! CPU ([`processes`]). All state is in shared memory at fixed addresses ([`shared`]); the program itself has none.
 #![no_std]
 #![no_main]
 
@@ -84,6 +84,7 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
     }
     let khz = clock::tsc_khz();
     let shared = shared::shared();
+    shared.vcpus.store(start.vcpus as u32, Relaxed);
     shared.options.store(start.options, Relaxed);
     shared.tsc_khz.store(khz, Relaxed);
     shared.unix_at_zero.store(clock::unix_at_zero(khz), Relaxed);
@@ -104,7 +105,9 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
     let workers = disk::make_workers(&start, &filters)
         .map_err(|error| ("the host makes no process for a disk", error))?;
     let mut device = Device::new(filters, workers);
-    device.make(0).map_err(|error| ("the host makes no process", error))?;
-    processes::begin(guest::main);
+    for vcpu in 0..shared::vcpus().len() {
+        device.make(vcpu, 0).map_err(|error| ("the host makes no process", error))?;
+    }
+    processes::begin(0, guest::main);
     Ok(device)
 }

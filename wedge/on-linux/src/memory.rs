@@ -14,7 +14,7 @@ use vmm_cpu::walk::{Intent, PageFault};
 use vmm_mem::{GuestMemory, Window};
 use wedge_core::VirtualCpu;
 
-use crate::shared::{EVERYTHING, FLUSHES, Slot, count, mine, shared};
+use crate::shared::{EVERYTHING, FLUSHES, Slot, count, mine, vcpu};
 use crate::sys::{self, Backing};
 use crate::{calls, profile};
 
@@ -227,7 +227,7 @@ fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fau
     const SAME: u64 = entry::PRESENT | entry::WRITE | entry::USER | entry::DIRTY | entry::NX;
     let index = linear / PAGE % AROUND;
     let Some((offset, _)) = ram.offset(leaf.address) else { return Fault::Device(leaf.address) };
-    // `step` pages on; in two's complement, so also back.
+    // `step` pages on; in two's complement, so also back. Other virtual CPUs may change the entries.
     let joins = |step: u64| {
         let at = leaf.at.wrapping_add(step.wrapping_mul(8));
         let expected = leaf.address.wrapping_add(step.wrapping_mul(PAGE));
@@ -240,7 +240,9 @@ fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fau
                     && value & SAME == leaf.entry & SAME
                     && !calls::has_copy(linear.wrapping_add(step.wrapping_mul(PAGE)))
                     && (value & entry::ACCESSED != 0
-                        || memory.write::<u64>(at, value | entry::ACCESSED).is_ok())
+                        || memory
+                            .compare_exchange(at, value, value | entry::ACCESSED)
+                            .is_ok_and(|old| old.is_ok()))
             })
     };
     let before = (1..=index).take_while(|&step| joins(step.wrapping_neg())).count();
@@ -266,7 +268,7 @@ fn is_kernel(linear: u64) -> bool {
 
 /// The slot of this process.
 pub fn slot() -> &'static Slot {
-    &shared().slots[mine().slot.load(Relaxed) as usize]
+    &vcpu().slots[mine().slot.load(Relaxed) as usize]
 }
 
 fn unmap(start: u64, end: u64) {
@@ -309,12 +311,12 @@ pub fn drop_page(linear: u64) {
     unmap(start, start + size);
 }
 
-/// The kernel's mapping of an address has changed, for all processes; [`EVERYTHING`]: of any.
+/// The kernel's mapping of an address is to be forgotten by all processes of this virtual CPU; [`EVERYTHING`]: of any.
 pub fn kernel_changed(linear: u64) {
-    let shared = shared();
-    let number = shared.changes.load(Relaxed);
-    shared.changed[number as usize % FLUSHES].store(linear, Relaxed);
-    shared.changes.store(number + 1, SeqCst);
+    let vcpu = vcpu();
+    let number = vcpu.changes.load(Relaxed);
+    vcpu.changed[number as usize % FLUSHES].store(linear, Relaxed);
+    vcpu.changes.store(number + 1, SeqCst);
     follow();
 }
 
@@ -325,17 +327,17 @@ pub fn is_shared(linear: u64) -> bool {
 
 /// Does in this process what has changed since it had the virtual CPU.
 pub fn follow() {
-    let (shared, slot) = (shared(), slot());
+    let (vcpu, slot) = (vcpu(), slot());
     if profile::is_on() {
         profile::follow(slot);
     }
-    let now = shared.changes.load(SeqCst);
+    let now = vcpu.changes.load(SeqCst);
     let seen = slot.followed.load(Relaxed);
     if now - seen > FLUSHES as u64 {
         drop_kernel();
     } else {
         for number in seen..now {
-            match shared.changed[number as usize % FLUSHES].load(Relaxed) {
+            match vcpu.changed[number as usize % FLUSHES].load(Relaxed) {
                 EVERYTHING => drop_kernel(),
                 linear => drop_page(linear),
             }

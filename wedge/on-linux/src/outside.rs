@@ -6,8 +6,8 @@ use proto::wedge::{MAX_DISKS, Start, log};
 use vmm_bus::{Balloon, Block};
 use vmm_machine::{Host, Level, Model, Outside, Slots};
 
-use crate::shared::{self, shared};
-use crate::{balloon, disk, processes, report, sys};
+use crate::shared::{self, event, shared};
+use crate::{balloon, device, disk, processes, report, sys};
 
 /// The outside as the virtual CPU reaches it.
 pub struct LinuxHost {
@@ -52,8 +52,8 @@ impl Host for LinuxHost {
         }
     }
 
-    fn kick(&mut self, _: usize) {
-        // There is one virtual CPU, which never needs it.
+    fn kick(&mut self, index: usize) {
+        device::tell_by_bell(index, event::KICK);
     }
 }
 

@@ -1,7 +1,10 @@
-//! The processes of a machine: one for each address space of the guest, made when it is first needed, by the device process.
+//! The processes of a machine: for each virtual CPU one for each address space of the guest, made when it is first needed, by the device
+//! process.
 //!
-//! One of them has the virtual CPU. What the virtual CPU is consists of shared memory (registers of the guest, the wedge's stack) and of
-//! what the host's processor holds (extended state, bases of `FS` and `GS`), which is carried over when another process takes it.
+//! One of those of a virtual CPU has it. What the virtual CPU is consists of shared memory (registers of the guest, the wedge's stack) and of
+//! what the host's processor holds (extended state, bases of `FS` and `GS`), which is carried over when another process takes it. Processes of
+//! several virtual CPUs run at the same time; a process is to its virtual CPU and address space what the TLB is to a processor, and like that it
+//! forgets what its own virtual CPU is told to forget.
 
 use core::arch::asm;
 use core::arch::naked_asm;
@@ -15,7 +18,8 @@ use wedge_x86::Cause;
 use crate::memory;
 use crate::report::HOST;
 use crate::shared::{
-    PRIVATE_LENGTH, PRIVATE_STACK_TOP, SLOTS, STACK_TOP, Shared, count, mine, shared,
+    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SLOTS, VCPU_LENGTH, Vcpu, count, mine, shared,
+    stack_top, vcpu, vcpu_offset, vcpus,
 };
 use crate::sys::{self, Backing, Errno};
 use crate::{report, signal};
@@ -27,25 +31,25 @@ pub const TIMER: u32 = 35;
 
 /// The process of the guest-machine that runs on: its virtual CPU goes to the process of this slot, which goes on in this function.
 pub fn move_to(number: usize) {
-    let shared = shared();
-    if number == shared.running.load(Relaxed) as usize {
+    let vcpu = vcpu();
+    if number == vcpu.running.load(Relaxed) as usize {
         return;
     }
     count(count::SWITCHES);
-    let slot = &shared.slots[number];
+    let slot = &vcpu.slots[number];
     if slot.process.load(SeqCst) == 0 {
-        shared.wanted.store(number as u32 + 1, SeqCst);
+        vcpu.wanted.store(number as u32 + 1, SeqCst);
         ring();
         while slot.process.load(SeqCst) == 0 {
             sys::wait(&slot.process, 0, None);
         }
     }
-    save(shared);
-    shared.running.store(number as u32, SeqCst);
+    save(vcpu);
+    vcpu.running.store(number as u32, SeqCst);
     // SAFETY: the stack is the virtual CPU's, and the process that takes it has been told its number.
     unsafe { hand_over() };
     // Another process now.
-    restore(shared);
+    restore(vcpu);
     memory::follow();
     signal::arm();
 }
@@ -93,11 +97,11 @@ unsafe extern "sysv64" fn take() {
     )
 }
 
-const RSP: u64 = layout::SHARED + 0x4000 + offset_of!(Shared, rsp) as u64;
+const RSP: u64 = OWN_VCPU + offset_of!(Vcpu, rsp) as u64;
 
 extern "sysv64" fn give_and_wait() {
-    let shared = shared();
-    let next = &shared.slots[shared.running.load(Relaxed) as usize];
+    let vcpu = vcpu();
+    let next = &vcpu.slots[vcpu.running.load(Relaxed) as usize];
     let turn = mine_turn();
     next.turn.fetch_add(1, SeqCst);
     sys::wake(&next.turn);
@@ -105,37 +109,37 @@ extern "sysv64" fn give_and_wait() {
 }
 
 fn mine_turn() -> u32 {
-    shared().slots[mine().slot.load(Relaxed) as usize].turn.load(SeqCst)
+    memory::slot().turn.load(SeqCst)
 }
 
 /// Waits until the turn is another than `seen`.
 fn wait_for_turn(seen: u32) {
-    let slot = &shared().slots[mine().slot.load(Relaxed) as usize];
+    let slot = memory::slot();
     while slot.turn.load(SeqCst) == seen {
         sys::wait(&slot.turn, seen, None);
     }
 }
 
 /// Puts what the host's processor holds into shared memory.
-fn save(shared: &Shared) {
+fn save(vcpu: &Vcpu) {
     let (fs, gs): (u64, u64);
     // SAFETY: the area is large enough for all extended state of today (`shared::EXTENDED_STATE`; `main` checks) and aligned; the host lets
     // programs read the bases (`main` checks).
     unsafe {
-        asm!("xsave64 [{}]", in(reg) shared.extended.at(), in("eax") u32::MAX, in("edx") u32::MAX);
+        asm!("xsave64 [{}]", in(reg) vcpu.extended.0.at(), in("eax") u32::MAX, in("edx") u32::MAX);
         asm!("rdfsbase {}", out(reg) fs, options(nomem, nostack));
         asm!("rdgsbase {}", out(reg) gs, options(nomem, nostack));
     }
-    shared.fs_base.set(fs);
-    shared.gs_base.set(gs);
+    vcpu.fs_base.set(fs);
+    vcpu.gs_base.set(gs);
 }
 
-fn restore(shared: &Shared) {
+fn restore(vcpu: &Vcpu) {
     // SAFETY: `save` has filled the area; the bases are the guest's, and this program uses neither.
     unsafe {
-        asm!("xrstor64 [{}]", in(reg) shared.extended.at(), in("eax") u32::MAX, in("edx") u32::MAX);
-        asm!("wrfsbase {}", in(reg) shared.fs_base.get(), options(nomem, nostack));
-        asm!("wrgsbase {}", in(reg) shared.gs_base.get(), options(nomem, nostack));
+        asm!("xrstor64 [{}]", in(reg) vcpu.extended.0.at(), in("eax") u32::MAX, in("edx") u32::MAX);
+        asm!("wrfsbase {}", in(reg) vcpu.fs_base.get(), options(nomem, nostack));
+        asm!("wrgsbase {}", in(reg) vcpu.gs_base.get(), options(nomem, nostack));
     }
 }
 
@@ -162,15 +166,15 @@ pub fn finish(code: u8) -> ! {
     }
 }
 
-/// Makes the process of slot `number`; gives its id. For the device process.
-pub fn make(number: usize, filters: &Filters) -> Result<u32, Errno> {
+/// Makes the process of slot `number` of a virtual CPU; gives its id. For the device process.
+pub fn make(vcpu: usize, number: usize, filters: &Filters) -> Result<u32, Errno> {
     // Its first turn may come before it has looked.
-    let turn = shared().slots[number].turn.load(SeqCst);
+    let turn = vcpus()[vcpu].slots[number].turn.load(SeqCst);
     let child = fork()?;
     if child != 0 {
         return Ok(child);
     }
-    match become_guest(number, turn, filters) {
+    match become_guest(vcpu, number, turn, filters) {
         Ok(never) => match never {},
         Err(error) => {
             report::say(format_args!("a process for the guest cannot be set up: {error:?}"));
@@ -181,6 +185,7 @@ pub fn make(number: usize, filters: &Filters) -> Result<u32, Errno> {
 
 /// Sets this new process up and waits for its first turn.
 fn become_guest(
+    index: usize,
     number: usize,
     turn: u32,
     filters: &Filters,
@@ -189,8 +194,11 @@ fn become_guest(
     unsafe {
         let rights = linux::PROT_READ | linux::PROT_WRITE;
         sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;
+        let own = Backing::Shared(layout::SHARED_FD, vcpu_offset(index));
+        sys::map(OWN_VCPU, VCPU_LENGTH, rights, own)?;
     }
     mine().slot.store(number as u32, Relaxed);
+    mine().vcpu.store(index as u32, Relaxed);
     crate::calls::set_up()?;
     die_with_parent()?;
     signal::set_up()?;
@@ -201,14 +209,14 @@ fn become_guest(
     ] {
         sys::close(first, last)?;
     }
-    let slot = &shared().slots[number];
+    let slot = memory::slot();
     // SAFETY: no memory is touched.
     let id = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
     // From here on everything may be the guest's doing.
     confine(filters, Filters::GUEST)?;
     if number != 0 {
         // What the kernel changed before is not mapped here at all.
-        slot.followed.store(shared().changes.load(SeqCst), Relaxed);
+        slot.followed.store(vcpu().changes.load(SeqCst), Relaxed);
     }
     // SAFETY: it never returns: the stack of this function is left for the process's own one, then for the virtual CPU's.
     unsafe {
@@ -227,23 +235,22 @@ fn become_guest(
 }
 
 extern "sysv64" fn first_turn(seen: u64, id: u64) {
-    let number = mine().slot.load(Relaxed) as usize;
-    let slot = &shared().slots[number];
+    let slot = memory::slot();
     slot.process.store(id as u32, SeqCst);
     sys::wake(&slot.process);
     wait_for_turn(seen as u32);
 }
 
-/// Prepares the virtual CPU's stack so that the first process to take it runs `main`, and lets it.
-pub fn begin(main: extern "sysv64" fn() -> !) {
-    let shared = shared();
+/// Prepares a virtual CPU's stack so that the first process to take it runs `main`, and lets it.
+pub fn begin(index: usize, main: extern "sysv64" fn() -> !) {
+    let vcpu = &vcpus()[index];
     // Six registers, the address to go to, and alignment as after a call.
-    let frame = STACK_TOP - 8 * 8;
+    let frame = stack_top(index) - 8 * 8;
     // SAFETY: the stack is shared memory that nobody uses yet.
     unsafe { core::ptr::write_volatile((frame + 6 * 8) as *mut u64, main as *const () as u64) };
-    shared.rsp.set(frame);
-    shared.slots[0].turn.fetch_add(1, SeqCst);
-    sys::wake(&shared.slots[0].turn);
+    vcpu.rsp.set(frame);
+    vcpu.slots[0].turn.fetch_add(1, SeqCst);
+    sys::wake(&vcpu.slots[0].turn);
 }
 
 /// Makes a process: gives its number to this one, 0 to itself.
@@ -289,7 +296,7 @@ pub fn enter() -> Cause {
     Cause::from_code(unsafe { wedge_x86::enter() })
 }
 
-/// Slots for address spaces by process-context identifier; the last one serves all that have no slot of their own.
+/// Slots of a virtual CPU for address spaces by process-context identifier; the last one serves all that have no slot of their own.
 pub fn slot_of(pcid: u16) -> usize {
     usize::from(pcid).min(SLOTS - 1)
 }

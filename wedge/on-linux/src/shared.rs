@@ -1,14 +1,16 @@
-//! Memory that all processes of a machine share, and what each has for itself.
+//! Memory that all processes of a machine share, what belongs to each virtual CPU, and what each process has for itself.
 //!
-//! One process at a time has the virtual CPU ([`Shared::running`]); only that one uses what is not atomic.
+//! A process is one of one virtual CPU's, for ever. That one's [`Vcpu`] is mapped once more at a fixed address, where entry code reaches it.
+//! One process at a time has the virtual CPU ([`Vcpu::running`]); only that one uses what is not atomic.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
 use proto::wedge::{Disk, Filters, MAX_DISKS, Start, layout};
+use vmm_cpu::MAX_VCPUS;
 use wedge_x86::{CELL, Cell, PRIVATE};
 
-/// Most address spaces that have a process of their own.
+/// Most address spaces that have a process of their own, for each virtual CPU.
 pub const SLOTS: usize = 64;
 /// Bytes of a ring of the console.
 pub const RING: usize = 1 << 16;
@@ -17,9 +19,17 @@ pub const FLUSHES: usize = 256;
 /// Bytes for extended state; the largest of today's, with AMX, is 11 KiB.
 pub const EXTENDED_STATE: usize = 16 << 10;
 
-/// Stack of the virtual CPU, below [`layout::STUBS`].
-pub const STACK_TOP: u64 = layout::STUBS;
-const SHARED_STRUCT: u64 = layout::SHARED + 0x4000;
+/// Stacks of the virtual CPUs, one below the other from [`layout::STUBS`] on.
+const STACKS_TOP: u64 = layout::STUBS;
+const STACK_LENGTH: u64 = 1 << 20;
+const STACKS: u64 = STACKS_TOP - MAX_VCPUS as u64 * STACK_LENGTH;
+/// Where all processes see what belongs to each virtual CPU.
+const VCPUS: u64 = STACKS - MAX_VCPUS as u64 * VCPU_LENGTH;
+/// Length of a [`Vcpu`], whole pages.
+pub const VCPU_LENGTH: u64 = size_of::<Vcpu>() as u64;
+/// Where a process sees what belongs to its own virtual CPU.
+pub const OWN_VCPU: u64 = CELL;
+const SHARED_STRUCT: u64 = OWN_VCPU + VCPU_LENGTH;
 /// Stack of a process that has not the virtual CPU.
 pub const PRIVATE_STACK_TOP: u64 = layout::PRIVATE + 0x1_0000;
 const _: () = assert!(size_of::<Mine>() <= 0x8000);
@@ -31,8 +41,7 @@ pub const SIGNAL_STACK_LENGTH: u64 = 0x2_0000;
 pub const PRIVATE_LENGTH: u64 = 0x4_0000;
 
 const _: () = assert!(CELL == layout::SHARED + 0x1000 && PRIVATE == layout::PRIVATE);
-const _: () = assert!(size_of::<Cell>() <= 0x3000);
-const _: () = assert!(SHARED_STRUCT + size_of::<Shared>() as u64 <= STACK_TOP - (4 << 20));
+const _: () = assert!(SHARED_STRUCT + size_of::<Shared>() as u64 <= VCPUS);
 
 /// Bits of [`Cell::events`].
 pub mod event {
@@ -42,12 +51,12 @@ pub mod event {
     pub const CONSOLE: u32 = 2;
     /// The device process wants the machine to end.
     pub const STOP: u32 = 4;
-    /// A device has something to say.
-    pub const DEVICE: u32 = 8;
     /// Requests of disks are done.
     pub const DISK: u32 = 16;
     /// Something is wanted of the balloon.
     pub const BALLOON: u32 = 32;
+    /// Another virtual CPU has left something.
+    pub const KICK: u32 = 64;
 }
 
 /// A value that only the process with the virtual CPU uses.
@@ -153,11 +162,17 @@ impl Ring {
     }
 }
 
-/// The shared memory behind the record of the loader and the [`Cell`]. All zero in the beginning.
+/// Room for extended state, aligned as `XSAVE` wants it.
 #[repr(C, align(64))]
-pub struct Shared {
+pub struct Extended(pub Owned<[u8; EXTENDED_STATE]>);
+
+/// What belongs to one virtual CPU. All zero in the beginning.
+#[repr(C, align(4096))]
+pub struct Vcpu {
+    /// What entry code uses.
+    cell: UnsafeCell<Cell>,
     /// Extended state on its way to another process.
-    pub extended: Owned<[u8; EXTENDED_STATE]>,
+    pub extended: Extended,
     /// Stack pointer of the virtual CPU on its way.
     pub rsp: Owned<u64>,
     /// Bases of `FS` and `GS` on their way.
@@ -172,28 +187,58 @@ pub struct Shared {
     pub wanted: AtomicU32,
     /// The virtual CPU waits for events.
     pub idle: AtomicU32,
-    /// The machine has ended with this code, plus 1.
-    pub ended: AtomicU32,
-    /// The device process has been rung for.
-    pub rung: AtomicU32,
-    /// It shall interrupt the virtual CPU.
-    pub kick: AtomicU32,
-    /// The device process's number.
-    pub device: AtomicU32,
     /// Time-stamp counter at which the virtual CPU wants to be told.
     pub deadline: AtomicU64,
-    /// [`Start::options`].
-    pub options: AtomicU64,
-    /// Frequency of the time-stamp counter in kHz.
-    pub tsc_khz: AtomicU64,
-    /// Wall-clock time when the counter was 0, in seconds since 1970.
-    pub unix_at_zero: AtomicU64,
     /// Changes of the kernel's mappings so far.
     pub changes: AtomicU64,
     /// The last of them: an address, or [`EVERYTHING`].
     pub changed: [AtomicU64; FLUSHES],
     /// The processes.
     pub slots: [Slot; SLOTS],
+    /// Times that each kind of site came to the wedge.
+    pub sites: [AtomicU64; 256],
+    /// Other counters: see [`count`].
+    pub counters: [AtomicU64; 16],
+}
+
+// SAFETY: the cell is used by entry code and by the process that has the virtual CPU; of the others, all use what is atomic in it only.
+unsafe impl Sync for Vcpu {}
+
+impl Vcpu {
+    /// Events for it.
+    pub fn events(&self) -> &AtomicU32 {
+        // SAFETY: the word is atomic, and nobody makes a reference to the whole cell.
+        unsafe { &(*self.cell.get()).events }
+    }
+
+    /// System calls that came without a signal.
+    pub fn calls(&self) -> u64 {
+        // SAFETY: for the end, when nobody changes it any longer.
+        unsafe { (*self.cell.get()).calls }
+    }
+}
+
+/// The shared memory of all virtual CPUs. All zero in the beginning.
+#[repr(C, align(64))]
+pub struct Shared {
+    /// Virtual CPUs.
+    pub vcpus: AtomicU32,
+    /// Where the machine is: see `guest`.
+    pub machine: AtomicU64,
+    /// The machine has ended with this code, plus 1.
+    pub ended: AtomicU32,
+    /// The device process has been rung for.
+    pub rung: AtomicU32,
+    /// It shall interrupt these virtual CPUs: a bit for each.
+    pub kick: AtomicU32,
+    /// The device process's number.
+    pub device: AtomicU32,
+    /// [`Start::options`].
+    pub options: AtomicU64,
+    /// Frequency of the time-stamp counter in kHz.
+    pub tsc_khz: AtomicU64,
+    /// Wall-clock time when the counter was 0, in seconds since 1970.
+    pub unix_at_zero: AtomicU64,
     /// From the guest.
     pub output: Ring,
     /// To the guest.
@@ -202,16 +247,12 @@ pub struct Shared {
     pub disks: crate::disk::Queues,
     /// The balloon.
     pub balloon: crate::balloon::State,
-    /// Times that each kind of site came to the wedge.
-    pub sites: [AtomicU64; 256],
-    /// Other counters: see [`count`].
-    pub counters: [AtomicU64; 16],
 }
 
-/// In [`Shared::changed`]: all of the kernel's mappings.
+/// In [`Vcpu::changed`]: all of the kernel's mappings.
 pub const EVERYTHING: u64 = u64::MAX;
 
-/// Indices of [`Shared::counters`].
+/// Indices of [`Vcpu::counters`].
 pub mod count {
     /// Faults that led to a mapping.
     pub const FILLS: usize = 0;
@@ -246,20 +287,42 @@ pub fn shared() -> &'static Shared {
     unsafe { &*(SHARED_STRUCT as *const Shared) }
 }
 
+/// The virtual CPUs of the machine.
+pub fn vcpus() -> &'static [Vcpu] {
+    let count = shared().vcpus.load(core::sync::atomic::Ordering::Relaxed) as usize;
+    // SAFETY: as `shared`.
+    unsafe { core::slice::from_raw_parts(VCPUS as *const Vcpu, count.min(MAX_VCPUS)) }
+}
+
+/// Where what belongs to a virtual CPU is in the descriptor of the shared memory.
+pub fn vcpu_offset(index: usize) -> u64 {
+    VCPUS + index as u64 * VCPU_LENGTH - layout::SHARED
+}
+
+/// The end of a virtual CPU's stack.
+pub fn stack_top(index: usize) -> u64 {
+    STACKS_TOP - index as u64 * STACK_LENGTH
+}
+
+/// What belongs to this process's virtual CPU. Not for the device process, nor for disks'.
+pub fn vcpu() -> &'static Vcpu {
+    // SAFETY: a process of the guest has mapped it before anything else; for what is not atomic, as `shared`.
+    unsafe { &*(OWN_VCPU as *const Vcpu) }
+}
+
 /// What entry code shares with the wedge.
 pub fn cell() -> *mut Cell {
     CELL as *mut Cell
 }
 
-/// Events for the virtual CPU.
+/// Events for this process's virtual CPU.
 pub fn events() -> &'static AtomicU32 {
-    // SAFETY: as `shared`; the word is atomic.
-    unsafe { &(*cell()).events }
+    vcpu().events()
 }
 
 /// Adds one to a counter.
 pub fn count(counter: usize) {
-    shared().counters[counter].fetch_add(1, core::sync::atomic::Ordering::Relaxed);
+    vcpu().counters[counter].fetch_add(1, core::sync::atomic::Ordering::Relaxed);
 }
 
 /// The loader's filters. The guest's processes can change what is there, so they are to be read before there are any.
@@ -283,13 +346,15 @@ pub fn disk(number: usize) -> Disk {
     disks.get(number).map(Disk::from_words).unwrap_or_default()
 }
 
-/// The number of a process's slot, and whether system calls are dispatched; in its own memory.
+/// Which process this is, and whether system calls are dispatched; in its own memory.
 #[repr(C)]
 pub struct Mine {
     /// See [`wedge_x86::Private`]; it is at the beginning.
     pub private: wedge_x86::Private,
     /// The process's slot.
     pub slot: AtomicU32,
+    /// Number of its virtual CPU.
+    pub vcpu: AtomicU32,
     /// Its timer is set to this value of the time-stamp counter.
     pub armed: AtomicU64,
     /// Its timer, plus 1.

@@ -16,7 +16,7 @@ use wedge_x86::Unwound;
 use crate::processes::{KICK, TIMER};
 use crate::report;
 use crate::shared::{
-    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, event, events, mine, shared,
+    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, event, events, mine, shared, vcpu,
 };
 use crate::sys::{self, Errno};
 
@@ -93,10 +93,10 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     // System calls from here on are the host's.
     mine().private.dispatch.store(0, Relaxed);
     let synchronous = SYNCHRONOUS.contains(&number);
-    let shared = shared();
+    let vcpu = vcpu();
     // SAFETY: the kernel gives the context of this signal.
     let context = unsafe { &mut *context };
-    if shared.running.load(SeqCst) != mine().slot.load(Relaxed) {
+    if vcpu.running.load(SeqCst) != mine().slot.load(Relaxed) {
         // A timer that was not stopped, or a signal that came late: the process that runs knows.
         if synchronous {
             broken(number, context);
@@ -125,7 +125,7 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     cpu.frame.rip = context.rip;
     cpu.frame.rflags = context.rflags;
     let (vector, code, address) = (context.vector, context.code, context.address);
-    shared.signal.set(Signal { number, vector, code, address });
+    vcpu.signal.set(Signal { number, vector, code, address });
     restore_extended(context.extended);
     // SAFETY: the guest was running.
     unsafe { wedge_x86::leave() }
@@ -189,9 +189,8 @@ fn leave_event(number: u32) {
     if number == TIMER {
         events().fetch_or(event::TIMER, SeqCst);
     } else {
+        // Who sends it has said what it is.
         count(count::KICKS);
-        // The device process has said what it is.
-        events().fetch_or(event::DEVICE, SeqCst);
     }
 }
 
@@ -225,8 +224,8 @@ fn restore_extended(area: *const u8) {
 
 /// Sets this process's timer to the deadline of the virtual CPU.
 pub fn arm() {
-    let (shared, mine) = (shared(), mine());
-    let deadline = shared.deadline.load(Relaxed);
+    let mine = mine();
+    let deadline = vcpu().deadline.load(Relaxed);
     if deadline <= crate::guest::tsc() {
         // The timer of this process may have expired while another one had the virtual CPU.
         events().fetch_or(event::TIMER, SeqCst);

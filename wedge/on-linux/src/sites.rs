@@ -6,7 +6,7 @@ use crate::memory::PAGE;
 use proto::wedge::{layout, option};
 use vmm_cpu::walk::Intent;
 use vmm_mem::GuestMemory;
-use wedge_core::{Exit, VirtualCpu};
+use wedge_core::VirtualCpu;
 use wedge_sites::{Flags, Kind, RECORD, Site};
 use wedge_x86::{MAX_SITE, Stub, Target, Way, decode_all};
 
@@ -207,13 +207,13 @@ impl Sites {
         });
     }
 
-    /// Sites that are no instructions but tell of modules. `None`: it is none of them.
-    pub fn marker(
-        &mut self,
-        stub: &Stub,
-        cpu: &mut VirtualCpu,
-        memory: &GuestMemory,
-    ) -> Option<Option<Exit>> {
+    /// Whether a site is no instruction but tells of modules.
+    pub fn is_marker(stub: &Stub) -> bool {
+        matches!(Kind::from_number(stub.kind), Some(Kind::Announce | Kind::Retract))
+    }
+
+    /// Carries a marker out.
+    pub fn marker(&mut self, stub: &Stub, cpu: &mut VirtualCpu, memory: &GuestMemory) {
         let [sites, sites_end] = [7, 6].map(|register| cpu.frame.gpr[register]);
         let kind = Kind::from_number(stub.kind);
         let length = sites_end.wrapping_sub(sites);
@@ -225,10 +225,9 @@ impl Sites {
                 }
             }
             Some(Kind::Retract) => self.retract(cpu, memory, sites, length),
-            _ => return None,
+            _ => {}
         }
         cpu.frame.rip = stub.resume();
-        Some(None)
     }
 }
 

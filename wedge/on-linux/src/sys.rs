@@ -109,6 +109,12 @@ pub fn wake_one(word: &core::sync::atomic::AtomicU32) {
     let _ = unsafe { call(linux::__NR_futex, arguments) };
 }
 
+/// Lets others run on this host CPU.
+pub fn yield_now() {
+    // SAFETY: nothing is changed. It does not fail.
+    let _ = unsafe { call(linux::__NR_sched_yield, [0; 6]) };
+}
+
 /// Makes this process ignore a signal.
 pub fn ignore(signal: u32) -> Result<()> {
     // `SIG_IGN`, and neither flags nor a mask.
