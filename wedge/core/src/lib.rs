@@ -18,6 +18,7 @@ pub mod cpu;
 pub mod decode;
 mod event;
 mod execute;
+pub mod mapped;
 mod segment;
 #[cfg(test)]
 mod tests;

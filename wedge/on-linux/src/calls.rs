@@ -184,6 +184,50 @@ pub fn has_copy(page: u64) -> bool {
     calls.used != 0 && calls.pages.contains(&page)
 }
 
+/// Whether the copy of a page is, but for what was rewritten, what is at this guest-physical address now.
+pub fn is_current(page: u64, frame: u64, memory: &GuestMemory) -> bool {
+    /// Bytes that are compared at once.
+    const CHUNK: usize = 64;
+    let mut bytes = [0; PAGE as usize];
+    if memory.read_slice(frame, &mut bytes).is_err() {
+        return false;
+    }
+    // SAFETY: the copy is this process's own memory, readable, and nobody writes to it now.
+    let copy = unsafe { &*(page as *const [u8; PAGE as usize]) };
+    let mut at = 0;
+    while at < copy.len() {
+        let end = copy.len().min(at + CHUNK);
+        if bytes[at..end] == copy[at..end] {
+            at = end;
+        } else if bytes[at] == copy[at] {
+            at += 1;
+        } else {
+            let place = at..at + LENGTH;
+            let (Some(original), Some(jump)) = (bytes.get(place.clone()), copy.get(place)) else {
+                return false;
+            };
+            if !is_jump_for(jump, original) {
+                return false;
+            }
+            at += LENGTH;
+        }
+    }
+    true
+}
+
+/// Whether `jump` is what was written over `original`.
+fn is_jump_for(jump: &[u8], original: &[u8]) -> bool {
+    let [0xff, 0x24, 0x25, slot @ ..] = jump else { return false };
+    let Ok(slot) = <[u8; 4]>::try_from(slot).map(u32::from_le_bytes) else { return false };
+    let index = u64::from(slot).wrapping_sub(SLOTS) / 8;
+    if index >= u64::from(calls().used) {
+        return false;
+    }
+    // SAFETY: stubs are this process's own memory, and this one is in use.
+    let first = unsafe { *((STUBS + STUB * index) as *const [u8; LOAD_SIXTH.len()]) };
+    original.starts_with(&first) && original.ends_with(&SYSCALL)
+}
+
 /// What was mapped between these addresses is not any longer.
 pub fn forget(start: u64, end: u64) {
     let calls = calls();

@@ -149,6 +149,7 @@ impl Host for Effects {
         if !keep || !known {
             slot.stale.store(true, Relaxed);
         }
+        slot.root.store(cr3, Relaxed);
         processes::move_to(number);
         memory::follow();
     }
@@ -884,6 +885,7 @@ fn power_on(start: &Start) {
     cpu.frame.gpr[4] = start.rsp;
     cpu.frame.gpr[7] = start.rdi;
     cpu.cr3 = start.cr3;
+    shared().slots[0].root.store(start.cr3, Relaxed);
     cpu.gdtr = wedge_core::Table { base: start.gdt, limit: start.gdt_limit as u16 };
     cpu.segments[1].selector = start.cs as u16;
     share_kernel(cpu, start);

@@ -1,10 +1,12 @@
 //! Guest memory in the address space of a process: the vTLB is the host's own page tables.
 //!
 //! Guest-physical memory as a whole (the kernel's direct map) and the beginning of it once more (the kernel's image) are always mapped.
-//! Everything else is filled in when it is touched and dropped when the guest flushes it. Invariants: what is mapped is what the guest's
+//! Everything else is filled in when it is touched. When the guest flushes an address space, what its tables say no longer is dropped, and only that: a
+//! process knows what it has mapped for programs. Invariants: what is mapped is what the guest's
 //! tables said at some time since the last flush of it, with no more rights than they gave; pages whose accessed and dirty bits are not set are not
 //! accessible in the way that would set them. Rights of the direct map and the image are not narrowed.
 
+use core::cell::UnsafeCell;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use hw_x86::paging::entry;
@@ -13,6 +15,7 @@ use proto::wedge::{Start, layout};
 use vmm_cpu::walk::{Intent, PageFault};
 use vmm_mem::{GuestMemory, Window};
 use wedge_core::VirtualCpu;
+use wedge_core::mapped::{Mapped, Piece};
 
 use crate::shared::{EVERYTHING, FLUSHES, Slot, count, mine, vcpu};
 use crate::sys::{self, Backing};
@@ -20,6 +23,10 @@ use crate::{calls, profile};
 
 /// Page size.
 pub const PAGE: u64 = 4096;
+/// Pieces of programs that a process knows to have mapped.
+const PIECES: usize = 1024;
+/// Calls of the host by which a flush drops what is out of date, one by one, before it drops everything.
+const CHANGES: usize = 24;
 const LARGE: u64 = 2 << 20;
 const FOUR_GIB: u64 = 1 << 32;
 
@@ -106,6 +113,22 @@ impl Leaf {
         }
         rights
     }
+
+    /// What the host may go on to allow of a page at `linear`, which it has mapped from this offset of guest memory.
+    fn still_allows(&self, ram: &Ram, memory: &GuestMemory, linear: u64, offset: u64) -> u32 {
+        let address = self.address + (linear & (self.size - 1));
+        let is_same = ram.offset(address).is_some_and(|(now, _)| now == offset);
+        if is_same && access(memory, self.at, self.entry) { self.rights() } else { 0 }
+    }
+}
+
+/// Makes a page count as accessed, whose entry at `at` had this value; `false`: it has another one now. A processor may do that to any page
+/// that it translates (APM vol. 2, 5.4.2).
+fn access(memory: &GuestMemory, at: u64, value: u64) -> bool {
+    value & entry::ACCESSED != 0
+        || memory
+            .compare_exchange(at, value, value | entry::ACCESSED)
+            .is_ok_and(|exchanged| exchanged.is_ok())
 }
 
 /// The page that maps `linear`, if there is one.
@@ -208,6 +231,7 @@ pub fn fill(
 fn map(linear: u64, size: u64, rights: u32, offset: u64) -> Fault {
     count(count::FILLS);
     calls::forget(linear, linear + size);
+    let end = linear + size;
     for attempt in 0..2 {
         // SAFETY: `reachable` by the guest only: nothing of this program is there.
         match unsafe { sys::map_now(linear, size, rights, layout::MEMORY_FD, offset) } {
@@ -217,11 +241,26 @@ fn map(linear: u64, size: u64, rights: u32, offset: u64) -> Fault {
             Err(error) => return Fault::Full(error.0),
         }
     }
+    if is_program(linear) {
+        mapped().add(Piece { start: linear, end, offset, rights });
+    }
     Fault::Filled
 }
 
+/// What a process has mapped for programs; only its one thread uses it, outside of signal handlers.
+#[repr(transparent)]
+pub struct Cell(UnsafeCell<Mapped<PIECES>>);
+
+// SAFETY: it is in the process's own memory, which no other thread sees.
+unsafe impl Sync for Cell {}
+
+fn mapped() -> &'static mut Mapped<PIECES> {
+    // SAFETY: each use ends before the next begins.
+    unsafe { &mut *mine().mapped.0.get() }
+}
+
 /// Fills in a page and those around it that are in one piece with it: in the same table, in guest memory, and with the same rights. They count as
-/// accessed, which a processor may do to any page that it translates (APM vol. 2, 5.4.2).
+/// accessed.
 fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fault {
     /// Bits in which the entries of a piece are equal.
     const SAME: u64 = entry::PRESENT | entry::WRITE | entry::USER | entry::DIRTY | entry::NX;
@@ -239,10 +278,7 @@ fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fau
                 value & entry::ADDRESS == expected
                     && value & SAME == leaf.entry & SAME
                     && !calls::has_copy(linear.wrapping_add(step.wrapping_mul(PAGE)))
-                    && (value & entry::ACCESSED != 0
-                        || memory
-                            .compare_exchange(at, value, value | entry::ACCESSED)
-                            .is_ok_and(|old| old.is_ok()))
+                    && access(memory, at, value)
             })
     };
     let before = (1..=index).take_while(|&step| joins(step.wrapping_neg())).count();
@@ -273,6 +309,7 @@ pub fn slot() -> &'static Slot {
 
 fn unmap(start: u64, end: u64) {
     calls::forget(start, end);
+    mapped().remove(start, end);
     // SAFETY: the callers give ranges of the guest only. It fails only for want of the host's memory, when a mapping has to be split.
     let result = unsafe { sys::unmap(start, end - start) };
     if result.is_err() {
@@ -282,10 +319,10 @@ fn unmap(start: u64, end: u64) {
 
 /// Drops what programs have mapped in this process.
 pub fn drop_programs() {
-    count(count::FLUSHES);
     // The host may forbid mappings of the first pages.
     unmap(0, layout::IMAGE);
     unmap(layout::LOW_END, layout::TASK_SIZE);
+    mapped().clear();
     slot().large.store(false, Relaxed);
     slot().stale.store(false, Relaxed);
 }
@@ -308,7 +345,104 @@ pub fn drop_page(linear: u64) {
     }
     let size = if slot().large.load(Relaxed) { LARGE } else { PAGE };
     let start = linear & !(size - 1);
-    unmap(start, start + size);
+    if size == PAGE || !is_program(linear) {
+        unmap(start, start + size);
+    } else if !drop_stale(start, start + size) {
+        unmap(start, start + size);
+    }
+}
+
+/// What is to be done to pages that were mapped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Change {
+    Drop,
+    /// They keep these rights.
+    Narrow(u32),
+}
+
+/// Drops what programs have mapped between two addresses and the tables do not say any longer, and takes rights that they do not give any
+/// longer. `false`: there is too much to do, or it is not known.
+fn drop_stale(start: u64, end: u64) -> bool {
+    let Some(ram) = crate::shared::start().map(|start| Ram::new(&start)) else { return false };
+    let Some(memory) = ram.memory() else { return false };
+    let mapped = mapped();
+    if !mapped.is_complete() {
+        return false;
+    }
+    let root = slot().root.load(Relaxed);
+    let mut changes = [(0, 0, Change::Drop); CHANGES];
+    let mut used: usize = 0;
+    // The last page belongs to the last change: nothing is kept in between.
+    let mut goes_on = false;
+    let first = mapped.pieces().partition_point(|piece| piece.end <= start);
+    for piece in mapped.pieces()[first..].iter().take_while(|piece| piece.start < end) {
+        let mut at = piece.start.max(start);
+        let last = piece.end.min(end);
+        while at < last {
+            let leaf = leaf(&memory, root, at);
+            let size = leaf.map_or(PAGE, |leaf| leaf.size);
+            let next = last.min((at & !(size - 1)) + size);
+            let offset = piece.offset + (at - piece.start);
+            let wanted = leaf.map_or(0, |leaf| leaf.still_allows(&ram, &memory, at, offset));
+            // A copy is of code, which nobody writes.
+            let is_old = |leaf: Leaf| {
+                size == PAGE && calls::has_copy(at) && !calls::is_current(at, leaf.address, &memory)
+            };
+            let change = match wanted & piece.rights {
+                rights if rights & linux::PROT_READ == 0 || leaf.is_some_and(is_old) => {
+                    Some(Change::Drop)
+                }
+                rights if rights != piece.rights => Some(Change::Narrow(rights)),
+                _ => None,
+            };
+            match (change, used.checked_sub(1).map(|index| &mut changes[index])) {
+                (None, _) => goes_on = false,
+                // What lies between is mapped for nobody, but for the hole of the kernel's image.
+                (Some(Change::Drop), Some((from, to, Change::Drop)))
+                    if goes_on && (*from < layout::IMAGE) == (at < layout::IMAGE) =>
+                {
+                    *to = next;
+                }
+                (Some(change), Some((_, to, before)))
+                    if goes_on && *to == at && change == *before =>
+                {
+                    *to = next;
+                }
+                (Some(change), _) => {
+                    let Some(place) = changes.get_mut(used) else { return false };
+                    *place = (at, next, change);
+                    used += 1;
+                    goes_on = true;
+                }
+            }
+            at = next;
+        }
+    }
+    for &(start, end, change) in &changes[..used] {
+        match change {
+            Change::Drop => unmap(start, end),
+            Change::Narrow(rights) => narrow(start, end, rights),
+        }
+    }
+    true
+}
+
+/// Takes rights of pages that are mapped in one go, or pieces of them.
+fn narrow(start: u64, end: u64, rights: u32) {
+    let arguments = [start, end - start, rights.into(), 0, 0, 0];
+    // SAFETY: the pages are a program's; only rights are taken.
+    if unsafe { sys::call(linux::__NR_mprotect, arguments) }.is_err() {
+        unmap(start, end);
+        return;
+    }
+    let mapped = mapped();
+    let mut at = start;
+    while let Some(piece) = mapped.at(at).filter(|_| at < end) {
+        let to = piece.end.min(end);
+        let offset = piece.offset + (at - piece.start);
+        mapped.add(Piece { start: at, end: to, offset, rights });
+        at = to;
+    }
 }
 
 /// The kernel's mapping of an address is to be forgotten by all processes of this virtual CPU; [`EVERYTHING`]: of any.
@@ -345,6 +479,11 @@ pub fn follow() {
     }
     slot.followed.store(now, Relaxed);
     if slot.stale.load(Relaxed) {
-        drop_programs();
+        count(count::FLUSHES);
+        if drop_stale(0, layout::TASK_SIZE) {
+            slot.stale.store(false, Relaxed);
+        } else {
+            drop_programs();
+        }
     }
 }

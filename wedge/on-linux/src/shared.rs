@@ -31,8 +31,8 @@ pub const VCPU_LENGTH: u64 = size_of::<Vcpu>() as u64;
 pub const OWN_VCPU: u64 = CELL;
 const SHARED_STRUCT: u64 = OWN_VCPU + VCPU_LENGTH;
 /// Stack of a process that has not the virtual CPU.
-pub const PRIVATE_STACK_TOP: u64 = layout::PRIVATE + 0x1_0000;
-const _: () = assert!(size_of::<Mine>() <= 0x8000);
+pub const PRIVATE_STACK_TOP: u64 = layout::PRIVATE + 0x2_0000;
+const _: () = assert!(size_of::<Mine>() <= 0x1_8000);
 /// Stack of signal handlers.
 pub const SIGNAL_STACK: u64 = layout::PRIVATE + 0x2_0000;
 /// Its length.
@@ -113,6 +113,8 @@ pub struct Slot {
     pub large: AtomicBool,
     /// Process-context identifier of the space.
     pub pcid: AtomicU32,
+    /// The root of its page tables (`CR3`).
+    pub root: AtomicU64,
     /// Watched pages that it has protected.
     pub protected: AtomicU64,
     /// Changes of the kernel's mappings that it has followed.
@@ -361,6 +363,8 @@ pub struct Mine {
     pub timer: AtomicU32,
     /// Its rewritten system calls.
     pub calls: crate::calls::Cell,
+    /// What it has mapped for programs.
+    pub mapped: crate::memory::Cell,
 }
 
 /// The process's own memory.
