@@ -238,6 +238,10 @@ pub mod option {
     pub const COUNTERS: u64 = 1 << 2;
     /// Writes to page tables, descriptor tables and devices are counted by their instructions.
     pub const PROFILE: u64 = 1 << 3;
+    /// The machine's processes give up names of files, networks and whatever else the host lets them.
+    pub const SANDBOX: u64 = 1 << 5;
+    /// With [`SANDBOX`]: the machine ends if the host refuses any of it.
+    pub const STRICT: u64 = 1 << 6;
 }
 
 #[cfg(test)]

@@ -149,6 +149,48 @@ pub fn escapes() -> Result<()> {
     Ok(())
 }
 
+/// A machine's processes have neither files nor networks nor capabilities; where the host refuses that, the user decides.
+pub fn sandbox() -> Result<()> {
+    let rig = Rig::new()?;
+    rig.disk("disk.img", "", &[])?;
+    let network = |process: &str| fs::read_link(format!("/proc/{process}/ns/net"));
+    let outside = network("self").context("no namespaces")?;
+    for (which, is_shut_in) in [("strict", true), ("off", false)] {
+        let mut child = start(rig.run().args(["-d", "disk.img", "--sandbox", which]))?;
+        for process in children(&child)?.into_iter().skip(1) {
+            let status = fs::read_to_string(format!("/proc/{process}/status"))
+                .with_context(|| format!("no process {process}"))?;
+            let has = |text: &str| status.contains(text);
+            ensure!(has("NoNewPrivs:\t1") && has("Seccomp:\t2"), "{which}:\n{status}");
+            ensure!(!is_shut_in || has("CapEff:\t0000000000000000"), "{which}:\n{status}");
+            // Only the superuser may look.
+            if let Ok(inside) = network(&process.to_string()) {
+                ensure!((inside != outside) == is_shut_in, "{which}: {inside:?}");
+                let files = fs::read_dir(format!("/proc/{process}/root"));
+                let is_empty = files.context("no root folder")?.next().is_none();
+                ensure!(is_empty == is_shut_in, "{which}: files of process {process}");
+            }
+        }
+        drop(child.stdin.take());
+        succeed(Command::new("kill").arg(child.id().to_string()))?;
+        child.wait().context("cannot wait for parador")?;
+    }
+    // A host that lets nobody have a namespace.
+    let none = "echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"";
+    for (which, code, text) in
+        [("strict", 69, "namespaces of their own"), ("on", 0, "Power down")]
+    {
+        let run = rig.run();
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "sh", "-c", none, "sh"]);
+        command.arg(run.get_program()).args(run.get_args()).current_dir(rig.folder.path());
+        command.envs(run.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        command.args(["--sandbox", which, "-p", "parador.run=true"]);
+        end(&mut command, "")?.has(code, &[text])?;
+    }
+    Ok(())
+}
+
 /// What the kernel does to its own code is done by the wedge, and by the kernel itself if the wedge does not.
 pub fn functions() -> Result<()> {
     let rig = Rig::new()?;

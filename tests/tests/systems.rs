@@ -39,6 +39,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("profile", hosted::profile),
     ("escapes", hosted::escapes),
     ("functions", hosted::functions),
+    ("sandbox", hosted::sandbox),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.
 const STRESS_SECONDS: u32 = 10;

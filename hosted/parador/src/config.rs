@@ -74,6 +74,9 @@ pub struct Vm {
     #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME")]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub without: Vec<Optimisation>,
+    /// Namespaces without anything in them and Landlock for the machine's processes: as the host permits, none, or all of it [default: on].
+    #[arg(long, value_enum, value_name = "WHICH")]
+    pub sandbox: Option<Sandbox>,
     /// Messages about the machine that are printed when it has ended [default: warn].
     #[arg(long, value_enum, value_name = "LEVEL")]
     pub log: Option<Log>,
@@ -90,6 +93,21 @@ pub enum Backend {
     Auto,
     /// Ordinary processes; pre-virtualized kernels only.
     Process,
+}
+
+/// How far the machine's processes are shut in, beside their filters of system calls.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Sandbox {
+    /// As far as the host lets its users.
+    #[default]
+    On,
+    /// Not at all.
+    Off,
+    /// Wholly, or the machine does not start.
+    Strict,
 }
 
 /// What is printed of the machine itself.

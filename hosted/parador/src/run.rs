@@ -1,6 +1,6 @@
 //! `parador run`: a virtual machine as processes of this host.
 
-use crate::config::{Config, Log, Optimisation, Vm, is_busybox};
+use crate::config::{Config, Log, Optimisation, Sandbox, Vm, is_busybox};
 use crate::disk::{self, Disk};
 use crate::failure::{self, Failure};
 use crate::fetch;
@@ -77,7 +77,12 @@ impl Options {
 fn bits(vm: &Vm) -> u64 {
     let counters = if vm.counters { option::COUNTERS } else { 0 };
     let profile = if vm.profile_writes.is_some() { option::PROFILE } else { 0 };
-    vm.without.iter().fold(counters | profile, |bits, optimisation| {
+    let sandbox = match vm.sandbox.unwrap_or_default() {
+        Sandbox::On => option::SANDBOX,
+        Sandbox::Off => 0,
+        Sandbox::Strict => option::SANDBOX | option::STRICT,
+    };
+    vm.without.iter().fold(counters | profile | sandbox, |bits, optimisation| {
         bits | match optimisation {
             Optimisation::FastSites => option::NO_FAST_PATHS,
             Optimisation::CallSites => option::NO_CALL_SITES,

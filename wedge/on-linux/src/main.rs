@@ -19,6 +19,7 @@ mod outside;
 mod processes;
 mod profile;
 mod report;
+mod sandbox;
 mod shared;
 mod signal;
 mod sites;
@@ -29,7 +30,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
-use proto::wedge::layout;
+use proto::wedge::{layout, log, option};
 
 use crate::device::Device;
 use crate::memory::Ram;
@@ -101,6 +102,18 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
         // SAFETY: no memory is touched.
         unsafe { sys::call(linux::__NR_prctl, [option.into(), value, 0, 0, 0, 0]) }
             .map_err(|error| ("the host does not let a process give up rights", error))?;
+    }
+    if start.options & option::SANDBOX != 0 {
+        let refused = sandbox::enter();
+        if !refused.is_empty() {
+            let is_needed = start.options & option::STRICT != 0;
+            if is_needed || start.log >= log::INFO {
+                report::say(format_args!("the host lets no process have {refused}"));
+            }
+            if is_needed {
+                sys::exit(report::UNAVAILABLE);
+            }
+        }
     }
     let workers = disk::make_workers(&start, &filters)
         .map_err(|error| ("the host makes no process for a disk", error))?;

@@ -6,6 +6,8 @@ use proto::wedge::layout;
 
 use crate::sys;
 
+/// Exit code for something that the host has not (`docs/spec/exit-codes.md`).
+pub const UNAVAILABLE: u8 = 69;
 /// Exit code for a failure of Parador itself (`docs/spec/exit-codes.md`).
 pub const INTERNAL: u8 = 70;
 /// Exit code for a refusal of the host's kernel.
