@@ -232,6 +232,7 @@ impl LinuxVcpu<'_> {
         cpu.segments[1].selector = self.start.cs as u16;
         cpu.cr4 |= cr4::PGE;
         cpu.cr3 = self.start.initial_cr3;
+        memory::slot().root.store(cpu.cr3, Relaxed);
         let word = |at: u64| {
             let mut bytes = [0; 8];
             // The image is always mapped; what the guest does to its tables is its own.
@@ -548,7 +549,10 @@ impl Backend for LinuxVcpu<'_> {
             Reg::InterruptShadow | Reg::TscOffset => {}
             Reg::Cr0 => cpu.cr0 = value,
             Reg::Cr2 => cpu.cr2 = value,
-            Reg::Cr3 => cpu.cr3 = value,
+            Reg::Cr3 => {
+                cpu.cr3 = value;
+                memory::slot().root.store(value, Relaxed);
+            }
             Reg::Cr4 => cpu.cr4 = value,
             Reg::Efer => cpu.efer = value,
             Reg::Cpl => cpu.cpl = value as u8 & 3,
@@ -885,7 +889,7 @@ fn power_on(start: &Start) {
     cpu.frame.gpr[4] = start.rsp;
     cpu.frame.gpr[7] = start.rdi;
     cpu.cr3 = start.cr3;
-    shared().slots[0].root.store(start.cr3, Relaxed);
+    memory::slot().root.store(start.cr3, Relaxed);
     cpu.gdtr = wedge_core::Table { base: start.gdt, limit: start.gdt_limit as u16 };
     cpu.segments[1].selector = start.cs as u16;
     share_kernel(cpu, start);
