@@ -176,16 +176,140 @@ fn device() -> Result<Rules, BackendError> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn filters_fit() {
+    const X86_64: u32 = 0xc000_003e;
+    const I386: u32 = 0x4000_0003;
+    const X32: u32 = 0x4000_0000;
+    /// Far more than Linux has.
+    const CALLS: u32 = 1024;
+    /// Sets of arguments that each call is tried with.
+    const TRIES: usize = 400;
+
+    fn filters() -> Vec<u64> {
         let words = words().unwrap();
         assert_eq!(words.len(), 3 * Filters::WORDS);
-        for filter in words.chunks(Filters::WORDS) {
+        words
+    }
+
+    #[test]
+    fn filters_fit() {
+        for filter in filters().chunks(Filters::WORDS) {
             let length = filter[0] as usize;
             assert!((10..Filters::WORDS).contains(&length), "{length}");
             // The last instruction returns, and nothing follows.
             assert_eq!(filter[length] & 0xff, 0x06);
             assert!(filter[length + 1..].iter().all(|&word| word == 0));
+        }
+    }
+
+    /// Whether the host carries a call out: the program on `struct seccomp_data`, as `Documentation/networking/filter.rst` in Linux says.
+    fn allows(filter: &[u64], call: u32, architecture: u32, arguments: [u64; 6]) -> bool {
+        const KILL_PROCESS: u32 = 0x8000_0000;
+        const ALLOW: u32 = 0x7fff_0000;
+        let mut data = vec![call, architecture, 0, 0];
+        data.extend(arguments.iter().flat_map(|&word| [word as u32, (word >> 32) as u32]));
+        let (mut at, mut accumulator) = (1, 0);
+        loop {
+            let word = filter[at];
+            let (code, k) = (word & 0xffff, (word >> 32) as u32);
+            let jump = |taken: bool| (word >> if taken { 16 } else { 24 } & 0xff) as usize;
+            at += 1;
+            match code {
+                // BPF_LD | BPF_W | BPF_ABS
+                0x20 => accumulator = data[k as usize / 4],
+                // BPF_ALU | BPF_AND
+                0x54 => accumulator &= k,
+                // BPF_JMP: JA, JEQ, JGT, JGE, JSET
+                0x05 => at += k as usize,
+                0x15 => at += jump(accumulator == k),
+                0x25 => at += jump(accumulator > k),
+                0x35 => at += jump(accumulator >= k),
+                0x45 => at += jump(accumulator & k != 0),
+                // BPF_RET
+                0x06 => {
+                    assert!(matches!(k, KILL_PROCESS | ALLOW), "{k:#x}");
+                    return k == ALLOW;
+                }
+                _ => panic!("instruction {code:#x}"),
+            }
+        }
+    }
+
+    /// What a guest process may do, in other words.
+    fn guest_may(call: u32, arguments: [u64; 6]) -> bool {
+        const PRIVATE_ANONYMOUS_FIXED: u32 = 0x32;
+        const SHARED_FIXED: u32 = 0x11;
+        const POPULATE: u32 = 0x8000;
+        let [first, second, _, fourth, fifth, _] = arguments.map(|word| word as u32);
+        match call {
+            // write: messages, the doorbell
+            1 => matches!(first, 2 | 5),
+            // mmap: of its own, of guest memory
+            9 => {
+                fourth == PRIVATE_ANONYMOUS_FIXED
+                    || fourth & !POPULATE == SHARED_FIXED && fifth == layout::MEMORY_FD
+            }
+            // mprotect, munmap, rt_sigreturn, timer_settime, exit_group, getrandom
+            10 | 11 | 15 | 223 | 231 | 318 => true,
+            // futex: wait, wake
+            202 => matches!(second, 0 | 1),
+            // timer_create: CLOCK_MONOTONIC
+            222 => first == 1,
+            _ => false,
+        }
+    }
+
+    /// Every number with arguments of all kinds: what the filter of a guest process lets through is what is written down above, not more.
+    #[test]
+    fn a_guest_process_may_do_this_and_no_more() {
+        let filters = filters();
+        let guest = &filters[..Filters::WORDS];
+        let mut seed: u64 = 0x9e37_79b9_7f4a_7c15;
+        let mut random = || {
+            seed ^= seed << 13;
+            seed ^= seed >> 7;
+            seed ^= seed << 17;
+            // Small numbers and flags often, for they mean something.
+            match seed % 4 {
+                0 => seed >> 8 & 7,
+                1 => [0x32, 0x11, 0x8011, 0x12, 0x8032][(seed >> 8) as usize % 5],
+                2 => seed >> 8 & 0xffff,
+                _ => seed,
+            }
+        };
+        let mut allowed = 0;
+        for call in (0..CALLS).chain([u32::MAX]) {
+            for _ in 0..TRIES {
+                let arguments = [(); 6].map(|()| random());
+                let allows = |call, architecture| allows(guest, call, architecture, arguments);
+                assert_eq!(
+                    allows(call, X86_64),
+                    guest_may(call, arguments),
+                    "{call} {arguments:x?}"
+                );
+                // The other ways in, where numbers mean other calls.
+                assert!(!allows(call | X32, X86_64), "{call}");
+                assert!(!allows(call, I386), "{call}");
+                allowed += usize::from(allows(call, X86_64));
+            }
+        }
+        assert!(allowed > 6 * TRIES);
+    }
+
+    /// None of the three lets anything new be executed, traced or opened, or reaches other processes' memory or the network.
+    #[test]
+    fn no_process_may_do_what_machines_never_need() {
+        const NEVER: [u32; 24] = [
+            // open, socket, connect, fork, vfork, execve, kill's relatives tkill and tgkill, ptrace, setuid, mount, init_module
+            2, 41, 42, 57, 58, 59, 200, 234, 101, 105, 165, 175,
+            // openat, unshare, process_vm_readv, process_vm_writev, execveat, userfaultfd, bpf, io_uring_setup, pidfd_open, clone3,
+            // openat2, pidfd_getfd
+            257, 272, 310, 311, 322, 323, 321, 425, 434, 435, 437, 438,
+        ];
+        for filter in filters().chunks(Filters::WORDS) {
+            for call in NEVER {
+                assert!(!allows(filter, call, X86_64, [0; 6]), "{call}");
+                assert!(!allows(filter, call, X86_64, [3; 6]), "{call}");
+            }
         }
     }
 }
