@@ -18,7 +18,7 @@ const SLACK: Duration = Duration::from_secs(60);
 /// Time between attempts to reach the guest.
 const PAUSE: Duration = Duration::from_secs(2);
 /// Where the disk's one partition begins.
-const PARTITION: u32 = 1 << 20;
+pub const PARTITION: u32 = 1 << 20;
 
 /// Exit codes of `parador`: the disk that is there is another one; only root can make one.
 const USAGE: i32 = 64;
@@ -53,7 +53,7 @@ const ANSWERS: [&str; 3] = [
 
 /// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks its disk.
 pub fn run(cpus: u32) -> Result<()> {
-    let made = make_disk()?;
+    let made = make_disk("debian", "postgresql")?;
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let disk = folder.path().join("disk.img");
     succeed(Command::new("cp").arg("--sparse=always").arg(made.join("disk.img")).arg(&disk))?;
@@ -106,14 +106,19 @@ fn description(made: &Path, disk: &Path, port: u16) -> Result<String> {
     Ok(text)
 }
 
-/// The folder with the disk, which is made once and kept until disks are made otherwise.
-fn make_disk() -> Result<PathBuf> {
+/// The folder with a disk that has what people do with a Linux: compile, serve pages and data, compute, load a machine.
+pub fn busy_disk() -> Result<PathBuf> {
+    make_disk("debian-hosted", "gcc,libc6-dev,make,postgresql,nginx,wrk,stress-ng,povray")
+}
+
+/// The folder of this name with a disk that has these packages, too; it is made once and kept until disks are made otherwise.
+fn make_disk(name: &str, packages: &str) -> Result<PathBuf> {
     let cache = target().join("cache");
     fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
-    let folder = cache.join("debian");
+    let folder = cache.join(name);
     let make = |as_root: bool, more: &[&str]| {
         let mut command = parador(&cache);
-        command.args(["rootfs", "debian", "--include", "postgresql"]);
+        command.args(["rootfs", "debian", "--include", packages]);
         command.args(more).arg("--output").arg(&folder);
         if as_root {
             let mut root = Command::new("sudo");
@@ -134,8 +139,8 @@ fn make_disk() -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Makes the package.
-fn package(folder: &Path) -> Result<PathBuf> {
+/// Makes the package in a folder.
+pub fn package(folder: &Path) -> Result<PathBuf> {
     let tree = folder.join("package");
     let program = tree.join("usr/bin/parador-guest");
     fs::create_dir_all(tree.join("DEBIAN"))?;

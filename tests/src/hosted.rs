@@ -13,11 +13,11 @@ use tempfile::TempDir;
 /// A kernel to take instead of building one, for those who work on it; `dummy.ko` is beside it.
 const KERNEL: &str = "PARADOR_HOSTED_KERNEL";
 /// Seconds that a machine may run on a busy host.
-const LIMIT: &str = "120s";
+const LIMIT: u32 = 120;
 /// The program that a machine's processes run.
 const WEDGE: &str = "parador-wedge";
 /// How the shell shows that it waits.
-const PROMPT: &str = "guest:/root #";
+pub const PROMPT: &str = "guest:/root #";
 /// How long a process may take to be gone.
 const GONE: Duration = Duration::from_secs(10);
 /// What Linux prints when it finds itself wrong.
@@ -31,7 +31,7 @@ pub struct Rig {
 
 /// How a machine ended, and what it printed.
 #[derive(Debug)]
-struct Ended {
+pub struct Ended {
     code: i32,
     console: String,
     messages: String,
@@ -39,11 +39,17 @@ struct Ended {
 
 impl Ended {
     /// It ended in this way, printed these texts, and Linux found nothing wrong.
-    fn well(self, code: i32, texts: &[&str]) -> Result<Self> {
+    pub fn well(self, code: i32, texts: &[&str]) -> Result<Self> {
         if let Some(wrong) = WRONG.iter().find(|wrong| self.console.contains(**wrong)) {
             bail!("`{wrong}` appeared:\n{}\n{}", self.console, self.messages);
         }
         self.has(code, texts)
+    }
+
+    /// None of these appeared.
+    pub fn never(&self, texts: &[&str]) -> Result<()> {
+        let wrong = texts.iter().find(|text| self.console.contains(**text));
+        wrong.map_or(Ok(()), |wrong| bail!("`{wrong}` appeared:\n{}", self.console))
     }
 
     fn has(self, code: i32, texts: &[&str]) -> Result<Self> {
@@ -67,6 +73,16 @@ impl Rig {
         Ok(Self { folder, kernel })
     }
 
+    /// The folder.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &Path {
+        &self.kernel
+    }
+
     fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
@@ -79,9 +95,17 @@ impl Rig {
         }
     }
 
-    fn run(&self) -> Command {
+    /// A machine without any options but the seconds that it may run.
+    pub fn bare(&self, limit: u32) -> Command {
         let mut command = parador(self.folder.path());
-        command.arg("run").arg(&self.kernel).args(["-i", "busybox", "--timeout", LIMIT]);
+        command.arg("run").arg(&self.kernel).args(["--timeout", &format!("{limit}s")]);
+        command
+    }
+
+    /// A machine with a shell.
+    pub fn run(&self) -> Command {
+        let mut command = self.bare(LIMIT);
+        command.args(["-i", "busybox"]);
         command
     }
 
@@ -94,7 +118,8 @@ impl Rig {
         Ok(command)
     }
 
-    fn disk(&self, name: &str, script: &str, files: &[&Path]) -> Result<()> {
+    /// Makes a disk with a script and files.
+    pub fn disk(&self, name: &str, script: &str, files: &[&Path]) -> Result<()> {
         let tree = self.path("tree");
         fs::create_dir_all(&tree).context("cannot make a folder")?;
         fs::write(tree.join("script"), script).context("cannot write the script")?;
@@ -225,7 +250,7 @@ pub fn profile() -> Result<()> {
 }
 
 /// Runs a machine to its end, with this typed at once.
-fn end(command: &mut Command, typed: &str) -> Result<Ended> {
+pub fn end(command: &mut Command, typed: &str) -> Result<Ended> {
     let mut child = start(command)?;
     if let Some(mut input) = child.stdin.take() {
         // A machine that ends before it reads is one that the caller looks at.
@@ -240,7 +265,8 @@ fn end(command: &mut Command, typed: &str) -> Result<Ended> {
     })
 }
 
-fn start(command: &mut Command) -> Result<Child> {
+/// Starts a command with pipes.
+pub fn start(command: &mut Command) -> Result<Child> {
     command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

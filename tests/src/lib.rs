@@ -11,6 +11,8 @@ pub mod afterburn;
 pub mod debian;
 pub mod hosted;
 pub mod previrt;
+pub mod sandbox;
 pub mod scenario;
 pub mod system;
 pub mod transcript;
+pub mod userland;

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use libtest_mimic::{Arguments, Failed, Trial};
 use parador_tests::scenario::{Backend, Scenario, Step};
 use parador_tests::system::{Machine, parador};
-use parador_tests::{afterburn, debian, hosted, previrt};
+use parador_tests::{afterburn, debian, hosted, previrt, sandbox, userland};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -40,6 +40,9 @@ const HOSTED: &[(&str, Body)] = &[
     ("escapes", hosted::escapes),
     ("functions", hosted::functions),
     ("sandbox", hosted::sandbox),
+    ("filtered", sandbox::filtered),
+    ("plain-user", sandbox::plain_user),
+    ("crowd", sandbox::crowd),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.
 const STRESS_SECONDS: u32 = 10;
@@ -932,6 +935,15 @@ struct Entry {
 }
 
 fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    if let Some((first, rest)) = words.split_first()
+        && first == sandbox::ENTER
+    {
+        if let Err(error) = sandbox::enter(rest) {
+            eprintln!("{error:#}");
+        }
+        return ExitCode::FAILURE;
+    }
     let mut arguments = Arguments::from_args();
     arguments.test_threads.get_or_insert(PARALLEL);
     let results: Arc<Mutex<Vec<Entry>>> = Arc::default();
@@ -993,6 +1005,7 @@ fn main() -> ExitCode {
     let seconds = std::env::var(STRESS).ok().and_then(|text| text.parse().ok());
     let seconds = seconds.unwrap_or(STRESS_SECONDS);
     add("hosted/stress".to_owned(), Box::new(move || hosted::stress(seconds)));
+    add("hosted/debian".to_owned(), Box::new(move || userland::debian(seconds.div_ceil(4))));
     add("previrt/raw-randomized/2-cpu".to_owned(), Box::new(|| previrt::randomized(2)));
     let conclusion = libtest_mimic::run(&arguments, trials);
 

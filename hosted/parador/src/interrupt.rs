@@ -45,7 +45,8 @@ impl Interruptible {
         let doomed = Arc::<Mutex<Doomed>>::default();
         let handle = signals.handle();
         let shared = Arc::clone(&doomed);
-        let thread = thread::spawn(move || {
+        // An error where a host allows no more.
+        let thread = thread::Builder::new().spawn(move || {
             let first = signals.forever().next();
             // Another program that the terminal's signal ended may have made this one fail before the signal
             // was seen here; it is the signal that counts.
@@ -54,6 +55,7 @@ impl Interruptible {
                 std::process::exit(128 + signal);
             }
         });
+        let thread = thread.map_err(|error| Failure::os("start a thread", &error))?;
         Ok(Self { doomed, handle, thread: Some(thread) })
     }
 
