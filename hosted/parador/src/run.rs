@@ -163,6 +163,9 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         eprintln!("parador: {} would run in processes of this host", kernel.display());
         return Ok(0);
     }
+    // A machine runs for long, and needs neither again.
+    drop((image, initrd));
+    drop(bytes);
     let mut command = supervise::command(wedge.as_os_str(), AtEnd::Kill)?;
     let memory = [(prepared.memory, layout::MEMORY_FD), (prepared.shared, layout::SHARED_FD)];
     let disks = disks.into_iter().map(|disk| disk.file.into()).zip(layout::DISKS_FD..);
@@ -179,6 +182,8 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let messages = match &vm.profile_writes {
         None => messages,
         Some(path) => {
+            let bytes = read(kernel)?;
+            let image = Image::parse(&bytes).map_err(|error| refused(&error, kernel))?;
             let (profile, rest) = profile::report(&messages, &image);
             fs::write(path, profile).map_err(|error| Failure::file("write", path, &error))?;
             rest
