@@ -2,7 +2,7 @@
 
 XTASK := scripts/cargo xtask
 
-.PHONY: help run run-hosted test bench bench-previrt image check clean setup
+.PHONY: help run run-hosted test bench bench-previrt bench-hosted image check clean setup
 
 help:
 	@echo "make run      build Parador and boot three guests on an emulated machine, on this terminal"
@@ -10,6 +10,7 @@ help:
 	@echo "make test     run every test: units, device scripts, micro-guests, Linux boots"
 	@echo "make bench    measure and compare with native Linux, KVM and Xen"
 	@echo "make bench-previrt  measure what it costs a kernel to be pre-virtualized"
+	@echo "make bench-hosted  time programs in processes of this host, beside QEMU and User-Mode Linux"
 	@echo "make image    build a bootable ISO image"
 	@echo "make check    format, lints, import rules, unsafe counts, generated documents"
 	@echo "make clean    remove everything that was built"
@@ -19,6 +20,9 @@ run run-hosted test bench image check: setup
 
 bench-previrt: setup
 	@$(XTASK) bench previrt
+
+bench-hosted: setup
+	@$(XTASK) bench hosted
 
 setup:
 	@./install.sh

@@ -16,7 +16,7 @@ pub fn folder() -> PathBuf {
 }
 
 /// Files of this crate that go into RAM disks.
-fn source(name: &str) -> PathBuf {
+pub fn source(name: &str) -> PathBuf {
     workspace().join("bench/guest").join(name)
 }
 

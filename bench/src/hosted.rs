@@ -1,219 +1,370 @@
-//! What programs pay in a pre-virtualized guest that runs in processes of this host: times, beside those of the same program on the host
-//! itself and in QEMU, which translates (TCG).
+//! What programs pay in a pre-virtualized guest that runs in processes of this host: times, beside those of the same programs on the host
+//! itself and in other machines that are its processes ([`places`](crate::places)).
 //!
-//! Hosts are noisy: the three take turns, and each figure is the median of all rounds. For computing it is the best one, because
+//! Hosts are noisy: the places take turns, and each figure is the median of all rounds. For computing it is the best one, because
 //! whatever disturbs it only adds, and a ratio near 1 is to be told from 1.
 
-use anyhow::{Context, Result};
-use parador_tests::system::parador;
-use std::collections::BTreeMap;
-use std::path::Path;
-use std::process::{Command, Stdio};
+use anyhow::{Context, Result, bail};
+use parador_tests::debian;
+use serde_json::{Map, Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use crate::chart;
-use crate::guest::Tree;
-use crate::report::{Figure, short};
+use crate::guest::{Tree, folder, source};
+use crate::places::{self, Kernels, Place, Times, Userland};
+use crate::report::{self, Figure, rounded, short};
 
-/// Turns of each.
+/// Turns of each place.
 const ROUNDS: usize = 5;
+/// Turns with `--quick`.
+const QUICK_ROUNDS: usize = 2;
+/// Places beside the host and `parador` take part in every other round of what takes them minutes.
+const SLOW_EVERY: usize = 2;
 /// The program and its RAM disk's first one.
 const PROGRAM: &str = "hostbench";
-/// How long a machine may take, in seconds.
-const LIMIT: u32 = 180;
+/// What the first program of the RAM disk `start-init` says.
+const BEGUN: &str = "init has begun";
+/// What is compiled: Debian's sources of Lua.
+const LUA: &str = "http://deb.debian.org/debian/pool/main/l/lua5.4/lua5.4_5.4.4.orig.tar.gz";
+const LUA_DIGEST: &str = "SHA256:164c7849653b80ae67bec4b7473b884bf5cc8d2dca05653475ec2ed27b9ebf61";
+/// Bytes of the page that is served.
+const PAGE: usize = 4096;
 
-/// Where the program runs.
-const PLACES: [&str; 3] = ["native", "hosted", "tcg"];
-const NATIVE: usize = 0;
-const HOSTED: usize = 1;
-const TCG: usize = 2;
+/// How a row is read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Medians are compared; less is better.
+    Less,
+    /// The best are.
+    Best,
+    /// Medians; more is better.
+    More,
+    /// There is nothing native.
+    Alone,
+}
 
 struct Row {
     name: &'static str,
     title: &'static str,
-    /// Keys by [`PLACES`].
-    keys: [&'static str; 3],
+    unit: &'static str,
+    kind: Kind,
+    /// Limit of the ratio to native, or of the value.
+    limit: f64,
 }
 
-const ROWS: [Row; 4] = [
-    Row {
-        name: "null_syscall",
-        title: "null system call",
-        keys: ["native_null_syscall_us", "hosted_null_syscall_us", "tcg_null_syscall_us"],
-    },
-    Row {
-        name: "fork",
-        title: "fork, exit, wait",
-        keys: ["native_fork_us", "hosted_fork_us", "tcg_fork_us"],
-    },
-    Row {
-        name: "pipe",
-        title: "pipe round trip",
-        keys: ["native_pipe_us", "hosted_pipe_us", "tcg_pipe_us"],
-    },
-    Row {
-        name: "touch",
-        title: "touch of a fresh page",
-        keys: ["native_touch_us", "hosted_touch_us", "tcg_touch_us"],
-    },
+const fn row(
+    name: &'static str,
+    title: &'static str,
+    unit: &'static str,
+    kind: Kind,
+    limit: f64,
+) -> Row {
+    Row { name, title, unit, kind, limit }
+}
+
+const MIB: f64 = 1_048_576.0;
+const ROWS: [Row; 10] = [
+    row("null_syscall", "null system call", "us", Kind::Less, 1.3),
+    row("fork", "fork, exit, wait", "us", Kind::Less, 3.0),
+    row("pipe", "pipe round trip", "us", Kind::Less, 3.0),
+    row("touch", "touch of a fresh page", "us", Kind::Less, 5.0),
+    row("compute", "computing", "us", Kind::Best, 1.01),
+    row("compile", "compiling Lua's core, make -j2", "us", Kind::Less, 1.6),
+    row("web", "pages of nginx for wrk", "1/s", Kind::More, 0.6),
+    row("povray", "POV-Ray", "us", Kind::Best, 1.02),
+    row("start_ms", "start to init", "ms", Kind::Alone, 400.0),
+    row("vm_bytes", "host memory beside the guest's", "bytes", Kind::Alone, 8.0 * MIB),
 ];
-const COMPUTE: &str = "compute";
-/// The most that computing may take longer than on the host.
-const COMPUTE_LIMIT: f64 = 1.02;
+/// Of these, [`PROGRAM`]'s.
+const PROGRAM_ROWS: usize = 5;
 
-/// Times in microseconds by row: one for each round, of which each is a median already, and the best of all.
-#[derive(Default)]
-struct Times {
-    medians: BTreeMap<String, Vec<f64>>,
-    best: BTreeMap<String, f64>,
+/// What all places have taken.
+type All = [Times; Place::ALL.len()];
+
+fn of(all: &All, place: Place) -> &Times {
+    &all[place as usize]
 }
 
-impl Times {
-    fn read(&mut self, output: &str) {
-        for line in output.lines() {
-            // The kernel's own lines may come between.
-            let Some((_, rest)) = line.split_once("HB ") else { continue };
-            let mut words = rest.split_whitespace();
-            let (Some(name), Some(median), Some(best)) = (words.next(), words.next(), words.next())
-            else {
-                continue;
-            };
-            let (Ok(median), Ok(best)) = (median.parse::<f64>(), best.parse::<f64>()) else {
-                continue;
-            };
-            self.medians.entry(name.to_owned()).or_default().push(median);
-            let known = self.best.entry(name.to_owned()).or_insert(f64::MAX);
-            *known = known.min(best);
-        }
-    }
-
-    /// Median, and how far the rounds are apart, relative to it.
-    fn figure(&self, name: &str) -> Result<(f64, f64)> {
-        let rounds = self.medians.get(name).filter(|rounds| rounds.len() == ROUNDS);
-        let mut sorted = rounds.with_context(|| format!("no times for {name}"))?.clone();
-        sorted.sort_by(f64::total_cmp);
-        let median = sorted[ROUNDS / 2];
-        Ok((median, (sorted[ROUNDS - 1] - sorted[0]) / median))
-    }
-}
-
-/// Measures `kernel` in processes of this host; gives the figures.
-pub fn measure(kernel: &Path) -> Result<Vec<Figure>> {
-    let tree = Tree::new("host", &["sh", "mount", "poweroff"])?;
-    tree.program(PROGRAM)?;
-    tree.init("host-init")?;
-    let disk = tree.pack()?;
-    let program = tree.path(PROGRAM);
-    let mut times: [Times; 3] = Default::default();
+/// Measures `kernel` with [`PROGRAM`] only; gives the figures.
+pub fn figures(kernel: &Path) -> Result<Vec<Figure>> {
+    let kernels = Kernels { parador: kernel.into(), tcg: kernel.into(), tcg_initrd: None };
+    let program = program()?;
+    let mut all = All::default();
     for round in 1..=ROUNDS {
         println!("times of programs on this host: round {round} of {ROUNDS}");
-        times[NATIVE].read(&output(&mut Command::new(&program))?);
-        let mut run = parador(&crate::guest::folder());
-        run.arg("run").arg(kernel).arg("-i").arg(&disk);
-        run.args(["-p", "quiet", "--timeout", &format!("{LIMIT}s")]);
-        times[HOSTED].read(&output(&mut run)?);
-        let mut qemu = Command::new("timeout");
-        qemu.arg(LIMIT.to_string()).arg("qemu-system-x86_64");
-        qemu.args(["-M", "q35", "-accel", "tcg", "-cpu", "max", "-m", "1024", "-smp", "1"]);
-        qemu.args(["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"]);
-        qemu.arg("-no-reboot").arg("-kernel").arg(kernel).arg("-initrd").arg(&disk);
-        qemu.args([
-            "-append",
-            "console=ttyS0 panic=-1 mitigations=off transparent_hugepage=always quiet",
-        ]);
-        times[TCG].read(&output(&mut qemu)?);
-    }
-    let mut figures = Vec::new();
-    let mut groups = Vec::new();
-    println!("\n{:<24} {:>10} {:>10} {:>10}  microseconds", "program", "native", "hosted", "tcg");
-    for row in ROWS {
-        let values = [
-            times[NATIVE].figure(row.name)?,
-            times[HOSTED].figure(row.name)?,
-            times[TCG].figure(row.name)?,
-        ];
-        let [native, hosted, tcg] = values.map(|(value, _)| short(value));
-        println!("{:<24} {native:>10} {hosted:>10} {tcg:>10}", row.title);
-        groups.push(group(row.title, values.map(|(value, _)| value)));
-        for (place, (value, spread)) in values.into_iter().enumerate() {
-            figures.push(Figure {
-                key: row.keys[place],
-                title: titles(row.title, place),
-                value,
-                unit: "us",
-                world_switches: None,
-                peer: (place == HOSTED).then_some(values[TCG].0),
-                // The published neighbour is what has to be beaten.
-                limit: if place == HOSTED { values[TCG].0 } else { f64::INFINITY },
-                spread,
-            });
+        for place in [Place::Native, Place::Parador, Place::Tcg] {
+            program.run(&mut all, place, &kernels)?;
         }
     }
-    let best = |place: usize| {
-        times[place].best.get(COMPUTE).copied().with_context(|| format!("no {COMPUTE}"))
-    };
-    let native = best(NATIVE)?;
-    groups.push(group("computing", [native, best(HOSTED)?, best(TCG)?]));
-    let title =
-        "Time of programs in processes of this host and in QEMU (TCG), relative to the host's own";
-    chart::draw("hosted.svg", &chart::ratios(title, &["hosted", "TCG"], &groups)?)?;
-    for (place, key, limit) in [
-        (NATIVE, "native_compute_ratio", f64::INFINITY),
-        (HOSTED, "hosted_compute_ratio", COMPUTE_LIMIT),
-        (TCG, "tcg_compute_ratio", f64::INFINITY),
-    ] {
-        figures.push(Figure {
-            key,
-            title: titles("computing", place),
-            value: best(place)? / native,
-            unit: "ratio to native",
-            world_switches: None,
-            peer: (place == HOSTED).then_some(best(TCG)? / native),
-            limit,
-            spread: times[place].figure(COMPUTE)?.1,
-        });
+    let mut figures = Vec::new();
+    for row in &ROWS[..PROGRAM_ROWS] {
+        for place in [Place::Native, Place::Parador, Place::Tcg] {
+            let shown = if place == Place::Parador { "hosted" } else { place.name() };
+            let times = of(&all, place);
+            let (value, peer, limit, key, unit) = if row.kind == Kind::Best {
+                let native = of(&all, Place::Native).best(row.name)?;
+                let peer = of(&all, Place::Tcg).best(row.name)? / native;
+                let key = format!("{shown}_{}_ratio", row.name);
+                (times.best(row.name)? / native, peer, row.limit, key, "ratio to native")
+            } else {
+                // The published neighbour is what has to be beaten.
+                let peer = of(&all, Place::Tcg).median(row.name)?.0;
+                let key = format!("{shown}_{}_us", row.name);
+                (times.median(row.name)?.0, peer, peer, key, row.unit)
+            };
+            let ours = place == Place::Parador;
+            figures.push(Figure {
+                // As long as the program lives, which has few.
+                key: key.leak(),
+                title: format!("{}, {shown}", row.title).leak(),
+                value,
+                unit,
+                world_switches: None,
+                peer: ours.then_some(peer),
+                limit: if ours { limit } else { f64::INFINITY },
+                spread: times.median(row.name)?.1,
+            });
+        }
     }
     Ok(figures)
 }
 
-fn group(title: &str, [native, hosted, tcg]: [f64; 3]) -> chart::Group {
-    chart::Group {
-        title: title.to_owned(),
-        values: vec![Some(hosted / native), Some(tcg / native)],
+/// `bench hosted`: measures everything, prints it, draws it, and keeps it.
+pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
+    let made = debian::busy_disk()?;
+    let kernels = Kernels {
+        parador: kernel,
+        tcg: made.join("vmlinuz"),
+        tcg_initrd: Some(made.join("initrd.img")),
+    };
+    let userland = Userland::new(&made, &work()?)?;
+    let program = program()?;
+    let start_disk = {
+        let tree = Tree::new("start", &["sh", "poweroff"])?;
+        tree.init("start-init")?;
+        tree.pack()?
+    };
+    let rounds = if quick { QUICK_ROUNDS } else { ROUNDS };
+    let mut all = All::default();
+    let mut without_uml = places::uml_lacks();
+    for round in 0..rounds {
+        for place in Place::ALL {
+            if place == Place::Uml && without_uml.is_some() {
+                continue;
+            }
+            let slow = matches!(place, Place::Tcg | Place::Uml) && round % SLOW_EVERY != 0;
+            println!("round {} of {rounds}: {}", round + 1, place.name());
+            let mut take = || -> Result<()> {
+                program.run(&mut all, place, &kernels)?;
+                if place != Place::Native {
+                    let time = places::start(place, &kernels, &start_disk, BEGUN)?;
+                    all[place as usize].add("start_ms", time, time);
+                }
+                if !slow {
+                    all[place as usize].read(&userland.run(place, &kernels)?);
+                }
+                if place == Place::Parador {
+                    let bytes = places::machine_bytes(&kernels)?;
+                    all[place as usize].add("vm_bytes", bytes, bytes);
+                }
+                Ok(())
+            };
+            match take() {
+                // It does not run on every host.
+                Err(error) if place == Place::Uml => without_uml = Some(format!("{error:#}")),
+                result => result.with_context(|| place.name())?,
+            }
+        }
+    }
+    if let Some(reason) = &without_uml {
+        println!("User-Mode Linux is left out where it has no figure: {reason}");
+    }
+    let results = ROWS.iter().map(|row| Ok((row, result(&all, row)?)));
+    let results = results.collect::<Result<Vec<_>>>()?;
+    print(&results);
+    let keyed = |(row, result): &(&Row, Outcome)| (row.name.to_owned(), result.json());
+    let object: Map<String, Value> = results.iter().map(keyed).collect();
+    report::write_object("bench-hosted.json", &object)?;
+    if !quick {
+        report::append_line("hosted.jsonl", &json!({ "rounds": rounds, "figures": object }))?;
+    }
+    draw(&results)?;
+    if results.iter().any(|(row, result)| !result.holds(row)) {
+        bail!("a figure misses its limit");
+    }
+    Ok(())
+}
+
+/// A row's values in each place.
+struct Outcome {
+    ratio: Option<f64>,
+    values: [Option<f64>; Place::ALL.len()],
+    /// Of the rounds of `parador`.
+    spread: f64,
+}
+
+impl Outcome {
+    fn value(&self, place: Place) -> Option<f64> {
+        self.values[place as usize]
+    }
+
+    /// Relative to the host's own.
+    fn ratio(&self, place: Place) -> Option<f64> {
+        Some(self.value(place)? / self.value(Place::Native)?)
+    }
+
+    fn holds(&self, row: &Row) -> bool {
+        let value = self.ratio.or(self.value(Place::Parador));
+        value.is_some_and(|value| match row.kind {
+            Kind::More => value >= row.limit,
+            _ => value <= row.limit,
+        })
+    }
+
+    fn json(&self) -> Value {
+        let mut object = Map::new();
+        object.insert("ratio".to_owned(), json!(self.ratio.map(rounded)));
+        for place in Place::ALL {
+            object.insert(place.name().to_owned(), json!(self.value(place).map(rounded)));
+        }
+        object.insert("spread".to_owned(), json!(rounded(self.spread)));
+        Value::Object(object)
     }
 }
 
-/// Titles live as long as the program, which has few.
-fn titles(what: &str, place: usize) -> &'static str {
-    format!("{what}, {}", PLACES[place]).leak()
+fn result(all: &All, row: &Row) -> Result<Outcome> {
+    let value = |place| {
+        let times = of(all, place);
+        match row.kind {
+            Kind::Best => times.best(row.name),
+            _ => times.median(row.name).map(|(median, _)| median),
+        }
+    };
+    let values = Place::ALL.map(|place| value(place).ok());
+    // What is not measured elsewhere has no value there; ours has one.
+    value(Place::Parador)?;
+    let (_, spread) = of(all, Place::Parador).median(row.name)?;
+    let mut outcome = Outcome { ratio: None, values, spread };
+    if row.kind != Kind::Alone {
+        value(Place::Native)?;
+        outcome.ratio = outcome.ratio(Place::Parador);
+    }
+    Ok(outcome)
 }
 
-fn output(command: &mut Command) -> Result<String> {
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .with_context(|| format!("cannot start {command:?}"))?;
-    anyhow::ensure!(
-        output.status.success(),
-        "{command:?} failed ({}):\n{}\n{}",
-        output.status,
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
+fn print(results: &[(&Row, Outcome)]) {
+    let [native, parador, tcg, uml] = Place::ALL.map(Place::name);
+    println!(
+        "\n{:<32} {native:>10} {parador:>10} {tcg:>10} {uml:>10} {:>8} {:>8} {:>8}  unit",
+        "what", "ratio", "limit", "spread"
     );
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    for (row, result) in results {
+        let text = |value: Option<f64>| value.map_or("-".into(), short);
+        let [native, parador, tcg, uml] = result.values.map(text);
+        println!(
+            "{:<32} {native:>10} {parador:>10} {tcg:>10} {uml:>10} {:>8} {:>8} {:>7.1}%  {}{}",
+            row.title,
+            text(result.ratio),
+            short(row.limit),
+            result.spread * 100.0,
+            row.unit,
+            if result.holds(row) { "" } else { "   MISSED" },
+        );
+    }
+}
+
+fn draw(results: &[(&Row, Outcome)]) -> Result<()> {
+    let peers = [Place::Parador, Place::Tcg, Place::Uml];
+    let with_ratio = results.iter().filter(|(row, _)| row.kind != Kind::Alone);
+    let groups: Vec<_> = with_ratio
+        .map(|(row, result)| chart::Group {
+            title: row.title.to_owned(),
+            values: peers
+                .map(|place| {
+                    // Of what is better when it is more, the time that one takes.
+                    let ratio = result.ratio(place)?;
+                    Some(if row.kind == Kind::More { 1.0 / ratio } else { ratio })
+                })
+                .to_vec(),
+        })
+        .collect();
+    let title = "Time of programs in machines that are processes of this host, relative to the host's own \
+                 (less is better)";
+    let text = chart::ratios(title, &["parador", "QEMU (TCG)", "User-Mode Linux"], &groups)?;
+    chart::draw("hosted.svg", &text)
+}
+
+/// [`PROGRAM`], and a RAM disk that runs it.
+struct Program {
+    path: PathBuf,
+    disk: PathBuf,
+}
+
+fn program() -> Result<Program> {
+    let tree = Tree::new("host", &["sh", "mount", "poweroff"])?;
+    tree.program(PROGRAM)?;
+    tree.init("host-init")?;
+    Ok(Program { path: tree.path(PROGRAM), disk: tree.pack()? })
+}
+
+impl Program {
+    fn run(&self, all: &mut All, place: Place, kernels: &Kernels) -> Result<()> {
+        let output = places::program(place, kernels, &self.path, &self.disk)?;
+        all[place as usize].read(&output);
+        Ok(())
+    }
+}
+
+/// The folder with what is done in a Debian.
+fn work() -> Result<PathBuf> {
+    let work = folder().join("userland");
+    if work.exists() {
+        fs::remove_dir_all(&work).context("cannot empty a folder")?;
+    }
+    fs::create_dir_all(&work).context("cannot make a folder")?;
+    let copy = |from: &Path, name: &str| {
+        fs::copy(from, work.join(name)).with_context(|| format!("cannot copy {name}"))
+    };
+    for name in ["userland", "userland-init", "nginx.conf", "scene.pov"] {
+        copy(&source(name), name)?;
+    }
+    copy(&places::archive(LUA, LUA_DIGEST)?, "lua.tar.gz")?;
+    fs::write(work.join("page.html"), "x".repeat(PAGE)).context("cannot write a page")?;
+    Ok(work)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn reads_what_the_program_prints() {
-        let mut times = Times::default();
-        for median in [3.0, 1.0, 2.0, 5.0, 4.0] {
-            times.read(&format!("[ 0.1] noise\nHB fork {median} 0.5 9\nHB broken\n"));
+    fn outcome(row: &Row, values: [f64; 2]) -> Outcome {
+        let mut all = All::default();
+        for (place, value) in [Place::Native, Place::Parador].into_iter().zip(values) {
+            all[place as usize].add(row.name, value, value / 2.0);
         }
-        assert_eq!(times.figure("fork").unwrap(), (3.0, 4.0 / 3.0));
-        assert_eq!(times.best["fork"], 0.5);
-        assert!(times.figure("pipe").is_err());
+        result(&all, row).unwrap()
+    }
+
+    #[test]
+    fn limits_are_kept_or_missed() {
+        for (row, values, holds) in [
+            (&ROWS[1], [10.0, 29.0], true),
+            (&ROWS[1], [10.0, 31.0], false),
+            (&ROWS[6], [10.0, 6.1], true),
+            (&ROWS[6], [10.0, 5.9], false),
+            (&ROWS[8], [1.0, 399.0], true),
+            (&ROWS[8], [1.0, 401.0], false),
+        ] {
+            assert_eq!(outcome(row, values).holds(row), holds, "{} {values:?}", row.name);
+        }
+    }
+
+    #[test]
+    fn an_object_has_the_agreed_keys() {
+        let text = outcome(&ROWS[0], [2.0, 3.0]).json().to_string();
+        let expected =
+            r#"{"ratio":1.5,"native":2.0,"parador":3.0,"tcg":null,"uml":null,"spread":0.0}"#;
+        assert_eq!(text, expected);
     }
 }

@@ -13,6 +13,7 @@ mod hosted;
 mod house;
 mod linux;
 mod peers;
+mod places;
 mod previrt;
 mod report;
 mod runs;
@@ -82,10 +83,14 @@ const GATE_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[t
     name = \"gatebench\"\nbinary = \"check-gatebench\"\nessential = true\n";
 
 fn main() -> ExitCode {
-    let result = match std::env::args().nth(1) {
-        None => measure(),
-        Some(row) if row == "previrt" => previrt::measure(),
-        Some(row) => measure_house(&row),
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        [] => measure(),
+        ["previrt"] => previrt::measure(),
+        ["hosted"] => measure_hosted(false),
+        ["hosted", "--quick"] => measure_hosted(true),
+        [part] => measure_house(part),
+        _ => Err(anyhow::anyhow!("what is to be measured?")),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -171,12 +176,18 @@ fn measure() -> Result<()> {
     Ok(())
 }
 
+/// Measures what programs pay in processes of this host.
+fn measure_hosted(quick: bool) -> Result<()> {
+    std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
+    hosted::measure(previrt::kernel(&[])?, quick)
+}
+
 /// Measures one of the parts of [`House`] only, for who works on it, and keeps nothing.
 fn measure_house(part: &str) -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
     let figures = House::new()?.figures(part)?;
     if figures.is_empty() {
-        bail!("no part `{part}`: ipi, disk, net, many, previrt");
+        bail!("no part `{part}`: ipi, disk, net, many, previrt, hosted");
     }
     report::print(&figures);
     Ok(())

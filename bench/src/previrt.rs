@@ -45,7 +45,7 @@ pub fn measure() -> Result<()> {
         let title = "every site in a stub, geometric mean";
         figures.push(overhead("null_wedge_overhead", title, &plain, null, 1.02)?);
     }
-    figures.extend(hosted::measure(&padded_kernel)?);
+    figures.extend(hosted::figures(&padded_kernel)?);
     print_rows(&plain, &padded, null.as_deref())?;
     report::print(&figures);
     report::write_json("bench-previrt.json", &figures)?;
@@ -57,7 +57,7 @@ pub fn measure() -> Result<()> {
 }
 
 /// The kernel of `parador kernel build`.
-fn kernel(options: &[&str]) -> Result<PathBuf> {
+pub fn kernel(options: &[&str]) -> Result<PathBuf> {
     println!("building Linux {}", options.join(" "));
     let output = parador(&guest::folder())
         .args(["kernel", "build"])

@@ -45,7 +45,7 @@ impl Figure {
 }
 
 /// Four decimals, because ratios differ in the third; more for small shares.
-fn rounded(value: f64) -> f64 {
+pub fn rounded(value: f64) -> f64 {
     let scale = if value.abs() < 0.1 { 1_000_000.0 } else { 10_000.0 };
     (value * scale).round() / scale
 }
@@ -85,8 +85,13 @@ pub fn short(value: f64) -> String {
 pub fn write_json(name: &str, figures: &[Figure]) -> Result<()> {
     let object: Map<String, Value> =
         figures.iter().map(|figure| (figure.key.to_owned(), figure.json())).collect();
+    write_object(name, &object)
+}
+
+/// Writes an object to a file in `target`.
+pub fn write_object(name: &str, object: &Map<String, Value>) -> Result<()> {
     let path = target().join(name);
-    let text = serde_json::to_string_pretty(&Value::Object(object))? + "\n";
+    let text = serde_json::to_string_pretty(object)? + "\n";
     fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
     println!("\nwrote {}", path.display());
     Ok(())
@@ -94,10 +99,6 @@ pub fn write_json(name: &str, figures: &[Figure]) -> Result<()> {
 
 /// Adds this run to the series in git. `rows` are those of the guest benchmark.
 pub fn append_series(figures: &[Figure], rows: Value, guest_kernel: &str) -> Result<()> {
-    let mut commit = git(&["rev-parse", "--short=12", "HEAD"]);
-    if !git(&["status", "--porcelain", "--untracked-files=no"]).is_empty() {
-        commit.push_str("-changed");
-    }
     let figures: Map<String, Value> = figures
         .iter()
         .map(|figure| {
@@ -106,15 +107,27 @@ pub fn append_series(figures: &[Figure], rows: Value, guest_kernel: &str) -> Res
             (figure.key.to_owned(), object)
         })
         .collect();
-    let line = json!({
+    append_line(
+        "native-x86.jsonl",
+        &json!({ "guest_kernel": guest_kernel, "figures": figures, "guest": rows }),
+    )
+}
+
+/// Adds the fields of an object to a series in git, with what was measured.
+pub fn append_line(name: &str, fields: &Value) -> Result<()> {
+    let mut commit = git(&["rev-parse", "--short=12", "HEAD"]);
+    if !git(&["status", "--porcelain", "--untracked-files=no"]).is_empty() {
+        commit.push_str("-changed");
+    }
+    let mut line = json!({
         "commit": commit,
         "date": git(&["log", "-1", "--format=%cI"]),
         "qemu": qemu_version(),
-        "guest_kernel": guest_kernel,
-        "figures": figures,
-        "guest": rows,
     });
-    let path = workspace().join("bench/results/native-x86.jsonl");
+    if let (Some(line), Some(fields)) = (line.as_object_mut(), fields.as_object()) {
+        line.extend(fields.clone());
+    }
+    let path = workspace().join("bench/results").join(name);
     let mut file = OpenOptions::new()
         .create(true)
         .append(true)

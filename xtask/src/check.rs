@@ -15,6 +15,8 @@ use std::time::Instant;
 const EXAMPLE: &str = "examples/three-guests.toml";
 const TESTS: &str = "parador-tests";
 const BENCH: &str = "parador-bench";
+/// Tells system tests how many seconds the load of a machine lasts; this is a long one.
+const STRESS: (&str, &str) = ("PARADOR_STRESS_SECONDS", "160");
 
 /// `parador` as built.
 fn parador() -> Command {
@@ -57,9 +59,13 @@ pub fn image(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// `cargo xtask test [FILTER]`: unit tests and device scripts on the host, then systems in QEMU.
+/// `cargo xtask test [--long] [FILTER]`: unit tests and device scripts on the host, then systems in QEMU.
 /// The second part runs even if the first fails, so that one run shows everything.
 pub fn test(arguments: &[String]) -> Result<()> {
+    let (long, arguments) = match arguments {
+        [first, rest @ ..] if first == "--long" => (true, rest),
+        _ => (false, arguments),
+    };
     let start = Instant::now();
     build(&["host".to_owned()])?;
     // Systems have time limits, which hold where nobody compiles a kernel beside them. Compilers of Rust leave it room: they often
@@ -87,6 +93,9 @@ pub fn test(arguments: &[String]) -> Result<()> {
     let systems = Instant::now();
     let mut command = host_cargo();
     command.args(["test", "--package", TESTS]).env("PARADOR_ARTIFACTS", artifacts());
+    if long {
+        command.env(STRESS.0, STRESS.1);
+    }
     if !arguments.is_empty() {
         command.arg("--").args(arguments);
     }

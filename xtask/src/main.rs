@@ -23,9 +23,10 @@ usage: cargo xtask COMMAND
   run [FILE] [ARGUMENT..] build, then emulate a system (examples/three-guests.toml)
   run-hosted [ARGUMENT..] build, then boot a pre-virtualized kernel in processes of this host
   image [FILE]            build, then make a bootable ISO image
-  test [FILTER]           unit tests, device scripts, and systems in QEMU
+  test [--long] [FILTER]  unit tests, device scripts, and systems; --long: machines are under load for minutes
   bench [disk|net|many]   measure on the emulated machine, all or a part; write target/bench.json
   bench previrt           measure a pre-virtualized kernel; write target/bench-previrt.json
+  bench hosted [--quick]  time programs in processes of this host; write target/bench-hosted.json
   fuzz TARGET [--seconds N]
                           look for inputs that break a target of fuzz/; --seeds writes the first ones
   check                   format, clippy, deps, unsafe, spec, size

@@ -1,0 +1,394 @@
+//! Where programs run whose time is taken: on this host, and in machines that are its processes: `parador run`, QEMU's translation (TCG),
+//! User-Mode Linux.
+
+use anyhow::{Context, Result, bail, ensure};
+use parador_tests::debian::PARTITION;
+use parador_tests::system::parador;
+use parador_tests::transcript::Transcript;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::guest::{self, folder};
+
+/// Processors of each machine, and those that programs have on the host.
+pub const CPUS: u32 = 1;
+/// How long a machine may take, in seconds.
+const LIMIT: u32 = 900;
+/// What every kernel is told.
+const COMMAND_LINE: &str =
+    "console=ttyS0 panic=-1 mitigations=off transparent_hugepage=always quiet";
+/// First program of a machine with Debian: the second disk's.
+const FIRST: &str = "init=/bin/bash -- -c \"mount -o ro DISK /mnt && . /mnt/userland-init\"";
+/// User-Mode Linux, of Debian's package of this name.
+const UML: &str = "linux.uml";
+const UML_PACKAGE: &str = "user-mode-linux";
+/// What the waiting shell of `-i busybox` shows.
+const PROMPT: &str = "guest:/root #";
+/// Guest memory in the map of a process.
+const GUEST_MEMORY: &str = "memfd:parador-guest";
+
+/// A place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// This host itself.
+    Native,
+    /// `parador run`.
+    Parador,
+    /// QEMU without KVM.
+    Tcg,
+    /// User-Mode Linux.
+    Uml,
+}
+
+impl Place {
+    /// In the order in which they take turns.
+    pub const ALL: [Self; 4] = [Self::Native, Self::Parador, Self::Tcg, Self::Uml];
+
+    /// Its name in results.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Native => "native",
+            Self::Parador => "parador",
+            Self::Tcg => "tcg",
+            Self::Uml => "uml",
+        }
+    }
+}
+
+/// Values by row: one for each round, of which each may be a median already, and the best of all.
+#[derive(Default)]
+pub struct Times {
+    rounds: BTreeMap<String, Vec<f64>>,
+    best: BTreeMap<String, f64>,
+}
+
+impl Times {
+    /// Takes `HB NAME MEDIAN BEST ...` from what programs print.
+    pub fn read(&mut self, output: &str) {
+        for line in output.lines() {
+            // The kernel's own lines may come between.
+            let Some((_, rest)) = line.split_once("HB ") else { continue };
+            let mut words = rest.split_whitespace();
+            let (Some(name), Some(median), Some(best)) = (words.next(), words.next(), words.next())
+            else {
+                continue;
+            };
+            let (Ok(median), Ok(best)) = (median.parse::<f64>(), best.parse::<f64>()) else {
+                continue;
+            };
+            self.add(name, median, best);
+        }
+    }
+
+    /// Adds a round.
+    pub fn add(&mut self, name: &str, median: f64, best: f64) {
+        self.rounds.entry(name.to_owned()).or_default().push(median);
+        let known = self.best.entry(name.to_owned()).or_insert(f64::MAX);
+        *known = known.min(best);
+    }
+
+    /// Median of the rounds, and how far they are apart, relative to it.
+    pub fn median(&self, name: &str) -> Result<(f64, f64)> {
+        let rounds = self.rounds.get(name).with_context(|| format!("no times for {name}"))?;
+        let mut sorted = rounds.clone();
+        sorted.sort_by(f64::total_cmp);
+        let (first, last) = (sorted[0], sorted[sorted.len() - 1]);
+        let median = sorted[sorted.len() / 2];
+        Ok((median, (last - first) / median))
+    }
+
+    /// The least.
+    pub fn best(&self, name: &str) -> Result<f64> {
+        self.best.get(name).copied().with_context(|| format!("no times for {name}"))
+    }
+}
+
+/// What machines are started with.
+pub struct Kernels {
+    /// Pre-virtualized.
+    pub parador: PathBuf,
+    /// For QEMU, with the RAM disk that it needs for a disk.
+    pub tcg: PathBuf,
+    /// The same.
+    pub tcg_initrd: Option<PathBuf>,
+}
+
+/// `parador run` with the kernel.
+fn run_parador(kernels: &Kernels) -> Command {
+    let mut run = parador(&folder());
+    run.arg("run").arg(&kernels.parador);
+    run.args(["-c", &CPUS.to_string(), "--timeout", &format!("{LIMIT}s")]);
+    run
+}
+
+fn limited(program: &str) -> Command {
+    let mut command = Command::new("timeout");
+    command.arg(LIMIT.to_string()).arg(program);
+    command
+}
+
+fn run_qemu(kernels: &Kernels) -> Command {
+    let mut qemu = limited("qemu-system-x86_64");
+    qemu.args(["-M", "q35", "-accel", "tcg", "-cpu", "max", "-m", "1024"]);
+    qemu.args(["-smp", &CPUS.to_string(), "-nodefaults", "-no-user-config", "-display", "none"]);
+    qemu.args(["-serial", "stdio", "-no-reboot", "-kernel"]).arg(&kernels.tcg);
+    qemu
+}
+
+fn run_uml() -> Command {
+    let mut uml = limited(UML);
+    uml.args(["mem=1024M", "con=null", "con0=null,fd:1", "quiet"]);
+    uml
+}
+
+/// A program of the host, with as many processors as the machines have.
+fn bound(command: &mut Command) -> &mut Command {
+    command.arg("taskset").arg("--cpu-list").arg(format!("0-{}", CPUS - 1))
+}
+
+/// Starts a RAM disk in a place that is a machine.
+fn with_ram_disk(place: Place, kernels: &Kernels, disk: &Path) -> Result<Command> {
+    Ok(match place {
+        Place::Native => bail!("a RAM disk is started in machines only"),
+        Place::Parador => {
+            let mut run = run_parador(kernels);
+            run.arg("-i").arg(disk).args(["-p", "quiet"]);
+            run
+        }
+        Place::Tcg => {
+            let mut qemu = run_qemu(kernels);
+            qemu.arg("-initrd").arg(disk).args(["-append", COMMAND_LINE]);
+            qemu
+        }
+        Place::Uml => {
+            let mut uml = run_uml();
+            uml.arg(format!("initrd={}", disk.display()));
+            uml
+        }
+    })
+}
+
+/// Runs a program that is in a RAM disk, too, and that its first program starts; gives what it prints.
+pub fn program(place: Place, kernels: &Kernels, program: &Path, disk: &Path) -> Result<String> {
+    if place != Place::Native {
+        return output(&mut with_ram_disk(place, kernels, disk)?);
+    }
+    let mut command = Command::new("env");
+    output(bound(&mut command).arg(program))
+}
+
+/// Milliseconds from the start of a machine's program to what `text` of the RAM disk's first program says.
+pub fn start(place: Place, kernels: &Kernels, disk: &Path, text: &str) -> Result<f64> {
+    let mut command = with_ram_disk(place, kernels, disk)?;
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let begin = Instant::now();
+    let mut child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
+    let output = child.stdout.take().context("no output")?;
+    let mut console = Transcript::follow("console", output);
+    let seen = console.expect(text, begin + Duration::from_secs(LIMIT.into()));
+    let time = begin.elapsed();
+    child.wait().context("cannot wait for a machine")?;
+    seen.map(|()| time.as_secs_f64() * 1e3)
+}
+
+/// A Debian for all places: its disk, the same files for programs of the host, and a second disk with what is measured.
+pub struct Userland {
+    disk: PathBuf,
+    tree: PathBuf,
+    work: PathBuf,
+    work_disk: PathBuf,
+}
+
+impl Userland {
+    /// `made` is a folder of `parador rootfs debian`; `work` has what is measured.
+    pub fn new(made: &Path, work: &Path) -> Result<Self> {
+        let disk = made.join("disk.img");
+        let tree = folder().join("debian");
+        let record = fs::read(made.join("made-with")).context("no record of the disk")?;
+        let copied = folder().join("debian-made-with");
+        if !fs::read(&copied).is_ok_and(|copied| copied == record) {
+            if tree.exists() {
+                fs::remove_dir_all(&tree).context("cannot remove an old tree")?;
+            }
+            fs::create_dir_all(&tree).context("cannot make a folder")?;
+            let mut copy = Command::new("/sbin/debugfs");
+            copy.arg("-R").arg(format!("rdump / {}", tree.display()));
+            output(copy.arg(format!("{}?offset={PARTITION}", disk.display())))?;
+            ensure!(tree.join("usr/bin/gcc").exists(), "debugfs has not copied the disk");
+            fs::write(&copied, &record).context("cannot write a record")?;
+        }
+        let work_disk = work.with_extension("img");
+        if work_disk.exists() {
+            fs::remove_file(&work_disk).context("cannot remove an old disk")?;
+        }
+        let mut make = Command::new("/sbin/mke2fs");
+        make.args(["-q", "-t", "ext4", "-d"]).args([work, &work_disk]).arg("16M");
+        output(&mut make)?;
+        Ok(Self { disk, tree, work: work.to_owned(), work_disk })
+    }
+
+    /// Runs `userland` in a place; gives what it prints.
+    pub fn run(&self, place: Place, kernels: &Kernels) -> Result<String> {
+        let first = |device: &str| FIRST.replace("DISK", device);
+        let virtio = first("/dev/vdb");
+        let mut command = match place {
+            Place::Native => self.native()?,
+            Place::Parador => {
+                let mut run = run_parador(kernels);
+                for disk in [&self.disk, &self.work_disk] {
+                    run.arg("-d").arg(format!("path={},ro=on", disk.display()));
+                }
+                run.args(["-p", &format!("root=/dev/vda1 ro quiet {virtio}")]);
+                run
+            }
+            Place::Tcg => {
+                let mut qemu = run_qemu(kernels);
+                if let Some(initrd) = &kernels.tcg_initrd {
+                    qemu.arg("-initrd").arg(initrd);
+                }
+                for disk in [&self.disk, &self.work_disk] {
+                    let drive = format!("file={},if=virtio,format=raw,readonly=on", disk.display());
+                    qemu.args(["-drive", &drive]);
+                }
+                qemu.arg("-append").arg(format!("{COMMAND_LINE} root=/dev/vda1 ro {virtio}"));
+                qemu
+            }
+            Place::Uml => {
+                let mut uml = run_uml();
+                uml.arg(format!("ubd0r={}", self.disk.display()));
+                uml.arg(format!("ubd1r={}", self.work_disk.display()));
+                uml.args(["root=/dev/ubda1", "ro", &first("/dev/ubdb")]);
+                uml
+            }
+        };
+        output(&mut command)
+    }
+
+    /// In the tree, with a network of its own, in name spaces that end with it.
+    fn native(&self) -> Result<Command> {
+        let script = "mount --rbind /dev \"$1/dev\"; mount --rbind /proc \"$1/proc\"; \
+                      mount -t tmpfs tmp \"$1/tmp\"; mount --bind \"$2\" \"$1/mnt\"; \
+                      chroot \"$1\" ip link set lo up; shift 2; exec \"$@\"";
+        let mut command = limited("unshare");
+        command.args(["--mount", "--net"]);
+        if output(Command::new("id").arg("-u"))?.trim() != "0" {
+            command.arg("--map-root-user");
+        }
+        command.args(["sh", "-ec", script, "sh"]).args([&self.tree, &self.work]);
+        command.arg("chroot").arg(&self.tree);
+        bound(&mut command).args(["bash", "/mnt/userland", &CPUS.to_string()]);
+        Ok(command)
+    }
+}
+
+/// Why User-Mode Linux cannot take part; `None`: it is there.
+pub fn uml_lacks() -> Option<String> {
+    let there = Command::new(UML).arg("--version").stdout(Stdio::null()).status();
+    there.err().map(|error| format!("{UML} (package {UML_PACKAGE}): {error}"))
+}
+
+/// Bytes of this host that a waiting machine takes beyond its guest's memory: of each of its processes what it has for itself and its share
+/// of what it shares, and its page tables.
+pub fn machine_bytes(kernels: &Kernels) -> Result<f64> {
+    let mut run = run_parador(kernels);
+    run.args(["-i", "busybox", "-p", "quiet"]);
+    run.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = run.spawn().context("cannot start parador")?;
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let output = child.stdout.take().context("no output")?;
+    let shell = Transcript::follow("console", output).expect(PROMPT, deadline);
+    let bytes = shell.and_then(|()| family_bytes(child.id()));
+    child.kill().and_then(|()| child.wait()).context("cannot end parador")?;
+    bytes
+}
+
+/// Of a process and its descendants.
+fn family_bytes(process: u32) -> Result<f64> {
+    let read = |name: &str| {
+        let path = format!("/proc/{process}/{name}");
+        fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
+    };
+    let tables = kibibytes(&read("status")?, "VmPTE:");
+    let mut bytes = 1024.0 * (share(&read("smaps")?) + tables);
+    for child in read(&format!("task/{process}/children"))?.split_whitespace() {
+        bytes += family_bytes(child.parse().context("no number of a process")?)?;
+    }
+    Ok(bytes)
+}
+
+/// Sum of the shares in `smaps`, in KiB, but of guest memory.
+fn share(smaps: &str) -> f64 {
+    let mut counted = true;
+    let mut sum = 0.0;
+    for line in smaps.lines() {
+        // A mapping's first line has addresses, the others a name and a colon.
+        match line.split_whitespace().next() {
+            Some(word) if !word.ends_with(':') => counted = !line.contains(GUEST_MEMORY),
+            _ if counted => sum += kibibytes(line, "Pss:"),
+            _ => {}
+        }
+    }
+    sum
+}
+
+/// `NAME  123 kB` in a text.
+fn kibibytes(text: &str, name: &str) -> f64 {
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    let word = line.and_then(|line| line.split_whitespace().next());
+    word.and_then(|word| word.parse().ok()).unwrap_or(0.0)
+}
+
+fn output(command: &mut Command) -> Result<String> {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot start {command:?}"))?;
+    ensure!(
+        output.status.success(),
+        "{command:?} failed ({}):\n{}\n{}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// A source archive, checked, kept for the next time.
+pub fn archive(url: &str, digest: &str) -> Result<PathBuf> {
+    let name = url.rsplit('/').next().context("no name")?;
+    let path = guest::folder().join(name);
+    if !path.exists() {
+        // Debian's own program for it: knows apt's proxies and checks the digest.
+        let mut fetch = Command::new("/usr/lib/apt/apt-helper");
+        output(fetch.arg("download-file").args([url.as_ref(), path.as_os_str()]).arg(digest))?;
+    }
+    Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_what_the_program_prints() {
+        let mut times = Times::default();
+        for median in [3.0, 1.0, 2.0, 5.0, 4.0] {
+            times.read(&format!("[ 0.1] noise\nHB fork {median} 0.5 9\nHB broken\n"));
+        }
+        assert_eq!(times.median("fork").unwrap(), (3.0, 4.0 / 3.0));
+        assert_eq!(times.best("fork").unwrap(), 0.5);
+        assert!(times.median("pipe").is_err());
+    }
+
+    #[test]
+    fn guest_memory_is_not_counted() {
+        let smaps = "1000-2000 rw-p 0 00:00 0 [heap]\nSize: 8 kB\nPss: 5 kB\nPss_Dirty: 5 kB\n\
+                     3000-4000 rw-s 0 00:01 7 /memfd:parador-guest (deleted)\nPss: 70 kB\n\
+                     5000-6000 rw-s 0 00:01 8 /memfd:parador-shared (deleted)\nPss: 2 kB\n";
+        assert_eq!(share(smaps), 7.0);
+        assert_eq!(kibibytes("VmRSS: 5 kB\nVmPTE:\t  12 kB\n", "VmPTE:"), 12.0);
+    }
+}
