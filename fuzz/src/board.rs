@@ -201,7 +201,10 @@ fn functions() -> Slots<Connected, 5> {
     let mut slots = Slots::new();
     for (device, outside) in [
         (Model::Block(info), Connected { disk, ..Connected::default() }),
-        (Model::Net(NetInfo { mac: [2; 6] }), Connected { port, ..Connected::default() }),
+        (
+            Model::Net(NetInfo { mac: [2; 6], ..NetInfo::default() }),
+            Connected { port, ..Connected::default() },
+        ),
         (Model::Console, Connected::default()),
         (Model::Entropy, Connected { bytes: 100, ..Connected::default() }),
         (Model::Channel(channel), Connected { peer: Some(peer), ..Connected::default() }),

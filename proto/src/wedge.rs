@@ -1,5 +1,5 @@
 //! What a loader tells the wedge that runs a guest in processes of Linux: one record at the beginning of the memory that they share, and
-//! one for each disk behind it.
+//! one for each disk and each network behind it.
 //!
 //! All of it is numbers of 64 bits, little-endian, in the order of the fields.
 
@@ -64,9 +64,13 @@ pub mod layout {
     pub const DOORBELL_FD: u32 = 5;
     /// Descriptors of the disks, one after another.
     pub const DISKS_FD: u32 = 6;
+    /// Descriptors of the networks, one after another.
+    pub const NETS_FD: u32 = 16;
 
     /// Where the records of the disks are in the shared memory.
     pub const DISKS: u64 = 0x800;
+    /// Where the records of the networks are in the shared memory.
+    pub const NETS: u64 = 0x900;
     /// Where [`Filters`](super::Filters) are in the shared memory.
     pub const FILTERS: u64 = 0x02f0_0000;
 }
@@ -76,24 +80,30 @@ pub mod layout {
 #[derive(Clone, Copy, Debug)]
 pub struct Filters {
     /// Of each the length in instructions, then these.
-    pub programs: [[u64; Self::WORDS]; 3],
+    pub programs: [[u64; Self::WORDS]; Self::COUNT],
 }
 
 impl Filters {
     /// Words of each.
     pub const WORDS: usize = 512;
+    /// How many there are.
+    pub const COUNT: usize = 4;
     /// [`Self::programs`]: of the guest's processes.
     pub const GUEST: usize = 0;
     /// Of those of disks.
     pub const WORKER: usize = 1;
     /// Of the device process.
     pub const DEVICE: usize = 2;
+    /// Of those of networks.
+    pub const NET: usize = 3;
 }
 
 const _: () = assert!(layout::FILTERS + size_of::<Filters>() as u64 <= layout::SHARED_LENGTH);
 
 /// Most disks of a machine.
 pub const MAX_DISKS: usize = 4;
+/// Most networks of a machine.
+pub const MAX_NETS: usize = 4;
 
 macro_rules! record {
     ($($(#[$doc:meta])* $field:ident,)*) => {
@@ -171,6 +181,8 @@ record! {
     options,
     /// Number of disks.
     disks,
+    /// Number of networks.
+    nets,
     /// Messages that are printed: see [`log`].
     log,
     /// Pages of 4 KiB that the guest is to give up, plus 1; 0: it has no balloon.
@@ -178,6 +190,9 @@ record! {
 }
 
 const _: () = assert!(Start::WORDS as u64 * 8 <= layout::DISKS);
+const _: () = assert!(layout::DISKS + 8 * (MAX_DISKS * Disk::WORDS) as u64 <= layout::NETS);
+const _: () = assert!(layout::NETS + 8 * (MAX_NETS * Net::WORDS) as u64 <= 0x1000);
+const _: () = assert!(layout::DISKS_FD + MAX_DISKS as u32 <= layout::NETS_FD);
 
 /// A disk: what its descriptor is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -213,6 +228,47 @@ impl Disk {
             bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]);
         }
         Self { sectors, read_only: read_only != 0, serial }
+    }
+}
+
+/// A network: what its descriptor is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Net {
+    /// The card's address.
+    pub mac: [u8; 6],
+    /// Longest packet that the guest is told of; 0: it is told nothing.
+    pub mtu: u16,
+    /// The descriptor is that of `/dev/net/tun`, and this is the name of the tap device that it shall stand for, filled up with zeros. All
+    /// zeros: it is a stream of frames, each behind its length as 32 bits, big-endian (as `passt` and QEMU's `-netdev stream` have it).
+    pub tap: [u8; 16],
+}
+
+impl Net {
+    /// Words of the record.
+    pub const WORDS: usize = 3;
+
+    /// The record as it lies in memory.
+    pub fn to_words(&self) -> [u64; Self::WORDS] {
+        let [a, b, c, d, e, f] = self.mac;
+        let [low, high] = self.mtu.to_le_bytes();
+        let (first, last) = self.tap.split_at(8);
+        let word =
+            |half: &[u8]| half.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
+        [u64::from_le_bytes([a, b, c, d, e, f, low, high]), word(first), word(last)]
+    }
+
+    /// The record from memory.
+    pub fn from_words(words: &[u64; Self::WORDS]) -> Self {
+        let [a, b, c, d, e, f, low, high] = words[0].to_le_bytes();
+        let mut tap = [0; 16];
+        tap[..8].copy_from_slice(&words[1].to_le_bytes());
+        tap[8..].copy_from_slice(&words[2].to_le_bytes());
+        Self { mac: [a, b, c, d, e, f], mtu: u16::from_le_bytes([low, high]), tap }
+    }
+
+    /// It is a tap device.
+    pub fn is_tap(&self) -> bool {
+        self.tap != [0; 16]
     }
 }
 
@@ -255,6 +311,14 @@ mod tests {
         assert_eq!(Start::from_words(&words), Some(start));
         words[1] += 1;
         assert_eq!(Start::from_words(&words), None);
+    }
+
+    #[test]
+    fn a_network_comes_back() {
+        let net = Net { mac: [2, 3, 4, 5, 6, 7], mtu: 65_520, tap: *b"abcdefghijklmno\0" };
+        assert_eq!(Net::from_words(&net.to_words()), net);
+        let stream = Net::from_words(&[0; Net::WORDS]);
+        assert_eq!((stream, stream.is_tap(), net.is_tap()), (Net::default(), false, true));
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Machines that are processes of this host: `parador run` with the kernel of `parador kernel build`. No QEMU.
 
+pub mod net;
+
 use crate::previrt::Kernel;
 use crate::system::{artifacts, parador};
 use anyhow::{Context, Result, bail, ensure};

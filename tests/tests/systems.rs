@@ -43,6 +43,11 @@ const HOSTED: &[(&str, Body)] = &[
     ("filtered", sandbox::filtered),
     ("plain-user", sandbox::plain_user),
     ("crowd", sandbox::crowd),
+    ("net-user", hosted::net::user),
+    ("net-switch", hosted::net::switch),
+    ("net-tap", hosted::net::tap),
+    ("net-kills", hosted::net::kills),
+    ("net-refusals", hosted::net::refusals),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.
 const STRESS_SECONDS: u32 = 10;

@@ -187,7 +187,7 @@ impl Net {
     }
 }
 
-fn parse_mac(text: &str) -> Result<Mac, String> {
+pub fn parse_mac(text: &str) -> Result<Mac, String> {
     let refuse = || format!("`{text}` is no address of a network card: write 02:00:00:00:00:01");
     let mut mac = Mac::default();
     let mut parts = text.split(':');

@@ -7,6 +7,7 @@
 use crate::description::{self, Size};
 use crate::disk;
 use crate::failure::{self, Failure};
+use crate::net;
 use crate::problem::{Problem, Report};
 use clap::{Args, ValueEnum};
 use proto::system::MAX_VCPUS;
@@ -31,6 +32,10 @@ pub struct Config {
     #[arg(short, long = "disk", value_name = "DISK", value_parser = disk::parse)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub disk: Vec<disk::Description>,
+    /// Network: user or passt, with hostfwd=tcp:2222:22; or tap=NAME; or switch=SOCKET; or none; mac=ADDRESS; up to four.
+    #[arg(long = "net", value_name = "NET", value_parser = net::parse)]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub net: Vec<net::Description>,
 }
 
 /// `[vm]`.
@@ -233,7 +238,9 @@ impl Config {
         let Vm { kernel, initrd, profile_writes, .. } = &mut self.vm;
         let initrd = initrd.iter_mut().filter(|path| !is_busybox(path));
         let disks = self.disk.iter_mut().map(|disk| &mut disk.path);
-        for path in kernel.iter_mut().chain(initrd).chain(profile_writes).chain(disks) {
+        let switches = self.net.iter_mut().filter_map(|net| net.switch.as_mut());
+        let machine = kernel.iter_mut().chain(initrd).chain(profile_writes);
+        for path in machine.chain(disks).chain(switches) {
             *path = folder.join(&*path);
         }
         self
@@ -311,13 +318,24 @@ without = [\"functions\"]
 [[disk]]
 path = \"root.img\"
 ro = true
+
+[[net]]
+kind = \"user\"
+hostfwd = [\"tcp:2222:22\", \"udp:0.0.0.0:53-:53\"]
+
+[[net]]
+switch = \"lan\"
+mac = \"02:00:00:00:00:01\"
 ";
 
     #[test]
     fn a_file_and_a_command_line_say_the_same() {
         let words = ["-k", "vmlinux", "-i", "busybox", "-m", "512M", "--timeout", "2m"];
         let more = ["--without", "functions", "-d", "root.img,ro=on"];
-        assert_eq!(Config::parse(FILE).unwrap(), line(&[&words[..], &more].concat()));
+        let nets = ["--net", "user,hostfwd=tcp:2222:22,hostfwd=udp:0.0.0.0:53-:53"];
+        let last = ["--net", "switch=lan,mac=02:00:00:00:00:01"];
+        let all = [&words[..], &more, &nets, &last].concat();
+        assert_eq!(Config::parse(FILE).unwrap(), line(&all));
     }
 
     #[test]
@@ -332,6 +350,7 @@ ro = true
         assert!(merged.vm.counters);
         let disks: Vec<_> = merged.disk.iter().map(|disk| disk.path.to_str().unwrap()).collect();
         assert_eq!(disks, ["/vm/root.img", "b"]);
+        assert_eq!(merged.net[1].switch.as_deref(), Some(Path::new("/vm/lan")));
         assert_eq!(file.merge(&Config::default()).unwrap(), file);
     }
 

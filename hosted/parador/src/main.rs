@@ -26,7 +26,9 @@ mod keyvalue;
 mod machine;
 mod machine_exit;
 mod module;
+mod net;
 mod output;
+mod passt;
 mod problem;
 mod profile;
 mod programs;
@@ -34,6 +36,7 @@ mod rootfs;
 mod run;
 mod steps;
 mod supervise;
+mod switch;
 mod terminal;
 
 use clap::Parser;
@@ -41,7 +44,10 @@ use clap::error::ErrorKind;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    if let Some(code) = supervise::become_other_program().or_else(afterburn::become_assembler) {
+    if let Some(code) = supervise::become_other_program()
+        .or_else(afterburn::become_assembler)
+        .or_else(switch::become_switch)
+    {
         return code;
     }
     let arguments = match commands::Cli::try_parse() {

@@ -7,6 +7,7 @@ use crate::fetch;
 use crate::initramfs;
 use crate::interrupt::Interruptible;
 use crate::machine::{End, Machine};
+use crate::net::{self, Net};
 use crate::output::print;
 use crate::profile;
 use crate::programs::Programs;
@@ -16,7 +17,7 @@ use clap::Args;
 use command_fds::{CommandFdExt, FdMapping};
 use hosted_vmm::{Error, Image};
 use proto::system::MAX_VCPUS;
-use proto::wedge::{MAX_DISKS, layout, log, option};
+use proto::wedge::{MAX_DISKS, MAX_NETS, layout, log, option};
 use rustix::process::Signal;
 use signal_hook::consts::SIGXFSZ;
 use signal_hook::flag;
@@ -139,7 +140,9 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         command_line.push(' ');
         command_line.push_str(more);
     }
+    let mut nets = open_nets(&config.net)?;
     let records: Vec<_> = disks.iter().map(|disk| disk.record).collect();
+    let net_records: Vec<_> = nets.iter().map(|net| net.record).collect();
     let machine = hosted_vmm::Machine {
         memory,
         vcpus,
@@ -153,12 +156,14 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         },
         balloon,
         disks: &records,
+        nets: &net_records,
     };
     // A limit of the size of files is an error then, not the end.
     flag::register(SIGXFSZ, Arc::default())
         .map_err(|error| Failure::os("listen to signals", &error))?;
     let prepared =
         hosted_vmm::prepare(&image, &machine).map_err(|error| refused(&error, kernel))?;
+    nets.iter_mut().try_for_each(Net::wait)?;
     if options.dry_run {
         eprintln!("parador: {} would run in processes of this host", kernel.display());
         return Ok(0);
@@ -169,7 +174,10 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let mut command = supervise::command(wedge.as_os_str(), AtEnd::Kill)?;
     let memory = [(prepared.memory, layout::MEMORY_FD), (prepared.shared, layout::SHARED_FD)];
     let disks = disks.into_iter().map(|disk| disk.file.into()).zip(layout::DISKS_FD..);
-    let descriptors = memory.into_iter().chain(disks);
+    // What is on their other sides ends with this function.
+    let (nets, _others): (Vec<_>, Vec<_>) = nets.into_iter().map(Net::split).unzip();
+    let nets = nets.into_iter().zip(layout::NETS_FD..);
+    let descriptors = memory.into_iter().chain(disks).chain(nets);
     let descriptors =
         descriptors.map(|(parent_fd, number)| FdMapping { parent_fd, child_fd: number as i32 });
     command
@@ -203,6 +211,19 @@ fn open_disks(disks: &[disk::Description]) -> Result<Vec<Disk>, Failure> {
         return Err(Failure::new(failure::USAGE, text));
     }
     disks.iter().enumerate().map(|(number, disk)| disk.open(number)).collect()
+}
+
+/// Connects the networks that the user names.
+fn open_nets(nets: &[net::Description]) -> Result<Vec<Net>, Failure> {
+    if nets.len() > MAX_NETS {
+        let text = format!("{} networks are more than {MAX_NETS}", nets.len());
+        return Err(Failure::new(failure::USAGE, text));
+    }
+    let opened: Vec<_> = nets.iter().map(net::Description::open).collect::<Result<_, _>>()?;
+    if nets.len() > 1 && opened.iter().any(Option::is_none) {
+        return Err(Failure::new(failure::BAD_CONFIG, "--net none: there is another network"));
+    }
+    Ok(opened.into_iter().flatten().collect())
 }
 
 /// What an end means.
@@ -268,9 +289,10 @@ fn refused(error: &Error, kernel: &Path) -> Failure {
     };
     let failure = match error {
         Error::Host(action, error) => Failure::os(action, error),
-        Error::Lacking(_) | Error::TooMuchMemory { .. } | Error::TooManyDisks(_) => {
-            Failure::new(code, error.to_string())
-        }
+        Error::Lacking(_)
+        | Error::TooMuchMemory { .. }
+        | Error::TooManyDisks(_)
+        | Error::TooManyNets(_) => Failure::new(code, error.to_string()),
         _ => Failure::new(code, format!("{}: {error}", kernel.display())),
     };
     match error.help() {

@@ -31,6 +31,8 @@ pub enum Error {
     },
     /// More disks than a machine has.
     TooManyDisks(usize),
+    /// More networks than a machine has.
+    TooManyNets(usize),
     /// Filters of system calls cannot be made: why.
     Filters(String),
     /// The host's processor or kernel lacks something.
@@ -55,6 +57,9 @@ impl fmt::Display for Error {
             }
             Self::TooManyDisks(count) => {
                 write!(f, "{count} disks are more than {}", proto::wedge::MAX_DISKS)
+            }
+            Self::TooManyNets(count) => {
+                write!(f, "{count} networks are more than {}", proto::wedge::MAX_NETS)
             }
             Self::Filters(why) => write!(f, "no filters of system calls: {why}"),
             Self::Lacking(what) => write!(f, "this host has no {what}"),

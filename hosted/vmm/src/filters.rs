@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use linux_raw_sys::general as linux;
+use linux_raw_sys::{general as linux, ioctl};
 use proto::wedge::{Filters, layout};
 use seccompiler::SeccompCmpArgLen::Dword;
 use seccompiler::SeccompCmpOp::Eq;
@@ -27,7 +27,7 @@ type Conditions<'a> = &'a [(u8, u32)];
 /// The filters, as the wedge reads them.
 pub fn words() -> Result<Vec<u64>, Error> {
     let mut words = Vec::new();
-    for rules in [guest(), worker(), device()] {
+    for rules in [guest(), worker(), device(), net()] {
         let program = rules.and_then(compile).map_err(|error| Error::Filters(error.to_string()))?;
         words.extend(pack(&program)?);
     }
@@ -138,6 +138,16 @@ fn worker() -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
+/// A process of a network, whose descriptor is the only one that it has beside those named here. Of a tap device it can only say which frames
+/// are taken.
+fn net() -> Result<Rules, BackendError> {
+    let mut rules = Rules::new();
+    common(&mut rules, &[layout::ERRORS_FD, layout::DOORBELL_FD])?;
+    allow_all(&mut rules, &[linux::__NR_readv, linux::__NR_writev]);
+    allow(&mut rules, linux::__NR_ioctl, &[&[(1, ioctl::TUNSETOFFLOAD)]])?;
+    Ok(rules)
+}
+
 /// The process that serves the console and makes those of the guest, which set themselves up under this filter before they take theirs.
 fn device() -> Result<Rules, BackendError> {
     let mut rules = guest()?;
@@ -172,6 +182,43 @@ fn device() -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
+/// Confines this process, a program of Rust's library that only carries frames between sockets that it has or accepts, and in the end
+/// removes a file by a descriptor of its folder.
+pub fn confine_switch() -> Result<(), Error> {
+    let failed = |error: &dyn std::fmt::Display| Error::Filters(error.to_string());
+    let program = switch().and_then(compile).map_err(|error| failed(&error))?;
+    seccompiler::apply_filter(&program).map_err(|error| failed(&error))
+}
+
+fn switch() -> Result<Rules, BackendError> {
+    let mut rules = Rules::new();
+    allow(&mut rules, linux::__NR_ioctl, &[&[(1, ioctl::FIONBIO)]])?;
+    allow_all(
+        &mut rules,
+        &[
+            linux::__NR_accept4,
+            linux::__NR_ppoll,
+            linux::__NR_recvfrom,
+            linux::__NR_sendto,
+            linux::__NR_close,
+            linux::__NR_flock,
+            linux::__NR_newfstatat,
+            linux::__NR_unlinkat,
+            // Memory, hash tables, the end.
+            linux::__NR_mmap,
+            linux::__NR_mremap,
+            linux::__NR_munmap,
+            linux::__NR_madvise,
+            linux::__NR_brk,
+            linux::__NR_getrandom,
+            linux::__NR_futex,
+            linux::__NR_sigaltstack,
+            linux::__NR_exit_group,
+        ],
+    );
+    Ok(rules)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -186,7 +233,7 @@ mod tests {
 
     fn filters() -> Vec<u64> {
         let words = words().unwrap();
-        assert_eq!(words.len(), 3 * Filters::WORDS);
+        assert_eq!(words.len(), Filters::COUNT * Filters::WORDS);
         words
     }
 

@@ -4,7 +4,7 @@ use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::os::fd::OwnedFd;
 
 use hw_x86::paging::{entry, xcr0};
-use proto::wedge::{Disk, MAX_DISKS, Start, layout};
+use proto::wedge::{Disk, MAX_DISKS, MAX_NETS, Net, Start, layout};
 use vmm_boot::Rest;
 use vmm_mem::shared::SharedMemory;
 use vmm_mem::{GuestMemory, PAGE_SIZE};
@@ -41,6 +41,8 @@ pub struct Machine<'a> {
     pub balloon: Option<u64>,
     /// Disks.
     pub disks: &'a [Disk],
+    /// Networks.
+    pub nets: &'a [Net],
 }
 
 /// What the wedge is started with.
@@ -65,6 +67,9 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     if machine.disks.len() > MAX_DISKS {
         return Err(Error::TooManyDisks(machine.disks.len()));
     }
+    if machine.nets.len() > MAX_NETS {
+        return Err(Error::TooManyNets(machine.nets.len()));
+    }
     let chips = vmm_machine::layout_with_pci();
     let host = |action| move |error| Error::Host(action, error);
     let mut memory = SharedMemory::new("parador-guest", machine.memory)
@@ -86,6 +91,7 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         vcpus: machine.vcpus.into(),
         options: machine.options,
         disks: machine.disks.len() as u64,
+        nets: machine.nets.len() as u64,
         log: machine.log,
         balloon: machine.balloon.map_or(0, |bytes| bytes / PAGE_SIZE + 1),
         ..Start::default()
@@ -99,9 +105,11 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     let written = shared.with([(0, layout::SHARED_LENGTH)], |memory| {
         let disks = machine.disks.iter().flat_map(Disk::to_words);
         let disks = (layout::DISKS..).step_by(8).zip(disks);
+        let nets = machine.nets.iter().flat_map(Net::to_words);
+        let nets = (layout::NETS..).step_by(8).zip(nets);
         let filters = (layout::FILTERS..).step_by(8).zip(filters);
-        let mut words = (0..).step_by(8).zip(start.to_words()).chain(disks).chain(filters);
-        words.try_for_each(|(at, word)| memory.write(at, word))
+        let words = (0..).step_by(8).zip(start.to_words()).chain(disks).chain(nets);
+        words.chain(filters).try_for_each(|(at, word)| memory.write(at, word))
     });
     written.map_err(host("fill shared memory"))?.map_err(vmm_boot::BootError::from)?;
     let descriptors = (memory.into_descriptor(), shared.into_descriptor());

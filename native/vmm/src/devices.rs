@@ -404,7 +404,7 @@ impl Port {
 
     fn look(&mut self) -> Option<NetInfo> {
         self.poll();
-        self.client.info().map(|info| NetInfo { mac: info.mac })
+        self.client.info().map(|info| NetInfo { mac: info.mac, ..NetInfo::default() })
     }
 
     fn poll(&mut self) -> bool {

@@ -198,6 +198,10 @@ pub trait Block {
 pub struct NetInfo {
     /// Address of the port.
     pub mac: [u8; 6],
+    /// Longest packet in a frame (MTU) that the outside takes; 0: the guest is not told.
+    pub mtu: u16,
+    /// The outside takes and brings whole frames with all checksums only.
+    pub whole: bool,
 }
 
 /// Work on frames that is left to the other side (VIRTIO 1.2, section 5.1.6: `virtio_net_hdr` without
@@ -220,6 +224,67 @@ pub struct Offload {
     pub csum_start: u16,
     /// Where it is put, from `csum_start`.
     pub csum_offset: u16,
+}
+
+/// Values in the first bytes of an offload header.
+pub mod header {
+    /// Flag: a checksum is to be completed.
+    pub const NEEDS_CSUM: u8 = 1;
+    /// Flag: the checksum is good.
+    pub const DATA_VALID: u8 = 2;
+    /// Segmentation: none.
+    pub const GSO_NONE: u8 = 0;
+    /// Segmentation: TCP over IPv4.
+    pub const GSO_TCPV4: u8 = 1;
+    /// Segmentation: TCP over IPv6.
+    pub const GSO_TCPV6: u8 = 4;
+    /// Segmentation, further bit: explicit congestion notification.
+    pub const GSO_ECN: u8 = 0x80;
+}
+
+impl Offload {
+    /// Bytes of a header.
+    pub const HEADER: usize = 10;
+
+    /// As drivers of virtio and tap devices have it before a frame: flags, segmentation, then 16 bits each of header length,
+    /// segment size, start and offset of the checksum.
+    pub fn to_header(&self) -> [u8; Self::HEADER] {
+        let mut bytes = [0; Self::HEADER];
+        let flag = |set, flag| if set { flag } else { 0 };
+        bytes[0] =
+            flag(self.needs_csum, header::NEEDS_CSUM) | flag(self.data_valid, header::DATA_VALID);
+        let kind = match self.segments {
+            Segments::None => header::GSO_NONE,
+            Segments::Tcp4 => header::GSO_TCPV4,
+            Segments::Tcp6 => header::GSO_TCPV6,
+        };
+        bytes[1] = kind | flag(self.ecn, header::GSO_ECN);
+        let halves = [self.header_length, self.segment_size, self.csum_start, self.csum_offset];
+        for (place, value) in bytes[2..].chunks_exact_mut(2).zip(halves) {
+            place.copy_from_slice(&value.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// What such a header says; `None`: the frame is to be cut into something that has no name here.
+    pub fn from_header(bytes: &[u8; Self::HEADER]) -> Option<Self> {
+        let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        Some(Self {
+            needs_csum: bytes[0] & header::NEEDS_CSUM != 0,
+            data_valid: bytes[0] & header::DATA_VALID != 0,
+            segments: match bytes[1] & !header::GSO_ECN {
+                header::GSO_NONE => Segments::None,
+                header::GSO_TCPV4 => Segments::Tcp4,
+                header::GSO_TCPV6 => Segments::Tcp6,
+                _ => return None,
+            },
+            ecn: bytes[1] & header::GSO_ECN != 0,
+            header_length: half(2),
+            segment_size: half(4),
+            csum_start: half(6),
+            csum_offset: half(8),
+        })
+    }
 }
 
 /// What a frame is to be cut into before it goes to who cannot take it whole.
@@ -351,6 +416,25 @@ mod tests {
         assert_eq!((data.read(&mut bytes), data.left()), (2, 0));
         assert_eq!(&bytes[..2], b"de");
         assert_eq!((data.read(&mut bytes), data.part(1)), (0, None));
+    }
+
+    #[test]
+    fn offload_headers_come_back() {
+        let offload = Offload {
+            needs_csum: true,
+            data_valid: false,
+            segments: Segments::Tcp6,
+            ecn: true,
+            header_length: 74,
+            segment_size: 1440,
+            csum_start: 54,
+            csum_offset: 16,
+        };
+        let header = offload.to_header();
+        assert_eq!(header, [1, 0x84, 74, 0, 0xa0, 5, 54, 0, 16, 0]);
+        assert_eq!(Offload::from_header(&header), Some(offload));
+        assert_eq!(Offload::from_header(&[0; 10]), Some(Offload::default()));
+        assert_eq!(Offload::from_header(&[0, 3, 0, 0, 0, 0, 0, 0, 0, 0]), None, "UDP");
     }
 
     #[test]

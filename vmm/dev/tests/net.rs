@@ -15,7 +15,7 @@ const ALL: u64 = !F_EVENT_IDX;
 const BUFFERS: u64 = 0x1000;
 
 fn rig(features: u64) -> Rig<NetCard> {
-    Rig::ready(NetCard::new(NetInfo { mac: MAC_ADDRESS }), features, |env| {
+    Rig::ready(NetCard::new(NetInfo { mac: MAC_ADDRESS, ..NetInfo::default() }), features, |env| {
         env.port = Some(Port { room: 1000, ..Port::default() });
     })
 }

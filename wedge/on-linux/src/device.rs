@@ -6,11 +6,10 @@ use linux_raw_sys::general as linux;
 use proto::wedge::{Filters, layout};
 use vmm_cpu::MAX_VCPUS;
 
-use crate::disk::MAX_WORKERS;
 use crate::processes::{self, KICK};
 use crate::report::{HOST, say};
 use crate::shared::{RING, SLOTS, event, shared, vcpus};
-use crate::sys;
+use crate::{disk, net, sys};
 
 const READABLE: u16 = linux::POLLIN as u16;
 
@@ -19,13 +18,18 @@ pub struct Device {
     filters: Filters,
     /// By virtual CPU and slot; 0: none.
     guests: [[u32; SLOTS]; MAX_VCPUS],
-    workers: [u32; MAX_WORKERS],
+    disks: [u32; disk::MAX_WORKERS],
+    nets: [u32; net::MAX_WORKERS],
 }
 
 impl Device {
-    /// With the processes of disks, and without any of the guest.
-    pub fn new(filters: Filters, workers: [u32; MAX_WORKERS]) -> Self {
-        Self { filters, guests: [[0; SLOTS]; MAX_VCPUS], workers }
+    /// With the processes of disks and networks, and without any of the guest.
+    pub fn new(
+        filters: Filters,
+        disks: [u32; disk::MAX_WORKERS],
+        nets: [u32; net::MAX_WORKERS],
+    ) -> Self {
+        Self { filters, guests: [[0; SLOTS]; MAX_VCPUS], disks, nets }
     }
 
     /// Makes the process of a slot of a virtual CPU, if it has none.
@@ -159,7 +163,7 @@ impl Device {
 
     /// Ends all other processes, and waits until they are gone: whoever waits for this one finds nothing left, and no disk in use.
     fn end_all(&self) {
-        for &process in self.guests.as_flattened().iter().chain(&self.workers) {
+        for &process in self.guests.as_flattened().iter().chain(&self.disks).chain(&self.nets) {
             if process != 0 {
                 sys::kill(process, linux::SIGKILL);
             }

@@ -20,7 +20,7 @@ use vmm_bus::outside::{Block, BlockInfo, BlockOp, BlockStatus, Data, SECTOR};
 use crate::memory::Ram;
 use crate::report::{self, HOST};
 use crate::shared::{event, shared};
-use crate::sys::{self, Errno};
+use crate::sys::{self, Errno, Vector};
 use crate::{device, processes};
 
 /// Requests of a disk at a time; each is a bit of a word.
@@ -200,7 +200,7 @@ const DONE: u8 = 0;
 const FAILED: u8 = 1;
 const UNSUPPORTED: u8 = 2;
 
-/// Makes the workers of all disks and leaves the descriptors to them. For the device process, before there are guests. Gives their ids.
+/// Makes the workers of all disks. For the device process, before there are guests. Gives their ids.
 pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKERS], Errno> {
     let count = (start.disks as usize).min(MAX_DISKS);
     let mut workers = [0; MAX_WORKERS];
@@ -210,26 +210,14 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
             worker => *place = worker,
         }
     }
-    sys::close(layout::DISKS_FD, u32::MAX)?;
     Ok(workers)
 }
 
 /// A worker of disk `number`.
 fn work(number: usize, start: &Start, filters: &Filters) -> ! {
     let fd = layout::DISKS_FD + number as u32;
-    let others = [
-        (layout::INPUT_FD, layout::OUTPUT_FD),
-        (layout::MEMORY_FD, layout::SHARED_FD),
-        (layout::DISKS_FD, fd - 1),
-        (fd + 1, u32::MAX),
-    ];
-    let alone = processes::die_with_parent()
-        .and_then(|()| sys::ignore(linux::SIGXFSZ))
-        .and_then(|()| {
-            let mut others = others.into_iter().filter(|(first, last)| first <= last);
-            others.try_for_each(|(first, last)| sys::close(first, last))
-        })
-        .and_then(|()| processes::confine(filters, Filters::WORKER));
+    let alone = sys::ignore(linux::SIGXFSZ)
+        .and_then(|()| processes::become_worker(fd, filters, Filters::WORKER));
     if let Err(error) = alone {
         report::say(format_args!("a process for disk {number} cannot be set up: {error:?}"));
         sys::exit(HOST);
@@ -287,14 +275,6 @@ impl From<Errno> for Failure {
     fn from(error: Errno) -> Self {
         Self::Host(error)
     }
-}
-
-/// `struct iovec`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Vector {
-    address: u64,
-    length: u64,
 }
 
 /// Zeros for hosts that make none themselves.

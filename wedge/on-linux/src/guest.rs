@@ -9,7 +9,7 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 use hw_x86::cpuid::{extended_b, extended_c, features_c, leaf};
 use hw_x86::paging::{cr0, cr4, entry};
 use linux_raw_sys::general as linux;
-use proto::wedge::{MAX_DISKS, Start, layout, option};
+use proto::wedge::{Start, layout, option};
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
 use vmm_cpu::backend::{Segment, Window};
@@ -63,8 +63,8 @@ struct All<'m> {
     ram: Ram,
     memory: &'m GuestMemory,
     machine: &'m Machine<'m>,
-    /// The slot of the balloon, if there is one.
-    balloon: Option<usize>,
+    /// Which functions its devices are.
+    filled: &'m outside::Filled,
     sites: &'m SpinMutex<Sites, Yielding>,
 }
 
@@ -784,11 +784,11 @@ pub extern "sysv64" fn main() -> ! {
         id: 1,
     };
     let mut slots = Slots::new();
-    let balloon = outside::fill(&mut slots, &start, disks(&start));
+    let filled = outside::fill(&mut slots, &start);
     let machine = Machine::with_functions(config, &memory, host_cpuid, slots);
     let sites = SpinMutex::new(sites);
     let (memory, machine, sites) = (&memory, &machine, &sites);
-    let all = All { start: &start, ram, memory, machine, balloon, sites };
+    let all = All { start: &start, ram, memory, machine, filled: &filled, sites };
     shared().machine.store(&raw const all as u64, SeqCst);
     for index in 1..vcpus().len() {
         processes::begin(index, main_of_further);
@@ -808,7 +808,7 @@ extern "sysv64" fn main_of_further() -> ! {
 
 /// Runs a virtual CPU until the machine ends.
 fn drive(all: &All<'_>, index: usize) -> ! {
-    let All { start, ram, memory, machine, balloon, sites } = *all;
+    let All { start, ram, memory, machine, filled, sites } = *all;
     let mut host = LinuxHost::new(start);
     let mut state = machine.cpu(index);
     let mut vcpu = LinuxVcpu {
@@ -848,19 +848,19 @@ fn drive(all: &All<'_>, index: usize) -> ! {
             machine.input(Some(&state), &mut host);
         }
         if events & event::DISK != 0 {
-            for slot in 0..disks(start) {
+            for slot in filled.disks.clone() {
                 machine.function_input(slot, Some(&state), &mut host);
             }
         }
-        if let Some(slot) = balloon.filter(|_| events & event::BALLOON != 0) {
+        if events & event::NET != 0 {
+            for slot in filled.nets.clone() {
+                machine.function_input(slot, Some(&state), &mut host);
+            }
+        }
+        if let Some(slot) = filled.balloon.filter(|_| events & event::BALLOON != 0) {
             machine.function_input(slot, Some(&state), &mut host);
         }
     }
-}
-
-/// Number of disks.
-fn disks(start: &Start) -> usize {
-    (start.disks as usize).min(MAX_DISKS)
 }
 
 /// Waits for events, which it takes, or until the time-stamp counter has this value. A halted virtual CPU does not take them itself.

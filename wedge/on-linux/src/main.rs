@@ -15,6 +15,7 @@ mod device;
 mod disk;
 mod guest;
 mod memory;
+mod net;
 mod outside;
 mod processes;
 mod profile;
@@ -103,6 +104,8 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
         unsafe { sys::call(linux::__NR_prctl, [option.into(), value, 0, 0, 0, 0]) }
             .map_err(|error| ("the host does not let a process give up rights", error))?;
     }
+    // What the host lets its users have of networks, it may not let them have in an empty namespace.
+    net::open_taps(&start).map_err(|error| ("the host gives no tap device", error))?;
     if start.options & option::SANDBOX != 0 {
         let refused = sandbox::enter();
         if !refused.is_empty() {
@@ -115,9 +118,14 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
             }
         }
     }
-    let workers = disk::make_workers(&start, &filters)
+    let nets = net::make_workers(&start, &filters)
+        .map_err(|error| ("the host makes no process for a network", error))?;
+    let disks = disk::make_workers(&start, &filters)
         .map_err(|error| ("the host makes no process for a disk", error))?;
-    let mut device = Device::new(filters, workers);
+    // They are the workers'.
+    sys::close(layout::DISKS_FD, u32::MAX)
+        .map_err(|error| ("the host closes no descriptors", error))?;
+    let mut device = Device::new(filters, disks, nets);
     for vcpu in 0..shared::vcpus().len() {
         device.make(vcpu, 0).map_err(|error| ("the host makes no process", error))?;
     }

@@ -1,13 +1,14 @@
-//! The outside of the machine: the console's rings, the disks' requests, and the device process.
+//! The outside of the machine: the console's rings, the disks' requests, the networks' frames, and the device process.
 
 use core::fmt;
+use core::ops::Range;
 
-use proto::wedge::{MAX_DISKS, Start, log};
-use vmm_bus::{Balloon, Block};
+use proto::wedge::{MAX_DISKS, MAX_NETS, Start, log};
+use vmm_bus::{Balloon, Block, Net};
 use vmm_machine::{Host, Level, Model, Outside, Slots};
 
 use crate::shared::{self, event, shared};
-use crate::{balloon, device, disk, processes, report, sys};
+use crate::{balloon, device, disk, net, processes, report, sys};
 
 /// The outside as the virtual CPU reaches it.
 pub struct LinuxHost {
@@ -57,8 +58,8 @@ impl Host for LinuxHost {
     }
 }
 
-/// PCI functions of a machine: disks, then the source of random numbers and the balloon.
-pub const MAX_FUNCTIONS: usize = MAX_DISKS + 2;
+/// PCI functions of a machine: disks, then the source of random numbers, networks and the balloon.
+pub const MAX_FUNCTIONS: usize = MAX_DISKS + 2 + MAX_NETS;
 
 /// What a PCI function is connected to.
 pub enum Link {
@@ -68,12 +69,21 @@ pub enum Link {
     Entropy,
     /// The host's memory.
     Balloon(balloon::Link),
+    /// A stream of frames, or a tap device.
+    Net(net::Link),
 }
 
 impl Outside for Link {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
+            _ => None,
+        }
+    }
+
+    fn net(&mut self) -> Option<&mut dyn Net> {
+        match self {
+            Self::Net(net) => Some(net),
             _ => None,
         }
     }
@@ -90,14 +100,32 @@ impl Outside for Link {
     }
 }
 
-/// Fills the slots of the bus; disk `n` is in slot `n`. Gives the slot of the balloon.
-pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start, disks: usize) -> Option<usize> {
+/// Slots of functions that events are about.
+pub struct Filled {
+    /// Of disks.
+    pub disks: Range<usize>,
+    /// Of networks.
+    pub nets: Range<usize>,
+    /// Of the balloon.
+    pub balloon: Option<usize>,
+}
+
+/// Fills the slots of the bus.
+pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start) -> Filled {
+    let disks = (start.disks as usize).min(MAX_DISKS);
+    let nets = (start.nets as usize).min(MAX_NETS);
     for number in 0..disks {
         let info = disk::info(&shared::disk(number));
         // There are as many slots.
         let _ = slots.add(Model::Block(info), Link::Disk(disk::Link::new(number)));
     }
     let _ = slots.add(Model::Entropy, Link::Entropy);
-    let balloon = balloon::Link::new(start)?;
-    slots.add(Model::Balloon, Link::Balloon(balloon)).ok()
+    for number in 0..nets {
+        let record = shared::net(number);
+        let link = Link::Net(net::Link::new(number, &record));
+        let _ = slots.add(Model::Net(net::info(&record)), link);
+    }
+    let balloon = balloon::Link::new(start);
+    let balloon = balloon.and_then(|link| slots.add(Model::Balloon, Link::Balloon(link)).ok());
+    Filled { disks: 0..disks, nets: disks + 1..disks + 1 + nets, balloon }
 }

@@ -290,6 +290,22 @@ pub fn die_with_parent() -> Result<(), Errno> {
     Ok(())
 }
 
+/// Makes this new process one that works on a descriptor of the host, which is the only one that it keeps beside those that all have.
+pub fn become_worker(fd: u32, filters: &Filters, which: usize) -> Result<(), Errno> {
+    die_with_parent()?;
+    for (first, last) in [
+        (layout::INPUT_FD, layout::OUTPUT_FD),
+        (layout::MEMORY_FD, layout::SHARED_FD),
+        (layout::DISKS_FD, fd - 1),
+        (fd + 1, u32::MAX),
+    ] {
+        if first <= last {
+            sys::close(first, last)?;
+        }
+    }
+    confine(filters, which)
+}
+
 /// Goes to the guest until it stops.
 pub fn enter() -> Cause {
     // SAFETY: this process has the virtual CPU, on its stack; the frame is what the wedge made of the guest's registers.

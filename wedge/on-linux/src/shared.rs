@@ -6,7 +6,7 @@
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
-use proto::wedge::{Disk, Filters, MAX_DISKS, Start, layout};
+use proto::wedge::{Disk, Filters, MAX_DISKS, MAX_NETS, Net, Start, layout};
 use vmm_cpu::MAX_VCPUS;
 use wedge_x86::{CELL, Cell, PRIVATE};
 
@@ -57,6 +57,8 @@ pub mod event {
     pub const BALLOON: u32 = 32;
     /// Another virtual CPU has left something.
     pub const KICK: u32 = 64;
+    /// Frames have come, or there is room for some.
+    pub const NET: u32 = 128;
 }
 
 /// A value that only the process with the virtual CPU uses.
@@ -247,6 +249,8 @@ pub struct Shared {
     pub input: Ring,
     /// Requests to disks.
     pub disks: crate::disk::Queues,
+    /// Frames of networks.
+    pub nets: crate::net::Ports,
     /// The balloon.
     pub balloon: crate::balloon::State,
 }
@@ -346,6 +350,14 @@ pub fn disk(number: usize) -> Disk {
     // SAFETY: as above.
     let disks = unsafe { &*(at as *const [[u64; Disk::WORDS]; MAX_DISKS]) };
     disks.get(number).map(Disk::from_words).unwrap_or_default()
+}
+
+/// What the loader says of a network.
+pub fn net(number: usize) -> Net {
+    let at = layout::SHARED + layout::NETS;
+    // SAFETY: as above.
+    let nets = unsafe { &*(at as *const [[u64; Net::WORDS]; MAX_NETS]) };
+    nets.get(number).map(Net::from_words).unwrap_or_default()
 }
 
 /// Which process this is, and whether system calls are dispatched; in its own memory.

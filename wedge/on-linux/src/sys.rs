@@ -39,6 +39,16 @@ pub unsafe fn call(number: u32, arguments: [u64; 6]) -> Result<u64> {
     if result > -4096_i64 as u64 { Err(Errno(-(result as i64) as i32)) } else { Ok(result) }
 }
 
+/// `struct iovec`: memory that a call reads or writes.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct Vector {
+    /// Where it is.
+    pub address: u64,
+    /// Bytes.
+    pub length: u64,
+}
+
 /// What [`map`] maps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Backing {

@@ -2,9 +2,9 @@
 //!
 //! State: a pair of queues, negotiated offloads, the link as the guest knows it.
 //! Features: checksum and TCP segmentation offload in both directions, buffers that are merged for long frames,
-//! an address, link status. Offload headers from the guest are checked: what goes outside names only offsets in
+//! an address, the longest packet, link status. Offload headers from the guest are checked: what goes outside names only offsets in
 //! the frame. A frame that the guest has no right to send, or no room to receive, is dropped, as on a wire.
-//! Missing: a control queue (receive filters, VLANs, announcements), several pairs, UDP segmentation, MTU.
+//! Missing: a control queue (receive filters, VLANs, announcements), several pairs, UDP segmentation.
 //! Documentation: VIRTIO 1.2, section 5.1 "Network Device".
 
 use super::queue::{Queue, RingError, with_readable, with_writable};
@@ -14,6 +14,8 @@ use vmm_bus::outside::{MAX_FRAME, NetInfo, Offload, Segments, Takes};
 
 /// Queues, features, configuration, offload header.
 pub mod spec {
+    pub use vmm_bus::outside::header::*;
+
     /// Queue: frames to the guest.
     pub const RECEIVE: usize = 0;
     /// Queue: frames from the guest.
@@ -23,6 +25,8 @@ pub mod spec {
     pub const F_CSUM: u64 = 1 << 0;
     /// Feature: the guest completes and trusts checksums.
     pub const F_GUEST_CSUM: u64 = 1 << 1;
+    /// Feature: longest packet.
+    pub const F_MTU: u64 = 1 << 3;
     /// Feature: address.
     pub const F_MAC: u64 = 1 << 5;
     /// Feature: the guest takes TCP over IPv4 in one piece.
@@ -42,6 +46,8 @@ pub mod spec {
     pub const MAC: usize = 0;
     /// Configuration: status, 16 bits.
     pub const STATUS: usize = 6;
+    /// Configuration: longest packet, 16 bits.
+    pub const MTU: usize = 10;
     /// Status: the link is up.
     pub const S_LINK_UP: u8 = 1;
 
@@ -50,18 +56,6 @@ pub mod spec {
     pub const HEADER: usize = 12;
     /// Offset of the number of buffers.
     pub const NUM_BUFFERS: u32 = 10;
-    /// Flag: a checksum is to be completed.
-    pub const NEEDS_CSUM: u8 = 1;
-    /// Flag: the checksum is good.
-    pub const DATA_VALID: u8 = 2;
-    /// Segmentation: none.
-    pub const GSO_NONE: u8 = 0;
-    /// Segmentation: TCP over IPv4.
-    pub const GSO_TCPV4: u8 = 1;
-    /// Segmentation: TCP over IPv6.
-    pub const GSO_TCPV6: u8 = 4;
-    /// Segmentation, further bit: explicit congestion notification.
-    pub const GSO_ECN: u8 = 0x80;
 }
 use spec::*;
 
@@ -150,32 +144,29 @@ impl NetCard {
 
     /// The offload header of a frame of `length` bytes, if the guest may send that (section 5.1.6.2).
     fn parse(&self, header: &[u8; HEADER], length: u32) -> Option<Offload> {
-        let half = |at: usize| u16::from_le_bytes([header[at], header[at + 1]]);
-        let (flags, kind) = (header[0], header[1]);
-        let segments = match kind & !GSO_ECN {
-            GSO_NONE => Segments::None,
-            GSO_TCPV4 if self.has(F_HOST_TSO4) => Segments::Tcp4,
-            GSO_TCPV6 if self.has(F_HOST_TSO6) => Segments::Tcp6,
-            _ => return None,
+        let said = Offload::from_header(header.first_chunk()?)?;
+        let fine = match said.segments {
+            Segments::None => true,
+            Segments::Tcp4 => self.has(F_HOST_TSO4),
+            Segments::Tcp6 => self.has(F_HOST_TSO6),
         };
-        let needs_csum = flags & NEEDS_CSUM != 0;
+        let Offload { needs_csum, segments, ecn, .. } = said;
         let mut offload = Offload { needs_csum, segments, ..Offload::default() };
         if needs_csum {
-            (offload.csum_start, offload.csum_offset) = (half(6), half(8));
+            (offload.csum_start, offload.csum_offset) = (said.csum_start, said.csum_offset);
             let end = u32::from(offload.csum_start) + u32::from(offload.csum_offset) + 2;
             if !self.has(F_CSUM) || end > length {
                 return None;
             }
         }
         if segments != Segments::None {
-            (offload.header_length, offload.segment_size) = (half(2), half(4));
-            offload.ecn = kind & GSO_ECN != 0;
+            (offload.header_length, offload.segment_size) = (said.header_length, said.segment_size);
             // ECN has a feature of its own, which is not offered.
-            if !needs_csum || offload.segment_size == 0 || offload.ecn {
+            if !needs_csum || offload.segment_size == 0 || ecn {
                 return None;
             }
         }
-        Some(offload)
+        fine.then_some(offload)
     }
 
     /// Brings frames to the guest until there are none, or it has no buffers.
@@ -205,33 +196,18 @@ impl NetCard {
 
     /// The offload header for the guest, if it takes such frames.
     fn header(&self, offload: Offload) -> Option<[u8; HEADER]> {
-        let Offload { needs_csum, data_valid, segments, ecn, .. } = offload;
         let takes = self.takes();
-        let (kind, fine) = match segments {
-            Segments::None => (GSO_NONE, true),
-            Segments::Tcp4 => (GSO_TCPV4, takes.tcp4),
-            Segments::Tcp6 => (GSO_TCPV6, takes.tcp6),
+        let fine = match offload.segments {
+            Segments::None => true,
+            Segments::Tcp4 => takes.tcp4,
+            Segments::Tcp6 => takes.tcp6,
         };
-        if !fine || needs_csum && !takes.csum || ecn {
+        if !fine || offload.needs_csum && !takes.csum || offload.ecn {
             return None;
         }
-        let mut flags = 0;
-        if needs_csum {
-            flags |= NEEDS_CSUM;
-        }
-        if data_valid && takes.csum {
-            flags |= DATA_VALID;
-        }
+        let data_valid = offload.data_valid && takes.csum;
         let mut header = [0; HEADER];
-        header[..2].copy_from_slice(&[flags, kind]);
-        for (at, value) in [
-            (2, offload.header_length),
-            (4, offload.segment_size),
-            (6, offload.csum_start),
-            (8, offload.csum_offset),
-        ] {
-            header[at..at + 2].copy_from_slice(&value.to_le_bytes());
-        }
+        header[..Offload::HEADER].copy_from_slice(&Offload { data_valid, ..offload }.to_header());
         Some(header)
     }
 
@@ -314,8 +290,10 @@ impl VirtioDevice for NetCard {
 
     fn features(&self) -> u64 {
         let sends = F_CSUM | F_HOST_TSO4 | F_HOST_TSO6;
-        let receives = F_GUEST_CSUM | F_GUEST_TSO4 | F_GUEST_TSO6 | F_MRG_RXBUF;
-        sends | receives | F_MAC | F_STATUS
+        let receives = F_GUEST_CSUM | F_GUEST_TSO4 | F_GUEST_TSO6;
+        let offloads = if self.info.whole { 0 } else { sends | receives };
+        let mtu = if self.info.mtu == 0 { 0 } else { F_MTU };
+        offloads | mtu | F_MRG_RXBUF | F_MAC | F_STATUS
     }
 
     fn queues(&mut self) -> &mut [Queue] {
@@ -325,6 +303,7 @@ impl VirtioDevice for NetCard {
     fn config(&self, to: &mut [u8; CONFIG_LEN]) {
         to[MAC..MAC + 6].copy_from_slice(&self.info.mac);
         to[STATUS] = if self.link_up { S_LINK_UP } else { 0 };
+        to[MTU..MTU + 2].copy_from_slice(&self.info.mtu.to_le_bytes());
     }
 
     fn start(&mut self, features: u64, env: &mut dyn Env) {

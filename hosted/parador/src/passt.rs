@@ -1,0 +1,230 @@
+//! `passt`, Debian's program that gives a machine the host's network without any privilege: it has a socket with the machine's frames on one
+//! side and ordinary sockets of the host on the other. It runs as a child, confines itself, and ends when nobody has the machine's
+//! end of its socket any more.
+
+use crate::failure::{self, Failure};
+use crate::net::STREAM_MTU;
+use crate::supervise::{self, AtEnd};
+use command_fds::{CommandFdExt, FdMapping};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::net::sockopt::set_socket_send_buffer_size;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::ffi::OsStr;
+use std::io::{self, PipeReader, Read, Write};
+use std::net::{IpAddr, Ipv4Addr};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+/// The program.
+const PROGRAM: &str = "passt";
+/// Its number of the socket.
+const SOCKET: i32 = 3;
+/// Bytes for frames on their way from it.
+const BUFFER: usize = 4 << 20;
+/// How long it may take to be there. One that serves no IPv4 does not say when it is; then the machine starts without knowing.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// How often it is looked after meanwhile.
+const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// Longest frame that it sends.
+const MAX_FRAME: usize = 1 << 16;
+
+/// A port of the host that leads to one of the guest.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(try_from = "String", into = "String")]
+pub struct Forward {
+    udp: bool,
+    /// Where the host listens.
+    address: IpAddr,
+    port: u16,
+    /// The guest's port.
+    to: u16,
+}
+
+impl Forward {
+    /// Reads `tcp:HOST_PORT:PORT`, or as QEMU has it `tcp:[ADDRESS]:HOST_PORT-:PORT`. Without an address only the host itself
+    /// reaches the port.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let refuse =
+            || format!("`{text}` forwards nothing: write tcp:2222:22 or tcp:0.0.0.0:2222-:22");
+        let (protocol, rest) = text.split_once(':').ok_or_else(refuse)?;
+        let (host, to) = match rest.split_once("-:") {
+            Some(pair) => pair,
+            None => rest.split_once(':').ok_or_else(refuse)?,
+        };
+        let (address, port) = host.rsplit_once(':').unwrap_or(("", host));
+        let number = |text: &str| text.parse().ok().filter(|&port| port != 0).ok_or_else(refuse);
+        let udp = match protocol {
+            "tcp" => false,
+            "udp" => true,
+            _ => return Err(refuse()),
+        };
+        let address = match address.trim_matches(['[', ']']) {
+            "" => Ipv4Addr::LOCALHOST.into(),
+            address => address.parse().map_err(|_| refuse())?,
+        };
+        Ok(Self { udp, address, port: number(port)?, to: number(to)? })
+    }
+
+    /// As it is read.
+    fn text(&self) -> String {
+        let protocol = if self.udp { "udp" } else { "tcp" };
+        let Self { address, port, to, .. } = self;
+        match address {
+            IpAddr::V4(Ipv4Addr::LOCALHOST) => format!("{protocol}:{port}:{to}"),
+            IpAddr::V4(address) => format!("{protocol}:{address}:{port}-:{to}"),
+            IpAddr::V6(address) => format!("{protocol}:[{address}]:{port}-:{to}"),
+        }
+    }
+
+    /// As the program is told.
+    fn arguments(&self) -> [String; 2] {
+        let option = if self.udp { "--udp-ports" } else { "--tcp-ports" };
+        [option.to_owned(), format!("{}/{}:{}", self.address, self.port, self.to)]
+    }
+}
+
+impl TryFrom<String> for Forward {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        Self::parse(&text)
+    }
+}
+
+impl From<Forward> for String {
+    fn from(forward: Forward) -> Self {
+        forward.text()
+    }
+}
+
+/// A running `passt`. Dropping it ends it.
+#[derive(Debug)]
+pub struct Passt {
+    child: Child,
+    messages: PipeReader,
+}
+
+impl Drop for Passt {
+    fn drop(&mut self) {
+        // Fails if it has ended, which is what is wanted.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Passt {
+    /// Starts it; gives the socket with its frames.
+    pub fn start(forwards: &[Forward]) -> Result<(Self, UnixStream), Failure> {
+        let failed = |error: io::Error| Failure::os("make a socket", &error);
+        let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+        // Frames for which there is no room are lost, and it is slow to send them again. The host gives what it allows.
+        let _ = set_socket_send_buffer_size(&theirs, BUFFER);
+        let (messages, writer) = io::pipe().map_err(failed)?;
+        // What nobody reads is lost: it never waits.
+        fcntl_setfl(&writer, OFlags::NONBLOCK).map_err(|error| failed(error.into()))?;
+        let mut command = supervise::command(OsStr::new(PROGRAM), AtEnd::Kill).map_err(|failure| {
+            failure.help("install Debian's package passt, or connect the machine with --net tap=NAME or --net switch=SOCKET")
+        })?;
+        let mtu = STREAM_MTU.to_string();
+        command.args(["--foreground", "--quiet", "--mtu", &mtu, "--fd", &SOCKET.to_string()]);
+        command.args(forwards.iter().flat_map(Forward::arguments));
+        command
+            .fd_mappings(vec![FdMapping { parent_fd: theirs.into(), child_fd: SOCKET }])
+            .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
+        let child = command
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(writer)
+            .spawn()
+            .map_err(|error| Failure::program(PROGRAM, &error))?;
+        Ok((Self { child, messages }, ours))
+    }
+
+    /// Waits until it answers: it is asked for the address of a neighbour, in the place of all of whom it answers (RFC 826, with no
+    /// sender as in RFC 5227). What comes before its answer is lost.
+    pub fn wait(&mut self, socket: &mut UnixStream, mac: [u8; 6]) -> Result<(), Failure> {
+        const ARP: [u8; 2] = [0x08, 0x06];
+        let failed = |error: io::Error| Failure::os("talk to passt", &error);
+        let mut frame = vec![0xff; 6];
+        frame.extend(mac);
+        frame.extend(ARP);
+        // Ethernet and IPv4, their lengths, a question.
+        frame.extend([0, 1, 8, 0, 6, 4, 0, 1]);
+        frame.extend(mac);
+        frame.extend([0; 10]);
+        frame.extend([169, 254, 77, 77]);
+        let mut question = (frame.len() as u32).to_be_bytes().to_vec();
+        question.extend(&frame);
+        if socket.write_all(&question).is_err() {
+            return Err(self.ended());
+        }
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline {
+            let mut fds = [PollFd::new(&socket, PollFlags::IN)];
+            // An interruption is a look too many.
+            let _ = poll(&mut fds, Some(&TICK));
+            if fds[0].revents().is_empty() {
+                if self.child.try_wait().map_err(failed)?.is_some() {
+                    return Err(self.ended());
+                }
+                continue;
+            }
+            let mut length = [0; 4];
+            let mut frame = vec![0; MAX_FRAME];
+            let whole = socket.read_exact(&mut length).and_then(|()| {
+                let length = u32::from_be_bytes(length) as usize;
+                let frame = frame.get_mut(..length).ok_or(io::ErrorKind::InvalidData)?;
+                socket.read_exact(frame)
+            });
+            if whole.is_err() {
+                return Err(self.ended());
+            }
+            if frame[12..14] == ARP {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// It has ended before it was there.
+    fn ended(&mut self) -> Failure {
+        // It may only be about to.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let mut messages = Vec::new();
+        // Nobody has the pipe's other end any more.
+        let _ = self.messages.read_to_end(&mut messages);
+        let messages = String::from_utf8_lossy(&messages);
+        // Where there is no log of the system, it says so each time.
+        let mut lines = messages.lines().filter(|line| !line.starts_with("Failed to send"));
+        let reason = lines.next_back().unwrap_or("it does not say why");
+        Failure::new(failure::OS_ERROR, format!("passt cannot start: {reason}")).help(
+            "ports that are in use, or below 1024 without the right to them, cannot be forwarded",
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forwards() {
+        let arguments = |text: &str| Forward::parse(text).unwrap().arguments().join(" ");
+        assert_eq!(arguments("tcp:2222:22"), "--tcp-ports 127.0.0.1/2222:22");
+        assert_eq!(arguments("tcp::2222-:22"), "--tcp-ports 127.0.0.1/2222:22");
+        assert_eq!(arguments("udp:0.0.0.0:53-:5353"), "--udp-ports 0.0.0.0/53:5353");
+        assert_eq!(arguments("tcp:[::1]:80-:80"), "--tcp-ports ::1/80:80");
+        for text in ["tcp:2222:22", "udp:0.0.0.0:53-:5353", "tcp:[::1]:80-:80"] {
+            assert_eq!(Forward::parse(text).unwrap().text(), text);
+        }
+        for text in ["", "tcp", "tcp:22", "icmp:1:2", "tcp:1:70000", "tcp:a:1:2", "tcp:a:1-:2"] {
+            assert!(Forward::parse(text).is_err(), "{text}");
+        }
+    }
+}

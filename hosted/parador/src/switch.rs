@@ -1,0 +1,420 @@
+//! A switch between machines of this host that name the same socket.
+//!
+//! It is a process of its own: whichever machine comes first starts it, it belongs to none of them, and it ends when the last one has gone, with
+//! the file of its socket. A machine is a connection, which carries frames in both directions, each behind its length as 32 bits, big-endian
+//! (what QEMU calls `-netdev stream`).
+//!
+//! Who makes, joins or ends a switch holds a lock of the socket's folder meanwhile, so a machine never joins one that is about to end. The
+//! switch believes nothing of what machines send: a connection whose lengths make no sense is closed, addresses that a machine claims are bounded,
+//! frames for a machine that does not take them are lost, as with any switch.
+
+use crate::failure::{self, Failure};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{AtFlags, FlockOperation, flock, statat, unlinkat};
+use rustix::io::Errno;
+use std::collections::{BTreeMap, HashMap};
+use std::env;
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+
+/// First argument of a start as a switch.
+const MARK: &str = "--switch";
+/// Bytes of a frame's length.
+const LENGTH: usize = 4;
+/// Bytes of a frame: an Ethernet header at least.
+const FRAME: std::ops::RangeInclusive<usize> = 14..=0xffff;
+/// Bytes that are read at once.
+const PIECE: usize = 256 << 10;
+/// Bytes that wait for a machine at most; further frames are lost. About a window of TCP.
+const WAITING: usize = 4 << 20;
+/// Most machines at once.
+const MACHINES: usize = 256;
+/// Most addresses of one machine.
+const ADDRESSES: usize = 64;
+
+/// Address of a network card.
+type Mac = [u8; 6];
+
+/// Connects with the switch of this socket, which is started if there is none.
+pub fn join(path: &Path) -> Result<UnixStream, Failure> {
+    let failed = |action: &str, error: io::Error| Failure::file(action, path, &error);
+    let Some(name) = path.file_name() else {
+        let text = format!("{} is no name of a socket", path.display());
+        return Err(Failure::new(failure::BAD_CONFIG, text));
+    };
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    let open = || File::open(folder).map_err(|error| Failure::file("open", folder, &error));
+    // The lock ends with this function. The switch has a descriptor of its own for its.
+    let (folder, for_switch) = (open()?, open()?);
+    flock(&folder, FlockOperation::LockExclusive)
+        .map_err(|error| failed("lock the folder of switch", error.into()))?;
+    match UnixStream::connect(path) {
+        Ok(socket) => return Ok(socket),
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+            // A switch that was killed has left it.
+            let kind = path.symlink_metadata().map_err(|error| failed("look at switch", error))?;
+            if !kind.file_type().is_socket() {
+                let text = format!("{} is no socket of a switch", path.display());
+                return Err(Failure::new(failure::BAD_CONFIG, text));
+            }
+            std::fs::remove_file(path).map_err(|error| failed("remove", error))?;
+        }
+        Err(error) => return Err(failed("connect to switch", error)),
+    }
+    let listener = UnixListener::bind(path).map_err(|error| failed("make switch", error))?;
+    let socket = UnixStream::connect(path).map_err(|error| failed("connect to switch", error))?;
+    Command::new("/proc/self/exe")
+        .arg(MARK)
+        .arg(name)
+        .current_dir("/")
+        // Keys of this terminal are not for it.
+        .process_group(0)
+        .stdin(OwnedFd::from(listener))
+        .stdout(for_switch)
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(|error| Failure::program("the switch", &error))?;
+    Ok(socket)
+}
+
+/// Becomes a switch if this process was started as one. Returns the exit code, `None` if this is an ordinary start.
+pub fn become_switch() -> Option<ExitCode> {
+    let mut arguments = env::args_os().skip(1);
+    if arguments.next()? != MARK {
+        return None;
+    }
+    let code = match arguments.next().map(|name| serve(&name)) {
+        Some(Ok(())) => 0,
+        Some(Err(_)) => failure::OS_ERROR,
+        None => failure::USAGE,
+    };
+    Some(ExitCode::from(code))
+}
+
+/// Serves the socket `name` until nobody is connected any more. Standard input is where connections come, standard output the
+/// socket's folder.
+fn serve(name: &OsStr) -> io::Result<()> {
+    let listener = UnixListener::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let folder = io::stdout().as_fd().try_clone_to_owned()?;
+    listener.set_nonblocking(true)?;
+    let own = || statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW).map(|file| file.st_ino);
+    let inode = own()?;
+    hosted_vmm::confine_switch().map_err(|error| io::Error::other(error.to_string()))?;
+    let mut switch = Switch::default();
+    let mut buffer = vec![0; LENGTH + FRAME.end() + PIECE];
+    loop {
+        switch.accept(&listener);
+        if switch.peers.is_empty() {
+            flock(&folder, FlockOperation::LockExclusive)?;
+            switch.accept(&listener);
+            if switch.peers.is_empty() {
+                // The user may have removed it, and there may be another one.
+                return match own() {
+                    Ok(found) if found == inode => Ok(unlinkat(&folder, name, AtFlags::empty())?),
+                    _ => Ok(()),
+                };
+            }
+            flock(&folder, FlockOperation::Unlock)?;
+        }
+        for number in switch.wait(&listener)? {
+            switch.receive(number, &mut buffer);
+        }
+        switch.peers.retain(|_, peer| peer.send());
+        let peers = &switch.peers;
+        switch.addresses.retain(|_, number| peers.contains_key(number));
+    }
+}
+
+/// Who is connected, and who has which address.
+#[derive(Default)]
+struct Switch {
+    peers: BTreeMap<u64, Peer>,
+    /// Number of the next one.
+    next: u64,
+    addresses: HashMap<Mac, u64>,
+}
+
+/// A connection.
+struct Peer {
+    socket: UnixStream,
+    /// The beginning of a frame whose end has not come.
+    begun: Vec<u8>,
+    /// What it is to get, and how much of that it has.
+    waiting: Vec<u8>,
+    sent: usize,
+    is_closed: bool,
+}
+
+impl Switch {
+    /// Takes everybody in who wants to connect.
+    fn accept(&mut self, listener: &UnixListener) {
+        while let Ok((socket, _)) = listener.accept() {
+            if self.peers.len() < MACHINES && socket.set_nonblocking(true).is_ok() {
+                self.peers.insert(self.next, Peer::new(socket));
+                self.next += 1;
+            }
+        }
+    }
+
+    /// Waits until something can be done; gives those who have sent something.
+    fn wait(&self, listener: &UnixListener) -> io::Result<Vec<u64>> {
+        let peers = self.peers.values().map(|peer| {
+            let send = if peer.waiting.is_empty() { PollFlags::empty() } else { PollFlags::OUT };
+            PollFd::new(&peer.socket, PollFlags::IN | send)
+        });
+        let listener = PollFd::new(listener, PollFlags::IN);
+        let mut fds: Vec<_> = peers.chain([listener]).collect();
+        match poll(&mut fds, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        // The end of a connection is something to receive, too.
+        let ready = self.peers.keys().zip(&fds);
+        let ready = ready.filter(|(_, fd)| !(fd.revents() - PollFlags::OUT).is_empty());
+        Ok(ready.map(|(&number, _)| number).collect())
+    }
+
+    /// Takes what a machine has sent to where it goes.
+    fn receive(&mut self, number: u64, buffer: &mut [u8]) {
+        let Some(peer) = self.peers.get_mut(&number) else { return };
+        let begun = peer.begun.len();
+        buffer[..begun].copy_from_slice(&peer.begun);
+        let received = match peer.socket.read(&mut buffer[begun..]) {
+            Ok(received) if received != 0 => received,
+            Err(error)
+                if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) =>
+            {
+                return;
+            }
+            _ => {
+                peer.is_closed = true;
+                return;
+            }
+        };
+        let mut rest = &buffer[..begun + received];
+        while let Some((length, frame)) = rest.split_first_chunk() {
+            let length = u32::from_be_bytes(*length) as usize;
+            if !FRAME.contains(&length) {
+                // Nobody knows where the next frame is.
+                if let Some(peer) = self.peers.get_mut(&number) {
+                    peer.is_closed = true;
+                }
+                return;
+            }
+            if frame.len() < length {
+                break;
+            }
+            let (frame, after) = rest.split_at(LENGTH + length);
+            self.forward(number, frame);
+            rest = after;
+        }
+        if let Some(peer) = self.peers.get_mut(&number) {
+            peer.begun.clear();
+            peer.begun.extend_from_slice(rest);
+        }
+    }
+
+    /// Gives a frame, with its length before it, to whom it is for.
+    fn forward(&mut self, from: u64, frame: &[u8]) {
+        let Some((to, sender)) = addresses(&frame[LENGTH..]) else { return };
+        if !self.learn(sender, from) {
+            return;
+        }
+        match self.addresses.get(&to) {
+            Some(number) if *number == from => {}
+            Some(number) => {
+                if let Some(peer) = self.peers.get_mut(number) {
+                    peer.put(frame);
+                }
+            }
+            // For a group, or for somebody who has not said anything yet.
+            None => {
+                let others = self.peers.iter_mut().filter(|(number, _)| **number != from);
+                others.for_each(|(_, peer)| peer.put(frame));
+            }
+        }
+    }
+
+    /// Whether a machine may send from this address: it is the first to do so of those that are connected.
+    fn learn(&mut self, address: Mac, from: u64) -> bool {
+        if is_group(&address) {
+            return false;
+        }
+        match self.addresses.get(&address) {
+            Some(number) => *number == from,
+            None => {
+                let own = self.addresses.values().filter(|number| **number == from).count();
+                if own < ADDRESSES {
+                    self.addresses.insert(address, from);
+                }
+                own < ADDRESSES
+            }
+        }
+    }
+}
+
+impl Peer {
+    fn new(socket: UnixStream) -> Self {
+        Self { socket, begun: Vec::new(), waiting: Vec::new(), sent: 0, is_closed: false }
+    }
+
+    /// Adds a frame to what it is to get, unless too much waits already.
+    fn put(&mut self, frame: &[u8]) {
+        if self.waiting.len() - self.sent + frame.len() > WAITING {
+            return;
+        }
+        // What has been sent goes away when it is more than what waits, so that bytes are moved once at most.
+        if self.sent > self.waiting.len() / 2 {
+            self.waiting.drain(..self.sent);
+            self.sent = 0;
+        }
+        self.waiting.extend_from_slice(frame);
+    }
+
+    /// Sends what it takes; `false`: it has gone.
+    fn send(&mut self) -> bool {
+        while self.sent < self.waiting.len() {
+            match self.socket.write(&self.waiting[self.sent..]) {
+                Ok(sent) => self.sent += sent,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => return false,
+            }
+        }
+        if self.sent == self.waiting.len() {
+            self.waiting.clear();
+            self.sent = 0;
+        }
+        !self.is_closed
+    }
+}
+
+/// Receiver and sender of a frame (IEEE 802.3).
+fn addresses(frame: &[u8]) -> Option<(Mac, Mac)> {
+    let (to, rest) = frame.split_first_chunk()?;
+    let sender = rest.first_chunk()?;
+    Some((*to, *sender))
+}
+
+/// The address is that of a group of cards.
+fn is_group(address: &Mac) -> bool {
+    address[0] & 1 != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A switch with three connections, and their other ends.
+    fn switch() -> (Switch, Vec<UnixStream>) {
+        let mut switch = Switch::default();
+        let mut ends = Vec::new();
+        for number in 0..3 {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            ours.set_nonblocking(true).unwrap();
+            theirs.set_nonblocking(true).unwrap();
+            switch.peers.insert(number, Peer::new(ours));
+            ends.push(theirs);
+        }
+        (switch, ends)
+    }
+
+    fn card(number: u8) -> Mac {
+        [2, 0, 0, 0, 0, number]
+    }
+
+    fn frame(to: Mac, from: Mac) -> Vec<u8> {
+        let mut bytes = 20_u32.to_be_bytes().to_vec();
+        bytes.extend(to);
+        bytes.extend(from);
+        bytes.extend([7; 8]);
+        bytes
+    }
+
+    /// Sends bytes from an end; how many bytes have come to each, and whether that end is still connected.
+    fn sent(
+        switch: &mut Switch,
+        ends: &mut [UnixStream],
+        from: usize,
+        bytes: &[u8],
+    ) -> ([usize; 3], bool) {
+        ends[from].write_all(bytes).unwrap();
+        let mut buffer = vec![0; LENGTH + FRAME.end() + PIECE];
+        switch.receive(from as u64, &mut buffer);
+        switch.peers.retain(|_, peer| peer.send());
+        let came = std::array::from_fn(|end| ends[end].read(&mut buffer).unwrap_or(0));
+        (came, switch.peers.contains_key(&(from as u64)))
+    }
+
+    #[test]
+    fn frames_go_to_whom_they_are_for() {
+        let (mut switch, mut ends) = switch();
+        let mut send = |from, bytes: &[u8]| sent(&mut switch, &mut ends, from, bytes);
+        assert_eq!(send(0, &frame([0xff; 6], card(0))), ([0, 24, 24], true), "to all");
+        assert_eq!(send(1, &frame(card(0), card(1))), ([24, 0, 0], true));
+        assert_eq!(send(0, &frame(card(1), card(0))), ([0, 24, 0], true), "it has been seen");
+        assert_eq!(send(0, &frame(card(2), card(0))), ([0, 24, 24], true), "it has not");
+        assert_eq!(send(0, &frame(card(0), card(0))), ([0, 0, 0], true), "to itself");
+        assert_eq!(send(2, &frame(card(0), card(1))), ([0, 0, 0], true), "another's address");
+        assert_eq!(send(2, &frame(card(0), [3; 6])), ([0, 0, 0], true), "a group's address");
+        let two = [frame(card(1), card(0)), frame(card(1), card(0))].concat();
+        assert_eq!(send(0, &two[..30]), ([0, 24, 0], true), "a part");
+        assert_eq!(send(0, &two[30..]), ([0, 24, 0], true), "the rest");
+    }
+
+    #[test]
+    fn nonsense_closes_the_connection() {
+        for length in [0_u32, 13, 0x1_0000, u32::MAX] {
+            let (mut switch, mut ends) = switch();
+            let mut bytes = frame(card(1), card(0));
+            bytes.extend(length.to_be_bytes());
+            let (came, stays) = sent(&mut switch, &mut ends, 0, &bytes);
+            assert_eq!((came, stays), ([0, 24, 24], false), "{length}");
+        }
+    }
+
+    #[test]
+    fn addresses_of_a_machine_are_bounded() {
+        let (mut switch, _ends) = switch();
+        assert!((0..200).filter(|&number| switch.learn(card(number), 0)).count() == ADDRESSES);
+        assert!(switch.learn(card(0), 0), "a known one");
+        assert!(switch.learn(card(250), 1), "another machine");
+    }
+
+    #[test]
+    fn a_machine_that_takes_nothing_costs_a_bounded_amount() {
+        let (mut switch, _ends) = switch();
+        let mut long = 0xffff_u32.to_be_bytes().to_vec();
+        long.resize(LENGTH + 0xffff, 0);
+        long[LENGTH..LENGTH + 6].fill(0xff);
+        long[LENGTH + 6..LENGTH + 12].copy_from_slice(&card(0));
+        for _ in 0..1000 {
+            switch.forward(0, &long);
+            switch.peers.retain(|_, peer| peer.send());
+        }
+        let peer = &switch.peers[&1];
+        assert!(peer.waiting.len() - peer.sent <= WAITING);
+        assert!(peer.waiting.len() <= 2 * WAITING + long.len());
+    }
+
+    #[test]
+    fn refusals() {
+        let folder = tempfile::tempdir().unwrap();
+        let refused = |path: &Path| join(path).unwrap_err().code();
+        assert_eq!(refused(&folder.path().join("none").join("s")), failure::MISSING_FILE);
+        assert_eq!(refused(Path::new("/")), failure::BAD_CONFIG);
+        let file = folder.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        assert_eq!(refused(&file), failure::BAD_CONFIG);
+        assert!(file.exists());
+    }
+}
