@@ -204,8 +204,7 @@ pub fn sandbox() -> Result<()> {
     }
     // A host that lets nobody have a namespace.
     let none = "echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"";
-    for (which, code, text) in
-        [("strict", 69, "namespaces of their own"), ("on", 0, "Power down")]
+    for (which, code, text) in [("strict", 69, "namespaces of their own"), ("on", 0, "Power down")]
     {
         let run = rig.run();
         let mut command = Command::new("unshare");
