@@ -25,6 +25,14 @@ const GONE: Duration = Duration::from_secs(10);
 /// What Linux prints when it finds itself wrong.
 const WRONG: [&str; 4] = ["BUG:", "WARNING:", "Oops", "Call Trace"];
 
+/// The pre-virtualized kernel.
+pub fn kernel() -> Result<PathBuf> {
+    match std::env::var_os(KERNEL) {
+        Some(path) => Ok(path.into()),
+        None => Ok(Kernel::get()?.vmlinux()),
+    }
+}
+
 /// A folder with what a machine is given, and what has been tried with it.
 pub struct Rig {
     folder: TempDir,
@@ -68,11 +76,7 @@ impl Rig {
     /// Everything that is needed to run machines.
     pub fn new() -> Result<Self> {
         let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
-        let kernel = match std::env::var_os(KERNEL) {
-            Some(path) => path.into(),
-            None => Kernel::get()?.vmlinux(),
-        };
-        Ok(Self { folder, kernel })
+        Ok(Self { folder, kernel: kernel()? })
     }
 
     /// The folder.
@@ -101,6 +105,8 @@ impl Rig {
     pub fn bare(&self, limit: u32) -> Command {
         let mut command = parador(self.folder.path());
         command.arg("run").arg(&self.kernel).args(["--timeout", &format!("{limit}s")]);
+        // Also where KVM could be used.
+        command.args(["--backend", "process"]);
         command
     }
 
@@ -376,6 +382,7 @@ pub fn ends() -> Result<()> {
     typed("reboot=triple parador.run=\"reboot -f\"", "")?.has(81, &["triple fault"])?;
     let mut machine = parador(rig.folder.path());
     machine.arg("run").arg(&rig.kernel).args(["-i", "busybox", "--timeout", "3s"]);
+    machine.args(["--backend", "process"]);
     end(&mut machine, "")?.has(124, &["time limit"])?;
     let mut full = rig.run();
     full.stdin(Stdio::null()).stdout(File::create("/dev/full").context("no /dev/full")?);
@@ -624,6 +631,7 @@ pub fn refusals() -> Result<()> {
     let refused = |kernel: &Path, code: i32, text: &str| {
         let mut command = parador(rig.folder.path());
         command.arg("run").arg(kernel).args(["-i", "busybox", "--timeout", "20s"]);
+        command.args(["--backend", "process"]);
         end(&mut command, "")?.has(code, &[text]).map(drop)
     };
     let rename = |to: &str| format!("parador_sites_1={to}");

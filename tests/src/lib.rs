@@ -10,6 +10,7 @@
 pub mod afterburn;
 pub mod debian;
 pub mod hosted;
+pub mod kvm;
 pub mod previrt;
 pub mod sandbox;
 pub mod scenario;

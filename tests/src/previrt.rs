@@ -271,7 +271,7 @@ fn in_processes(script: &str) -> Result<String> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let disk = ram_disk(kernel, folder.path(), script)?;
     let mut run = parador(folder.path());
-    run.arg("run").arg(kernel.vmlinux()).arg("-i").arg(disk);
+    run.arg("run").arg(kernel.vmlinux()).args(["--backend", "process", "-i"]).arg(disk);
     run.args(["-m", "512M", "--timeout", &format!("{LIMIT}s")]);
     succeed(&mut run)
 }

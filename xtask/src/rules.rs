@@ -15,6 +15,7 @@ const UNSAFE_ALLOWED: &[&str] = &[
     "kernel/image",
     "vmm/mem",
     "native/rt",
+    "hosted/kvm",
     "guests/micro",
     "wedge/x86",
     "wedge/on-linux",

@@ -35,7 +35,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run a pre-virtualized kernel as ordinary processes of this host.
+    /// Run a kernel by KVM, or a pre-virtualized one as ordinary processes of this host.
     #[command(after_help = "\
 Examples:
   parador run vmlinux -i busybox

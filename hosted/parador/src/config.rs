@@ -42,7 +42,7 @@ pub struct Config {
 #[derive(Clone, Debug, Default, PartialEq, Args, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Vm {
-    /// Pre-virtualized kernel, as KERNEL.
+    /// Kernel, as KERNEL.
     #[arg(short, long, value_name = "FILE")]
     pub kernel: Option<PathBuf>,
     /// Initial RAM disk, or `busybox` for one with a shell.
@@ -93,9 +93,11 @@ pub struct Vm {
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Backend {
-    /// What this host can do.
+    /// KVM where it works, else processes.
     #[default]
     Auto,
+    /// KVM of this host; any kernel.
+    Kvm,
     /// Ordinary processes; pre-virtualized kernels only.
     Process,
 }

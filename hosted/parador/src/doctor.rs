@@ -1,26 +1,23 @@
 //! `parador doctor`: what this host has of what virtual machines need, and what `parador run` would make of it.
 //!
-//! A device `/dev/kvm` that is there may still not run anything, or never return: it is tried, with a time limit, in a process of its own.
+//! A device `/dev/kvm` that is there may still not run anything, or never return: see [`kvm::trial`].
 
-use std::env;
 use std::fmt::Write;
 use std::fs;
-use std::process::Stdio;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::path::Path;
+use std::time::Instant;
 
 use clap::Args;
-use kvm_ioctls::Kvm;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::Serialize;
 use std::arch::x86_64::__cpuid_count;
 
 use crate::failure::{self, Failure};
+use crate::kvm;
 use crate::output;
-use crate::supervise::{self, AtEnd};
 
-/// How long the trial of KVM may take.
-const TRIAL: Duration = Duration::from_secs(2);
+/// Name of the finding that decides about the back end.
+const KVM: &str = "KVM";
 /// Calls of the host that are timed.
 const CALLS: u32 = 100_000;
 
@@ -124,8 +121,15 @@ fn examine() -> Report {
         ),
         system_call(),
     ];
-    let works = findings.iter().all(|finding| finding.state != State::Missing);
-    Report { findings, backend: works.then_some("process") }
+    let backend =
+        if findings.iter().any(|finding| finding.name == KVM && finding.state == State::Ok) {
+            Some("kvm")
+        } else if findings.iter().all(|finding| finding.state != State::Missing) {
+            Some("process")
+        } else {
+            None
+        };
+    Report { findings, backend }
 }
 
 fn present(name: &'static str, is: bool, otherwise: State, purpose: &'static str) -> Finding {
@@ -144,50 +148,23 @@ fn processor() -> Finding {
 }
 
 fn kvm() -> Finding {
-    let (state, found) = match fs::metadata("/dev/kvm") {
-        Err(_) => (State::Absent, "no /dev/kvm".to_owned()),
-        Ok(_) => match trial() {
-            Ok(()) => (State::Ok, "usable".to_owned()),
-            Err(why) => (State::Absent, format!("there, but not usable: {why}")),
-        },
-    };
-    Finding { name: "KVM", state, found, purpose: "unmodified kernels, later" }
-}
-
-/// Runs this program with [`Options::try_kvm`], for a limited time.
-fn trial() -> Result<(), String> {
-    let own = env::current_exe().map_err(|error| error.to_string())?;
-    let mut command =
-        supervise::command(own.as_os_str(), AtEnd::Kill).map_err(|failure| failure.to_string())?;
-    command.args(["doctor", "--try-kvm"]).stdin(Stdio::null()).stderr(Stdio::null());
-    let mut child = command.stdout(Stdio::piped()).spawn().map_err(|error| error.to_string())?;
-    let start = Instant::now();
-    while start.elapsed() < TRIAL {
-        match child.try_wait().map_err(|error| error.to_string())? {
-            Some(status) if status.success() => return Ok(()),
-            Some(_) => {
-                let output = child.wait_with_output().map_err(|error| error.to_string())?;
-                return Err(String::from_utf8_lossy(&output.stdout).trim().to_owned());
-            }
-            None => thread::sleep(Duration::from_millis(5)),
+    let (state, found) = match kvm::trial() {
+        Ok(()) => (State::Ok, "usable".to_owned()),
+        Err(why) if Path::new("/dev/kvm").exists() => {
+            (State::Absent, format!("there, but not usable: {why}"))
         }
-    }
-    // Fails if it has ended just now. Nobody waits: the host's kernel may not let go of it.
-    let _ = child.kill();
-    Err(format!("no answer in {} s", TRIAL.as_secs()))
+        Err(why) => (State::Absent, why),
+    };
+    Finding { name: KVM, state, found, purpose: "unmodified kernels" }
 }
 
-/// A virtual CPU without memory: where KVM works it leaves the guest at once, because its first instruction is nowhere.
+/// Tries KVM, and prints what does not work.
 fn try_kvm() -> u8 {
-    let outcome = Kvm::new().and_then(|kvm| {
-        let machine = kvm.create_vm()?;
-        machine.create_vcpu(0)?.run().map(drop)
-    });
-    match outcome {
+    match hosted_kvm::probe() {
         Ok(()) => 0,
         Err(error) => {
             // Whoever asked has gone if it cannot be printed.
-            let _ = output::print(std::io::Error::from(error).to_string());
+            let _ = output::print(format!("{error}\n"));
             1
         }
     }

@@ -23,6 +23,7 @@ mod initramfs;
 mod interrupt;
 mod kernel;
 mod keyvalue;
+mod kvm;
 mod machine;
 mod machine_exit;
 mod module;
@@ -44,10 +45,11 @@ use clap::error::ErrorKind;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    if let Some(code) = supervise::become_other_program()
+    let becomes = supervise::become_other_program()
         .or_else(afterburn::become_assembler)
         .or_else(switch::become_switch)
-    {
+        .or_else(kvm::become_machine);
+    if let Some(code) = becomes {
         return code;
     }
     let arguments = match commands::Cli::try_parse() {

@@ -1,11 +1,12 @@
-//! `parador run`: a virtual machine as processes of this host.
+//! `parador run`: a virtual machine, by KVM or as processes of this host.
 
-use crate::config::{Config, Log, Optimisation, Sandbox, Vm, is_busybox};
+use crate::config::{Backend, Config, Log, Optimisation, Sandbox, Vm, is_busybox};
 use crate::disk::{self, Disk};
 use crate::failure::{self, Failure};
 use crate::fetch;
 use crate::initramfs;
 use crate::interrupt::Interruptible;
+use crate::kvm;
 use crate::machine::{End, Machine};
 use crate::net::{self, Net};
 use crate::output::print;
@@ -35,6 +36,8 @@ const PAGE: u64 = 4096;
 const MEMORY: u64 = 1 << 30;
 /// Least memory that any kernel starts in.
 const LEAST_MEMORY: u64 = 64 << 20;
+/// What a kernel is told that KVM runs: the serial line is the console.
+const KVM_COMMAND_LINE: &str = "console=ttyS0 panic=-1";
 /// What a kernel is told before what the user says: the serial line is the console; time comes from the counter that the wedge has no part in;
 /// what defends a kernel against its programs on a processor that it does not own is of no use; and large pages of programs are one fault and one
 /// mapping of the host each (Linux has them with 512 MiB or more).
@@ -43,7 +46,7 @@ const COMMAND_LINE: &str = "console=ttyS0 panic=-1 mitigations=off transparent_h
 /// Options of `parador run`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Pre-virtualized kernel: the `vmlinux` that `parador kernel build` makes.
+    /// Kernel: the pre-virtualized `vmlinux` that `parador kernel build` makes; with KVM also any bzImage, and any ELF file with PVH entry.
     #[arg(value_name = "KERNEL", required_unless_present_any = ["kernel", "file"], conflicts_with = "kernel")]
     positional: Option<PathBuf>,
     /// Description of the machine, a TOML file with the keys of these options, which override it; `-d` adds to its disks.
@@ -92,6 +95,61 @@ fn bits(vm: &Vm) -> u64 {
     })
 }
 
+/// How a kernel is run.
+enum Runner<'a> {
+    /// By KVM.
+    Kvm,
+    /// As processes: the kernel, checked.
+    Process(Box<Image<'a>>),
+}
+
+/// Decides how the kernel is run. Nothing that was asked for is replaced by something else.
+fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<'a>, Failure> {
+    let vm = &config.vm;
+    // What only processes have decides, too.
+    let balloon = vm.balloon.is_some_and(|balloon| balloon.0.is_some());
+    let for_processes = vm.counters
+        || vm.profile_writes.is_some()
+        || !vm.without.is_empty()
+        || vm.sandbox == Some(Sandbox::Strict)
+        || !config.net.is_empty()
+        || balloon;
+    let parse = || Image::parse(bytes);
+    Ok(match vm.backend.unwrap_or_default() {
+        Backend::Kvm if for_processes => {
+            let text = "--balloon, --counters, --net, --profile-writes, --sandbox strict and --without are of processes";
+            return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
+        }
+        Backend::Kvm => match kvm::trial() {
+            Ok(()) => Runner::Kvm,
+            Err(why) => {
+                let text = format!("KVM cannot be used here: {why}");
+                let failure = Failure::new(failure::UNAVAILABLE, text);
+                return Err(failure
+                    .help("--backend process runs kernels of `parador kernel build` without it"));
+            }
+        },
+        Backend::Auto if !for_processes => match kvm::trial() {
+            Ok(()) => Runner::Kvm,
+            Err(why) => match parse() {
+                Ok(image) => Runner::Process(Box::new(image)),
+                Err(Error::Kernel(..)) if vmm_boot::Kernel::detect(bytes).is_ok() => {
+                    let kernel = kernel.display();
+                    let text = format!(
+                        "{kernel} is not pre-virtualized, and KVM cannot be used here: {why}"
+                    );
+                    return Err(Failure::new(failure::UNAVAILABLE, text)
+                        .help("`parador kernel build` makes a kernel that needs no KVM"));
+                }
+                Err(error) => return Err(refused(&error, kernel)),
+            },
+        },
+        Backend::Auto | Backend::Process => {
+            Runner::Process(Box::new(parse().map_err(|error| refused(&error, kernel))?))
+        }
+    })
+}
+
 /// Runs the machine to its end and returns the exit code.
 pub fn run(options: &Options) -> Result<u8, Failure> {
     let config = options.merged()?;
@@ -128,66 +186,92 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let bytes = read(kernel).map_err(|failure| {
         failure.help("`parador kernel build` makes a kernel that runs in processes")
     })?;
-    let image = Image::parse(&bytes).map_err(|error| refused(&error, kernel))?;
+    let runner = runner(&config, &bytes, kernel)?;
     let initrd = match &vm.initrd {
         None => None,
         Some(path) if is_busybox(path) => Some(busybox()?),
         Some(path) => Some(read(path)?),
     };
-    let wedge = wedge(options.artifacts.as_deref())?;
-    let mut command_line = COMMAND_LINE.to_owned();
-    if let Some(more) = &vm.cmdline {
-        command_line.push(' ');
-        command_line.push_str(more);
-    }
-    let mut nets = open_nets(&config.net)?;
-    let records: Vec<_> = disks.iter().map(|disk| disk.record).collect();
-    let net_records: Vec<_> = nets.iter().map(|net| net.record).collect();
-    let machine = hosted_vmm::Machine {
-        memory,
-        vcpus,
-        initrd: initrd.as_deref(),
-        command_line: &command_line,
-        options: bits(vm),
-        log: match vm.log.unwrap_or_default() {
-            Log::Error => log::ERROR,
-            Log::Warn => log::WARN,
-            Log::Info => log::INFO,
-        },
-        balloon,
-        disks: &records,
-        nets: &net_records,
+    let command_line = |first: &str| match &vm.cmdline {
+        Some(more) => format!("{first} {more}"),
+        None => first.to_owned(),
     };
+    let log = match vm.log.unwrap_or_default() {
+        Log::Error => log::ERROR,
+        Log::Warn => log::WARN,
+        Log::Info => log::INFO,
+    };
+    let records: Vec<_> = disks.iter().map(|disk| disk.record).collect();
     // A limit of the size of files is an error then, not the end.
     flag::register(SIGXFSZ, Arc::default())
         .map_err(|error| Failure::os("listen to signals", &error))?;
-    let prepared =
-        hosted_vmm::prepare(&image, &machine).map_err(|error| refused(&error, kernel))?;
-    nets.iter_mut().try_for_each(Net::wait)?;
-    if options.dry_run {
-        eprintln!("parador: {} would run in processes of this host", kernel.display());
-        return Ok(0);
-    }
-    // A machine runs for long, and needs neither again.
-    drop((image, initrd));
+    // What is on the other sides of networks ends with this function.
+    let (name, command, _others) = match &runner {
+        Runner::Kvm => {
+            let initrd = initrd.as_deref().unwrap_or_default();
+            kvm::check(kernel, &bytes, initrd.len() as u64, memory)?;
+            hosted_vmm::check_memory(memory).map_err(|error| refused(&error, kernel))?;
+            if options.dry_run {
+                eprintln!("parador: {} would be run by KVM", kernel.display());
+                return Ok(0);
+            }
+            let machine = hosted_kvm::Machine {
+                memory,
+                cpus: vcpus,
+                command_line: command_line(KVM_COMMAND_LINE),
+                log,
+                disks: records.iter().map(|record| record.to_words()).collect(),
+            };
+            ("kvm", kvm::command(&machine, &bytes, initrd, disks)?, Vec::new())
+        }
+        Runner::Process(image) => {
+            let wedge = wedge(options.artifacts.as_deref())?;
+            let mut nets = open_nets(&config.net)?;
+            let net_records: Vec<_> = nets.iter().map(|net| net.record).collect();
+            let machine = hosted_vmm::Machine {
+                memory,
+                vcpus,
+                initrd: initrd.as_deref(),
+                command_line: &command_line(COMMAND_LINE),
+                options: bits(vm),
+                log,
+                balloon,
+                disks: &records,
+                nets: &net_records,
+            };
+            let prepared =
+                hosted_vmm::prepare(image, &machine).map_err(|error| refused(&error, kernel))?;
+            nets.iter_mut().try_for_each(Net::wait)?;
+            if options.dry_run {
+                eprintln!("parador: {} would run in processes of this host", kernel.display());
+                return Ok(0);
+            }
+            let mut command = supervise::command(wedge.as_os_str(), AtEnd::Kill)?;
+            let memory =
+                [(prepared.memory, layout::MEMORY_FD), (prepared.shared, layout::SHARED_FD)];
+            let disks = disks.into_iter().map(|disk| disk.file.into()).zip(layout::DISKS_FD..);
+            let (nets, others): (Vec<_>, Vec<_>) = nets.into_iter().map(Net::split).unzip();
+            let descriptors = memory
+                .into_iter()
+                .chain(disks)
+                .chain(nets.into_iter().zip(layout::NETS_FD..))
+                .map(|(parent_fd, number)| FdMapping { parent_fd, child_fd: number as i32 });
+            command
+                .fd_mappings(descriptors.collect())
+                .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
+            ("process", command, others)
+        }
+    };
+    // A machine runs for long, and needs none of it again.
+    let is_process = matches!(runner, Runner::Process(_));
+    drop((runner, initrd));
     drop(bytes);
-    let mut command = supervise::command(wedge.as_os_str(), AtEnd::Kill)?;
-    let memory = [(prepared.memory, layout::MEMORY_FD), (prepared.shared, layout::SHARED_FD)];
-    let disks = disks.into_iter().map(|disk| disk.file.into()).zip(layout::DISKS_FD..);
-    // What is on their other sides ends with this function.
-    let (nets, _others): (Vec<_>, Vec<_>) = nets.into_iter().map(Net::split).unzip();
-    let nets = nets.into_iter().zip(layout::NETS_FD..);
-    let descriptors = memory.into_iter().chain(disks).chain(nets);
-    let descriptors =
-        descriptors.map(|(parent_fd, number)| FdMapping { parent_fd, child_fd: number as i32 });
-    command
-        .fd_mappings(descriptors.collect())
-        .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
+    eprintln!("parador: back end `{name}`");
     let start = Instant::now();
-    let machine = Machine::start(WEDGE, command)?;
+    let machine = Machine::start(name, command)?;
     let keys = "Ctrl-A X ends the machine; all other keys go to the guest";
     let (end, messages) = machine.serve(vm.timeout.map(|time| time.0), keys)?;
-    let messages = match &vm.profile_writes {
+    let messages = match vm.profile_writes.as_ref().filter(|_| is_process) {
         None => messages,
         Some(path) => {
             let bytes = read(kernel)?;

@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 use linux_raw_sys::{general as linux, ioctl};
 use proto::wedge::{Filters, layout};
 use seccompiler::SeccompCmpArgLen::Dword;
-use seccompiler::SeccompCmpOp::Eq;
+use seccompiler::SeccompCmpOp::{Eq, MaskedEq};
 use seccompiler::{
     BackendError, BpfProgram, SeccompAction, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch,
+    TargetArch, apply_filter_all_threads,
 };
 
 use crate::Error;
@@ -217,6 +217,98 @@ fn switch() -> Result<Rules, BackendError> {
         ],
     );
     Ok(rules)
+}
+
+/// Direction of an argument of ioctl(2): the kernel reads it, writes it.
+const READS: u32 = 1;
+const WRITES: u32 = 2;
+
+/// Number of a call of KVM: direction, number and size of its argument (`_IOC` of `asm-generic/ioctl.h` in Linux).
+const fn kvm(direction: u32, number: u32, size: u32) -> u32 {
+    const KVM: u32 = 0xae;
+    direction << 30 | size << 16 | KVM << 8 | number
+}
+
+/// What a process may ask of KVM's processors once there are all of them (`linux/kvm.h`): to run, interrupts, registers.
+const KVM_CALLS: [u32; 14] = [
+    kvm(0, 0x80, 0),
+    kvm(READS, 0x86, 4),
+    kvm(0, 0x9a, 0),
+    // Special registers, MSRs, events, debug registers, extended control registers: to get and to set.
+    kvm(WRITES, 0x83, 312),
+    kvm(READS, 0x84, 312),
+    kvm(READS | WRITES, 0x88, 8),
+    kvm(READS, 0x89, 8),
+    kvm(WRITES, 0x9f, 64),
+    kvm(READS, 0xa0, 64),
+    kvm(WRITES, 0xa1, 128),
+    kvm(READS, 0xa2, 128),
+    kvm(WRITES, 0xa6, 392),
+    kvm(READS, 0xa7, 392),
+    // The offset of the time-stamp counter.
+    kvm(READS, 0xe1, 24),
+];
+
+/// The process that is a machine of KVM.
+fn machine(own: u32) -> Result<Rules, BackendError> {
+    let mut rules = Rules::new();
+    for call in KVM_CALLS {
+        allow(&mut rules, linux::__NR_ioctl, &[&[(1, call)]])?;
+    }
+    for descriptor in [layout::OUTPUT_FD, layout::ERRORS_FD] {
+        allow(&mut rules, linux::__NR_write, &[&[(0, descriptor)]])?;
+    }
+    // Its own threads.
+    allow(&mut rules, linux::__NR_tgkill, &[&[(0, own)]])?;
+    // Memory of its own, none of which becomes code.
+    let data = SeccompCondition::new(2, Dword, MaskedEq(linux::PROT_EXEC.into()), 0)?;
+    let own = SeccompCondition::new(3, Dword, MaskedEq(linux::MAP_ANONYMOUS.into()), 0x20)?;
+    rules.insert(linux::__NR_mmap.into(), vec![SeccompRule::new(vec![data.clone(), own])?]);
+    rules.insert(linux::__NR_mprotect.into(), vec![SeccompRule::new(vec![data])?]);
+    allow_all(
+        &mut rules,
+        &[
+            linux::__NR_brk,
+            linux::__NR_clock_gettime,
+            linux::__NR_clock_nanosleep,
+            linux::__NR_close,
+            linux::__NR_exit,
+            linux::__NR_exit_group,
+            linux::__NR_fallocate,
+            linux::__NR_fdatasync,
+            linux::__NR_futex,
+            linux::__NR_getpid,
+            linux::__NR_getrandom,
+            linux::__NR_gettid,
+            linux::__NR_lseek,
+            linux::__NR_madvise,
+            linux::__NR_mremap,
+            linux::__NR_munmap,
+            linux::__NR_newfstatat,
+            linux::__NR_pread64,
+            linux::__NR_pwrite64,
+            linux::__NR_read,
+            linux::__NR_restart_syscall,
+            linux::__NR_rt_sigprocmask,
+            linux::__NR_rt_sigreturn,
+            linux::__NR_sched_yield,
+            linux::__NR_sigaltstack,
+            linux::__NR_statx,
+            linux::__NR_timer_delete,
+            linux::__NR_timer_settime,
+        ],
+    );
+    Ok(rules)
+}
+
+/// Confines this process, which is a machine of KVM and has all its threads and processors.
+///
+/// # Errors
+/// [`Error::Filters`]
+pub fn confine() -> Result<(), Error> {
+    let failed = |error: &dyn std::fmt::Display| Error::Filters(error.to_string());
+    let program = machine(std::process::id()).and_then(compile).map_err(|error| failed(&error))?;
+    apply_filter_all_threads(&program).map_err(|error| failed(&error))
 }
 
 #[cfg(test)]

@@ -10,6 +10,6 @@ mod image;
 mod prepare;
 
 pub use error::Error;
-pub use filters::confine_switch;
+pub use filters::{confine, confine_switch};
 pub use image::Image;
-pub use prepare::{Machine, Prepared, check_host, prepare};
+pub use prepare::{Machine, Prepared, check_host, check_memory, prepare};

@@ -57,13 +57,7 @@ pub struct Prepared {
 /// Puts a kernel into the memory of a new machine.
 pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Error> {
     let xcr0 = check_host()?;
-    let host = rustix::system::sysinfo();
-    let unit = u64::from(host.mem_unit.max(1));
-    // Numbers of the host's kernel, which counts in units so that they fit.
-    let available = host.totalram.saturating_add(host.totalswap).saturating_mul(unit);
-    if machine.memory > available {
-        return Err(Error::TooMuchMemory { wanted: machine.memory, available });
-    }
+    check_memory(machine.memory)?;
     if machine.disks.len() > MAX_DISKS {
         return Err(Error::TooManyDisks(machine.disks.len()));
     }
@@ -194,6 +188,18 @@ fn memory_word(memory: &GuestMemory, at: u64) -> Result<u64, vmm_mem::MemoryErro
     let mut bytes = [0; 8];
     memory.read_slice(at, &mut bytes)?;
     Ok(u64::from_le_bytes(bytes))
+}
+
+/// Whether the host has so many bytes of memory.
+///
+/// # Errors
+/// [`Error::TooMuchMemory`]
+pub fn check_memory(wanted: u64) -> Result<(), Error> {
+    let host = rustix::system::sysinfo();
+    let unit = u64::from(host.mem_unit.max(1));
+    // Numbers of the host's kernel, which counts in units so that they fit.
+    let available = host.totalram.saturating_add(host.totalswap).saturating_mul(unit);
+    if wanted > available { Err(Error::TooMuchMemory { wanted, available }) } else { Ok(()) }
 }
 
 /// Whether the host's processor and kernel let a program be the processor of a machine. Gives the extended state that its guest may use

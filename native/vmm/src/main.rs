@@ -14,7 +14,6 @@ mod console;
 mod control;
 mod devices;
 mod host;
-mod registers;
 
 use core::arch::x86_64::__cpuid_count;
 
@@ -244,7 +243,7 @@ fn run(
         command_line: plan.command_line.as_bytes(),
     };
     match vmm_boot::load(memory, &config) {
-        Ok(state) => registers::set(&mut *vcpus[0].lock(), &state),
+        Ok(state) => vmm_machine::registers::set(&mut *vcpus[0].lock(), &state),
         Err(error) => {
             error!("the guest cannot be loaded: {error:?}");
             return Err(code::BAD_CONFIG);

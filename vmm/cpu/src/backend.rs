@@ -207,6 +207,10 @@ pub trait Backend {
     /// Bytes of the instruction that exited, and how many are valid (0 if the host does not know).
     fn instruction_bytes(&mut self) -> ([u8; 16], usize);
 
+    /// What the access has come to with which the guest exited ([`Exit::Access`]): the value, 0 of a write; `None` raises
+    /// `#GP(0)`. A back end that never exits in this way need not have it.
+    fn answer(&mut self, _value: Option<u64>) {}
+
     /// The event in the slot. After an exit: the one whose delivery the exit cut short; it is delivered at
     /// the next entry unless it is replaced.
     fn event(&mut self) -> Event;

@@ -26,6 +26,20 @@ pub enum Outcome {
     HostError(u64),
 }
 
+impl Outcome {
+    /// The exit code of a machine that ends so (`docs/spec/exit-codes.md`).
+    pub const fn exit_code(self) -> u8 {
+        match self {
+            Self::PowerOff => 0,
+            Self::Code(chosen) => chosen,
+            Self::HostError(_) => 70,
+            Self::GuestPanic => 80,
+            Self::TripleFault => 81,
+            Self::Reset => 83,
+        }
+    }
+}
+
 /// A maskable interrupt that would be taken if the CPU accepts one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Waiting {
@@ -121,6 +135,10 @@ pub trait Board {
     fn port_in(&mut self, port: u16, size: u8) -> u32;
     /// `OUT`.
     fn port_out(&mut self, port: u16, size: u8, value: u32);
+    /// Reads memory where there is none: at most eight bytes of a device.
+    fn memory_in(&mut self, cpu: usize, address: u64, size: u8) -> u64;
+    /// Writes memory where there is none.
+    fn memory_out(&mut self, cpu: usize, address: u64, size: u8, value: u64);
     /// Reads an MSR of the local APIC (base, TSC deadline, x2APIC registers); `None` raises `#GP(0)`.
     fn apic_read(&mut self, cpu: usize, msr: u32) -> Option<u64>;
     /// Writes an MSR of the local APIC; `None` raises `#GP(0)`.

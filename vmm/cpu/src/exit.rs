@@ -30,6 +30,33 @@ pub struct MemoryFault {
     pub walk: bool,
 }
 
+/// What an [`Access`] is to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Space {
+    /// A port.
+    Port,
+    /// Guest-physical memory that is not there.
+    Memory,
+    /// A model-specific register.
+    Msr,
+}
+
+/// An access of an instruction that the host carries out, but for this. A read is answered ([`Backend::answer`]); the
+/// host goes on behind the instruction by itself.
+///
+/// [`Backend::answer`]: crate::Backend::answer
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Access {
+    /// To what.
+    pub space: Space,
+    /// Port, guest-physical address or register.
+    pub address: u64,
+    /// 1, 2, 4 or 8 bytes, also 3 to 7 for memory.
+    pub size: u8,
+    /// What is written; `None`: it is read.
+    pub value: Option<u64>,
+}
+
 /// Why a virtual CPU stopped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Exit {
@@ -42,6 +69,8 @@ pub enum Exit {
         /// `WRMSR`.
         write: bool,
     },
+    /// Something is accessed by an instruction that the host carries out.
+    Access(Access),
     /// `HLT`.
     Hlt,
     /// `HLT`, and the host has waited since: until there were events, or the deadline had passed.
@@ -123,11 +152,11 @@ impl Exit {
     pub const fn index(&self) -> usize {
         match self {
             Self::Cpuid => 0,
-            Self::Io(_) => 1,
-            Self::Msr { .. } => 2,
+            Self::Io(_) | Self::Access(Access { space: Space::Port, .. }) => 1,
+            Self::Msr { .. } | Self::Access(Access { space: Space::Msr, .. }) => 2,
             Self::Hlt | Self::Halted { .. } => 3,
             Self::Hypercall => 4,
-            Self::MemoryFault(_) => 5,
+            Self::MemoryFault(_) | Self::Access(Access { space: Space::Memory, .. }) => 5,
             Self::Window => 6,
             Self::Recall { .. } => 7,
             Self::Deadline => 8,

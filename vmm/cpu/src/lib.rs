@@ -27,7 +27,7 @@ pub mod testing;
 pub use backend::{Backend, Event, Gpr, Reg, Seg, Segment, Window};
 pub use board::{Acknowledged, Board, Outcome, Signals, Unknown, Waiting};
 pub use clock::TscClock;
-pub use exit::{Exit, IoExit, MemoryFault};
+pub use exit::{Access, Exit, IoExit, MemoryFault, Space};
 pub use run::{Cpu, Pause};
 
 /// Most virtual CPUs of one machine.

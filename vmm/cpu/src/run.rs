@@ -16,7 +16,7 @@ use crate::MAX_VCPUS;
 use crate::backend::{Backend, Event, Gpr, Reg, Seg, Segment, Window};
 use crate::board::{Board, Emulated, Outcome, Unknown, Waiting};
 use crate::cpuid::{CpuView, Patch, Values};
-use crate::exit::{EXIT_NAMES, Exit, IoExit, MemoryFault};
+use crate::exit::{Access, EXIT_NAMES, Exit, IoExit, MemoryFault, Space};
 use crate::length::{FetchCache, Pattern, prefixes};
 use crate::msr::Msrs;
 use crate::pv::{ApicIds, EoiWord, StealRecord};
@@ -372,6 +372,7 @@ impl Cpu {
                 self.emulated(vcpu, emulated);
             }
             Exit::MemoryFault(fault) => self.memory_fault(vcpu, board, fault)?,
+            Exit::Access(access) => self.access(vcpu, board, access),
             Exit::Hlt => {
                 if self.skip(vcpu, board, Pattern::HLT) {
                     self.activity = Activity::Halted;
@@ -420,6 +421,28 @@ impl Cpu {
             Exit::Cpuid | Exit::Msr { .. } => {}
         }
         Ok(())
+    }
+
+    /// An access of an instruction that the host carries out.
+    fn access<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, access: Access) {
+        let Access { space, address, size, value } = access;
+        let answer = match (space, value) {
+            (Space::Port, None) => Some(board.port_in(address as u16, size).into()),
+            (Space::Port, Some(value)) => {
+                board.port_out(address as u16, size, value as u32);
+                Some(0)
+            }
+            (Space::Memory, None) => Some(board.memory_in(self.index, address, size)),
+            (Space::Memory, Some(value)) => {
+                board.memory_out(self.index, address, size, value);
+                Some(0)
+            }
+            (Space::Msr, None) => self.read_msr(vcpu, board, address as u32),
+            (Space::Msr, Some(value)) => {
+                self.write_msr(vcpu, board, address as u32, value).map(|()| 0)
+            }
+        };
+        vcpu.answer(answer);
     }
 
     fn memory_fault<B: Backend, M: Board>(
@@ -687,6 +710,7 @@ mod tests {
         init: bool,
         startup: Option<u8>,
         ports: Vec<(u16, u8, u32)>,
+        written: Vec<(u64, u8, u64)>,
         unknown: Vec<Unknown>,
         multicasts: Vec<(ApicIds, InterruptMessage)>,
         tsc_written: Vec<u64>,
@@ -729,6 +753,7 @@ mod tests {
                 init: false,
                 startup: None,
                 ports: Vec::new(),
+                written: Vec::new(),
                 unknown: Vec::new(),
                 multicasts: Vec::new(),
                 tsc_written: Vec::new(),
@@ -778,6 +803,12 @@ mod tests {
         }
         fn port_out(&mut self, port: u16, size: u8, value: u32) {
             self.ports.push((port, size, value));
+        }
+        fn memory_in(&mut self, _: usize, address: u64, size: u8) -> u64 {
+            address << 8 | u64::from(size)
+        }
+        fn memory_out(&mut self, _: usize, address: u64, size: u8, value: u64) {
+            self.written.push((address, size, value));
         }
         fn apic_read(&mut self, _: usize, _: u32) -> Option<u64> {
             Some(0x55)
@@ -860,6 +891,41 @@ mod tests {
 
     fn interrupts(vcpu: &mut ScriptedVcpu, on: bool) {
         vcpu.set(Reg::Rflags, if on { RFLAGS_IF } else { 0 });
+    }
+
+    #[test]
+    fn accesses_are_answered_and_change_no_register() {
+        const NO_SUCH_MSR: u64 = 0xdead_0000;
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        let accesses = [
+            (Space::Port, 0x3f8, 1, None),
+            (Space::Port, 0x3f8, 2, Some(0x4142)),
+            (Space::Memory, 0xfe00_0000, 3, None),
+            (Space::Memory, 0xfe00_0010, 8, Some(u64::MAX)),
+            (Space::Msr, 0x830, 8, None),
+            (Space::Msr, 0x830, 8, Some(0x31)),
+            (Space::Msr, NO_SUCH_MSR, 8, None),
+            (Space::Msr, NO_SUCH_MSR, 8, Some(1)),
+        ];
+        for (space, address, size, value) in accesses {
+            vcpu.then(move |_| Exit::Access(Access { space, address, size, value }));
+        }
+        play(&mut cpu, &mut vcpu, &mut board);
+        let answers = [
+            Some(0xffff_ffff),
+            Some(0),
+            Some(0xfe_0000_0003),
+            Some(0),
+            Some(0x55),
+            Some(0),
+            None,
+            None,
+        ];
+        assert_eq!(vcpu.answers, answers);
+        assert_eq!(board.ports, [(0x3f8, 1, 0), (0x3f8, 2, 0x4142)]);
+        assert_eq!(board.written, [(0xfe00_0010, 8, u64::MAX)]);
+        assert!(board.requested.contains(&0x31));
+        assert_eq!((vcpu.get(Reg::Rip), vcpu.gpr(Gpr::Rax)), (CODE, 0));
     }
 
     #[test]

@@ -48,6 +48,8 @@ pub struct ScriptedVcpu {
     pub stolen: u64,
     /// What [`Backend::set_halts`] has set.
     pub halts: bool,
+    /// What [`Backend::answer`] was told.
+    pub answers: Vec<Option<u64>>,
     /// Flushes of the TLB.
     pub flushes: u32,
     /// What the guest does.
@@ -122,6 +124,10 @@ impl Backend for ScriptedVcpu {
 
     fn instruction_bytes(&mut self) -> ([u8; 16], usize) {
         ([0; 16], 0)
+    }
+
+    fn answer(&mut self, value: Option<u64>) {
+        self.answers.push(value);
     }
 
     fn event(&mut self) -> Event {

@@ -27,6 +27,8 @@ mod hypercalls;
 pub mod layout;
 mod once;
 mod pc;
+#[cfg(feature = "load")]
+pub mod registers;
 mod wires;
 
 use core::fmt;

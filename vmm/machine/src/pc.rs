@@ -264,6 +264,11 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         Self { fixed: fixed(cpuid), machine: SpinMutex::new(machine()) }
     }
 
+    /// What `CPUID` says, for hosts that answer it themselves.
+    pub fn cpuid(&self) -> &CpuidTable {
+        &self.fixed.cpuid
+    }
+
     /// Virtual CPU `index` in its state after power-on, to be made once: CPU 0 runs, the others wait to be started.
     pub fn cpu(&self, index: usize) -> Cpu {
         Cpu::new(index.min(self.fixed.vcpus - 1), self.fixed.physical_bits)
@@ -1057,6 +1062,14 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
         self.locked(|board| board.port_out(port, size, value));
     }
 
+    fn memory_in(&mut self, cpu: usize, address: u64, size: u8) -> u64 {
+        self.locked(|board| board.read_memory(cpu, address, size))
+    }
+
+    fn memory_out(&mut self, cpu: usize, address: u64, size: u8, value: u64) {
+        self.locked(|board| board.write_memory(cpu, address, size, value));
+    }
+
     fn apic_read(&mut self, cpu: usize, msr: u32) -> Option<u64> {
         self.locked(|board| board.apic_read(cpu, msr))
     }
@@ -1136,13 +1149,11 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Devices
     for Seat<'_, '_, H, R, CPUS, P>
 {
     fn read(&mut self, address: u64, size: u8) -> u64 {
-        let cpu = self.cpu;
-        self.locked(|board| board.read_memory(cpu, address, size))
+        self.memory_in(self.cpu, address, size)
     }
 
     fn write(&mut self, address: u64, size: u8, value: u64) {
-        let cpu = self.cpu;
-        self.locked(|board| board.write_memory(cpu, address, size, value));
+        self.memory_out(self.cpu, address, size, value);
     }
 
     fn port_in(&mut self, port: u16, size: u8) -> u32 {

@@ -838,11 +838,11 @@ fn drive(all: &All<'_>, index: usize) -> ! {
                 if outcome == Outcome::TripleFault {
                     describe();
                 }
-                processes::finish(exit_code(outcome));
+                processes::finish(outcome.exit_code());
             }
         };
         if events & event::STOP != 0 {
-            processes::finish(exit_code(Outcome::PowerOff));
+            processes::finish(Outcome::PowerOff.exit_code());
         }
         if events & event::CONSOLE != 0 {
             machine.input(Some(&state), &mut host);
@@ -919,16 +919,4 @@ fn describe() {
         cpu.cr3,
         cpu.cpl
     ));
-}
-
-/// Exit codes of a machine (`docs/spec/exit-codes.md`).
-fn exit_code(outcome: Outcome) -> u8 {
-    match outcome {
-        Outcome::PowerOff => 0,
-        Outcome::Code(chosen) => chosen,
-        Outcome::GuestPanic => 80,
-        Outcome::TripleFault => 81,
-        Outcome::Reset => 83,
-        Outcome::HostError(_) => report::INTERNAL,
-    }
 }

@@ -22,8 +22,8 @@ fn command_lines() {
     refused(&folder, &["k", "--kernel", "k"], 64, "cannot be used with");
     refused(&folder, &["k", "-m", "63M"], 64, "64M at least");
     refused(&folder, &["k", "-m", "much"], 64, "not a size");
-    refused(&folder, &["k", "-c", "2"], 64, "2");
-    refused(&folder, &["k", "--backend", "kvm"], 64, "possible values");
+    refused(&folder, &["k", "-c", "9"], 64, "9");
+    refused(&folder, &["k", "--backend", "vmx"], 64, "possible values");
     refused(&folder, &["k", "--log", "loud"], 64, "possible values");
     refused(&folder, &["k", "--timeout", "soon"], 64, "not a time");
     refused(&folder, &["k", "--balloon", "some"], 64, "not a size");
@@ -34,14 +34,17 @@ fn command_lines() {
 #[test]
 fn kernels() {
     let folder = Folder::new("");
+    let process = ["vmlinux", "--backend", "process"];
     refused(&folder, &["vmlinux"], 66, "parador kernel build");
     folder.write("vmlinux", b"");
-    refused(&folder, &["vmlinux"], 65, "no ELF file");
+    refused(&folder, &process, 65, "no ELF file");
     folder.write("vmlinux", &bzimage());
-    refused(&folder, &["vmlinux"], 65, "not a bzImage");
+    refused(&folder, &process, 65, "not a bzImage");
     folder.write("vmlinux", b"\x7fELF and no more");
-    refused(&folder, &["vmlinux"], 65, "no sound ELF file");
+    refused(&folder, &process, 65, "no sound ELF file");
     refused(&folder, &["programs"], 71, "directory");
+    let counters = ["vmlinux", "--backend", "kvm", "--counters"];
+    refused(&folder, &counters, 64, "are of processes");
 }
 
 #[test]
@@ -49,7 +52,7 @@ fn kernels_for_other_backends_are_named() {
     // This program is an ELF file for this processor, but no kernel.
     let folder = Folder::new("");
     let own = std::env::current_exe().unwrap();
-    refused(&folder, &[own.to_str().unwrap()], 65, "not pre-virtualized");
+    refused(&folder, &[own.to_str().unwrap(), "--backend", "process"], 65, "not pre-virtualized");
 }
 
 const CONFIG: &str = "\

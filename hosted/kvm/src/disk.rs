@@ -1,0 +1,289 @@
+//! Disks: a file each, whose requests threads carry out.
+//!
+//! A worker copies between the file and guest memory. What the guest asks for outside of its disk or memory fails, as does what the host
+//! refuses.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use proto::wedge::Disk as Record;
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
+use vmm_bus::Block;
+use vmm_bus::outside::{BlockInfo, BlockOp, BlockStatus, Data, Part, SECTOR};
+use vmm_mem::GuestMemory;
+
+use crate::seat::{Seat, event};
+
+/// Threads for each disk.
+pub const WORKERS: usize = 2;
+/// Most bytes of a request: all segments that the device model takes.
+const MOST_BYTES: u32 = 126 * 4096;
+/// Zeros for hosts that make none themselves.
+static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+
+/// A disk.
+pub struct Disk {
+    file: File,
+    record: Record,
+    state: Mutex<State>,
+    /// A request waits, or one is done.
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: VecDeque<Request>,
+    /// Requests that workers carry out.
+    running: usize,
+    done: VecDeque<(u16, BlockStatus)>,
+    /// A failure of the host has been told.
+    told: bool,
+}
+
+struct Request {
+    id: u16,
+    op: BlockOp,
+    parts: Vec<Part>,
+}
+
+impl Disk {
+    /// A disk in a file.
+    pub fn new(file: File, record: Record) -> Self {
+        Self { file, record, state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// What it is like for the device model.
+    pub fn info(&self) -> BlockInfo {
+        let Record { sectors, read_only, serial } = self.record;
+        BlockInfo {
+            sectors,
+            read_only,
+            discard: !read_only,
+            write_zeroes: !read_only,
+            max_bytes: MOST_BYTES,
+            serial,
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nobody leaves it half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Carries out requests until the process ends; `number` counts disks.
+    pub fn work(&self, number: usize, memory: &GuestMemory, seat: &Seat) {
+        loop {
+            let mut state = self.state();
+            let request = loop {
+                match state.waiting.pop_front() {
+                    Some(request) => break request,
+                    None => {
+                        state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    }
+                }
+            };
+            state.running += 1;
+            drop(state);
+            let result = self.carry_out(&request, memory);
+            let mut state = self.state();
+            state.running -= 1;
+            let status = match result {
+                Ok(()) => BlockStatus::Done,
+                Err(Failure::Nonsense) => BlockStatus::Failed,
+                Err(Failure::Host(error))
+                    if error.raw_os_error() == Some(Errno::OPNOTSUPP.raw_os_error()) =>
+                {
+                    BlockStatus::Unsupported
+                }
+                Err(Failure::Host(error)) => {
+                    if !std::mem::replace(&mut state.told, true) {
+                        eprintln!("parador: disk {number}: the host refuses a request: {error}");
+                    }
+                    BlockStatus::Failed
+                }
+            };
+            state.done.push_back((request.id, status));
+            drop(state);
+            self.changed.notify_all();
+            seat.tell(event::DISK);
+        }
+    }
+
+    fn carry_out(&self, request: &Request, memory: &GuestMemory) -> Result<(), Failure> {
+        let Request { op, parts, .. } = request;
+        if self.record.read_only && !matches!(op, BlockOp::Read { .. } | BlockOp::Flush) {
+            return Err(Failure::Nonsense);
+        }
+        let length = parts.iter().map(|part| u64::from(part.length)).sum();
+        match *op {
+            BlockOp::Read { sector } => {
+                let (at, mut bytes) = (self.place(sector, length)?, vec![0; length as usize]);
+                self.file.read_exact_at(&mut bytes, at)?;
+                let mut rest = &bytes[..];
+                for part in parts {
+                    let (first, others) = rest.split_at(part.length as usize);
+                    memory.write_slice(part.address, first).map_err(|_| Failure::Nonsense)?;
+                    rest = others;
+                }
+                Ok(())
+            }
+            BlockOp::Write { sector } => {
+                let (at, mut bytes) = (self.place(sector, length)?, vec![0; length as usize]);
+                let mut rest = &mut bytes[..];
+                for part in parts {
+                    let (first, others) = rest.split_at_mut(part.length as usize);
+                    memory.read_slice(part.address, first).map_err(|_| Failure::Nonsense)?;
+                    rest = others;
+                }
+                Ok(self.file.write_all_at(&bytes, at)?)
+            }
+            BlockOp::Flush => Ok(self.file.sync_data()?),
+            BlockOp::Discard { sector, count } => {
+                self.allocate(FallocateFlags::PUNCH_HOLE, sector, count)
+            }
+            BlockOp::WriteZeroes { sector, count, unmap } => {
+                let flag =
+                    if unmap { FallocateFlags::PUNCH_HOLE } else { FallocateFlags::ZERO_RANGE };
+                self.allocate(flag, sector, count).or_else(|_| self.zero(sector, count))
+            }
+        }
+    }
+
+    /// Where so many bytes from a sector on are in the file.
+    fn place(&self, sector: u64, length: u64) -> Result<u64, Failure> {
+        let count = length.div_ceil(SECTOR.into());
+        match sector.checked_add(count) {
+            Some(end) if end <= self.record.sectors && length <= u64::from(MOST_BYTES) => {
+                Ok(sector * u64::from(SECTOR))
+            }
+            _ => Err(Failure::Nonsense),
+        }
+    }
+
+    /// Where sectors are: the first byte, and how many.
+    fn range(&self, sector: u64, count: u32) -> Result<(u64, u64), Failure> {
+        match sector.checked_add(count.into()) {
+            Some(end) if end <= self.record.sectors => {
+                Ok((sector * u64::from(SECTOR), u64::from(count) * u64::from(SECTOR)))
+            }
+            _ => Err(Failure::Nonsense),
+        }
+    }
+
+    /// Changes the room that sectors take; afterwards they read as zeros.
+    fn allocate(&self, flag: FallocateFlags, sector: u64, count: u32) -> Result<(), Failure> {
+        let (at, length) = self.range(sector, count)?;
+        fallocate(&self.file, flag | FallocateFlags::KEEP_SIZE, at, length)
+            .map_err(|error| Failure::Host(error.into()))
+    }
+
+    /// Writes zeros.
+    fn zero(&self, sector: u64, count: u32) -> Result<(), Failure> {
+        let (mut at, mut left) = self.range(sector, count)?;
+        while left != 0 {
+            let length = left.min(ZEROS.len() as u64);
+            self.file.write_all_at(&ZEROS[..length as usize], at)?;
+            (at, left) = (at + length, left - length);
+        }
+        Ok(())
+    }
+}
+
+/// Why a request fails.
+#[derive(Debug)]
+enum Failure {
+    /// It is none: outside of the disk or of memory.
+    Nonsense,
+    /// The host says no.
+    Host(io::Error),
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Host(error)
+    }
+}
+
+impl Block for &Disk {
+    fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
+        let parts = std::iter::from_fn(|| data.part(u32::MAX)).collect();
+        self.state().waiting.push_back(Request { id, op, parts });
+        self.changed.notify_one();
+        true
+    }
+
+    fn completed(&mut self) -> Option<(u16, BlockStatus)> {
+        self.state().done.pop_front()
+    }
+
+    fn finish(&mut self, _: u16, _: &mut Data<'_>) {
+        // What was read is there already.
+    }
+
+    fn forget(&mut self) {
+        let mut state = self.state();
+        // What no worker has begun need not begin.
+        state.waiting.clear();
+        let running = |state: &mut State| state.running != 0;
+        let mut state =
+            self.changed.wait_while(state, running).unwrap_or_else(PoisonError::into_inner);
+        state.done.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm_mem::testing::memory;
+
+    fn disk() -> Disk {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(16 * u64::from(SECTOR)).unwrap();
+        Disk::new(file, Record { sectors: 16, ..Record::default() })
+    }
+
+    fn request(op: BlockOp, parts: &[(u64, u32)]) -> Request {
+        let part = |&(address, length): &(u64, u32)| Part { address, length };
+        Request { id: 0, op, parts: parts.iter().map(part).collect() }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let (disk, memory) = (disk(), memory(&[(0, 0x3000)]));
+        memory.write_slice(0x1000, &[7; 1024]).unwrap();
+        let carry_out = |op, parts: &[_]| disk.carry_out(&request(op, parts), &memory);
+        carry_out(BlockOp::Write { sector: 14 }, &[(0x1000, 100), (0x1200, 924)]).unwrap();
+        carry_out(BlockOp::Flush, &[]).unwrap();
+        carry_out(BlockOp::Read { sector: 14 }, &[(0x2000, 1024)]).unwrap();
+        let mut bytes = [0; 1024];
+        memory.read_slice(0x2000, &mut bytes).unwrap();
+        assert_eq!(bytes[..612], [7; 612]);
+        carry_out(BlockOp::WriteZeroes { sector: 14, count: 1, unmap: false }, &[]).unwrap();
+        carry_out(BlockOp::Read { sector: 14 }, &[(0x2000, 1024)]).unwrap();
+        memory.read_slice(0x2000, &mut bytes).unwrap();
+        assert_eq!((bytes[511], bytes[512]), (0, 7));
+    }
+
+    #[test]
+    fn nonsense_fails() {
+        let (disk, memory) = (disk(), memory(&[(0, 0x3000)]));
+        for (op, parts) in [
+            (BlockOp::Read { sector: 16 }, &[(0, 512)][..]),
+            (BlockOp::Write { sector: 15 }, &[(0, 1024)]),
+            (BlockOp::Read { sector: u64::MAX }, &[(0, 512)]),
+            (BlockOp::Read { sector: 0 }, &[(0x2f00, 512)]),
+            (BlockOp::Read { sector: 0 }, &[(0, u32::MAX)]),
+            (BlockOp::Discard { sector: 1, count: 16 }, &[]),
+        ] {
+            let result = disk.carry_out(&request(op, parts), &memory);
+            assert!(matches!(result, Err(Failure::Nonsense)), "{op:?}: {result:?}");
+        }
+        let read_only = Disk { record: Record { read_only: true, ..disk.record }, ..disk };
+        let write = request(BlockOp::Write { sector: 0 }, &[(0, 512)]);
+        assert!(matches!(read_only.carry_out(&write, &memory), Err(Failure::Nonsense)));
+    }
+}

@@ -1,0 +1,329 @@
+//! One machine, from its description to its end.
+
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{FromRawFd, RawFd};
+use std::process;
+use std::sync::Barrier;
+use std::thread;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use hosted_vmm::confine;
+use kvm_ioctls::VcpuFd;
+use proto::wedge::{Disk as Record, MAX_DISKS, log};
+use rustix::process::{DumpableBehavior, set_dumpable_behavior};
+use rustix::rand::{GetRandomFlags, getrandom};
+use serde::{Deserialize, Serialize};
+use spin::relax::RelaxStrategy;
+use vmm_boot::BootConfig;
+use vmm_bus::Block;
+use vmm_cpu::{Backend, Gpr, MAX_VCPUS, Reg, TscClock};
+use vmm_machine::{Host, Level, Model, Outcome, Outside, Pause, Pc, PcConfig, Slots, registers};
+use vmm_mem::GuestMemory;
+use vmm_mem::shared::SharedMemory;
+
+use crate::Error;
+use crate::console::Console;
+use crate::disk::{Disk, WORKERS};
+use crate::seat::{Seat, event, tsc};
+use crate::vcpu::{KvmVcpu, listen_to_kicks};
+use crate::vm::{Vm, set_cpuid};
+
+/// What the process is started with, beside standard input, output and error: console and messages.
+pub mod descriptor {
+    /// [`Machine`](super::Machine) as JSON.
+    pub const DESCRIPTION: i32 = 3;
+    /// The kernel.
+    pub const KERNEL: i32 = 4;
+    /// The initial RAM disk; empty: none.
+    pub const INITRD: i32 = 5;
+    /// Disks, one after another.
+    pub const DISKS: i32 = 6;
+}
+
+/// What a machine is made of.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Machine {
+    /// Bytes of memory, a multiple of the page size.
+    pub memory: u64,
+    /// Virtual processors.
+    pub cpus: u8,
+    /// Command line of the kernel.
+    pub command_line: String,
+    /// Least grave messages that are printed: see [`proto::wedge::log`].
+    pub log: u64,
+    /// Disks: words of [`proto::wedge::Disk`].
+    pub disks: Vec<[u64; Record::WORDS]>,
+}
+
+/// PCI functions of a machine: disks, then the source of random numbers.
+const MAX_FUNCTIONS: usize = MAX_DISKS + 1;
+
+/// Lets others run while a processor waits for the machine's lock.
+struct Yielding;
+
+impl RelaxStrategy for Yielding {
+    fn relax() {
+        thread::yield_now();
+    }
+}
+
+type Board<'m, 'o> = Pc<'m, Yielding, MAX_VCPUS, Slots<Link<'o>, MAX_FUNCTIONS>>;
+
+/// What a PCI function is connected to.
+enum Link<'o> {
+    /// A file.
+    Disk(&'o Disk),
+    /// The host's random numbers.
+    Entropy,
+}
+
+impl Outside for Link<'_> {
+    fn block(&mut self) -> Option<&mut dyn Block> {
+        match self {
+            Self::Disk(disk) => Some(disk),
+            Self::Entropy => None,
+        }
+    }
+
+    fn entropy(&mut self, to: &mut [u8]) -> bool {
+        let length = to.len();
+        getrandom(to, GetRandomFlags::empty()) == Ok(length)
+    }
+}
+
+/// The outside of the machine.
+#[derive(Clone, Copy)]
+struct KvmHost<'o> {
+    console: &'o Console,
+    seats: &'o [Seat],
+    log: u64,
+}
+
+impl Host for KvmHost<'_> {
+    fn tsc(&self) -> u64 {
+        tsc()
+    }
+
+    fn put(&mut self, byte: u8) -> bool {
+        self.console.put(byte)
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        self.console.take()
+    }
+
+    fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
+        let grave = match level {
+            Level::Error => log::ERROR,
+            Level::Warning => log::WARN,
+            Level::Info => log::INFO,
+        };
+        if grave <= self.log {
+            eprintln!("parador: {text}");
+        }
+    }
+
+    fn kick(&mut self, index: usize) {
+        self.seats[index].tell(event::KICK);
+    }
+}
+
+/// Runs the machine that this process was started for, and ends the process with its exit code.
+pub fn run() -> ! {
+    let error = match serve() {
+        Ok(never) => match never {},
+        Err(error) => error,
+    };
+    eprintln!("parador: {error}");
+    process::exit(error.exit_code().into())
+}
+
+/// No value: the process ends first.
+enum Never {}
+
+/// A descriptor that the process was started with. Each is taken once.
+fn inherited(number: RawFd) -> File {
+    // SAFETY: whoever starts this program gives it these descriptors, and nobody else here uses them. If there is none of this number, or
+    // another kind, using it fails.
+    unsafe { File::from_raw_fd(number) }
+}
+
+fn serve() -> Result<Never, Error> {
+    let machine: Machine =
+        serde_json::from_reader(inherited(descriptor::DESCRIPTION)).map_err(Error::Description)?;
+    let disks: Vec<Disk> = (descriptor::DISKS..)
+        .zip(&machine.disks)
+        .take(MAX_DISKS)
+        .map(|(number, words)| Disk::new(inherited(number), Record::from_words(words)))
+        .collect();
+    listen_to_kicks()?;
+    set_dumpable_behavior(DumpableBehavior::NotDumpable)
+        .map_err(Error::host("close this process to others"))?;
+    let vm = Vm::new()?;
+    let count = usize::from(machine.cpus).clamp(1, MAX_VCPUS);
+    let fds = (0..count).map(|index| vm.vcpu(index)).collect::<Result<Vec<_>, _>>()?;
+    let layout = vmm_machine::layout_with_pci();
+    let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, layout.hole_start).collect();
+    let mut memory = SharedMemory::new("parador-guest", machine.memory)
+        .map_err(Error::host("make the guest's memory"))?;
+    memory
+        .with(ranges, |memory| power_on(&machine, &disks, vm, fds, memory))
+        .map_err(Error::host("lay the guest's memory out"))?
+}
+
+/// Makes the board and the threads, and runs.
+fn power_on(
+    machine: &Machine,
+    disks: &[Disk],
+    vm: Vm,
+    fds: Vec<VcpuFd>,
+    memory: &GuestMemory,
+) -> Result<Never, Error> {
+    vm.map(memory)?;
+    let clock = TscClock::new(vm.tsc_khz(&fds[0])?, tsc());
+    let config = PcConfig {
+        vcpus: fds.len() as u8,
+        clock,
+        xcr0_mask: vm.xcr0(),
+        // Before 1970 it is not.
+        start_unix: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+        kvmclock: true,
+        // It would need to know when the host's scheduler takes a thread away.
+        steal_time: false,
+        // KVM would send these interrupts itself, to local APICs that it does not have.
+        pv_ipi: false,
+        id: 1,
+    };
+    let mut slots = Slots::new();
+    for disk in disks {
+        // There are as many slots.
+        let _ = slots.add(Model::Block(disk.info()), Link::Disk(disk));
+    }
+    let _ = slots.add(Model::Entropy, Link::Entropy);
+    let board: Board<'_, '_> =
+        Pc::with_functions(config, memory, |number, subleaf| vm.cpuid(number, subleaf), slots);
+    for (index, fd) in fds.iter().enumerate() {
+        set_cpuid(fd, index, board.cpuid())?;
+    }
+    // What it has made stays as long as there are processors.
+    drop(vm);
+
+    let console = Console::default();
+    let seats: Vec<Seat> = fds.iter().map(|_| Seat::default()).collect();
+    let host = KvmHost { console: &console, seats: &seats, log: machine.log };
+    // Every thread is there before the process is confined, and makes no other.
+    let barrier = Barrier::new(2 + disks.len() * WORKERS + fds.len());
+    let (barrier, board, first) = (&barrier, &board, &seats[0]);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            barrier.wait();
+            host.console.write(std::io::stdout(), first);
+        });
+        scope.spawn(|| {
+            barrier.wait();
+            host.console.read(std::io::stdin(), first);
+        });
+        for (number, disk) in disks.iter().enumerate() {
+            for _ in 0..WORKERS {
+                scope.spawn(move || {
+                    barrier.wait();
+                    disk.work(number, memory, first);
+                });
+            }
+        }
+        let mut drivers = fds.into_iter().enumerate().map(|(index, fd)| {
+            move || {
+                let seat = &host.seats[index];
+                seat.take_place();
+                let vcpu = KvmVcpu::new(fd, seat, clock);
+                barrier.wait();
+                let result = vcpu.and_then(|mut vcpu| {
+                    if index == 0 {
+                        load(machine, memory, &mut vcpu)?;
+                    }
+                    drive(board, index, &mut vcpu, clock, host);
+                    Ok(())
+                });
+                if let Err(error) = result {
+                    eprintln!("parador: {error}");
+                    process::exit(error.exit_code().into());
+                }
+            }
+        });
+        let own = drivers.next();
+        drivers.for_each(|driver| drop(scope.spawn(driver)));
+        own.into_iter().for_each(|driver| driver());
+        console.finish();
+        let outcome = board.outcome().unwrap_or(Outcome::HostError(0));
+        process::exit(outcome.exit_code().into())
+    })
+}
+
+/// Confines the process, and puts the kernel into memory and the first processor into the state that it wants.
+fn load(machine: &Machine, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Result<(), Error> {
+    confine().map_err(Error::Filter)?;
+    let read = |number, action| {
+        let mut bytes = Vec::new();
+        inherited(number).read_to_end(&mut bytes).map_err(Error::host(action))?;
+        Ok(bytes)
+    };
+    let kernel = read(descriptor::KERNEL, "read the kernel")?;
+    let initrd = read(descriptor::INITRD, "read the initial RAM disk")?;
+    let config = BootConfig {
+        layout: &vmm_machine::layout_with_pci(),
+        vcpus: machine.cpus,
+        kernel: &kernel,
+        initrd: Some(&initrd),
+        command_line: machine.command_line.as_bytes(),
+    };
+    let state = vmm_boot::load(memory, &config).map_err(Error::Boot)?;
+    registers::set(vcpu, &state);
+    Ok(())
+}
+
+/// Runs a virtual processor until the machine ends.
+fn drive(
+    board: &Board<'_, '_>,
+    index: usize,
+    vcpu: &mut KvmVcpu<'_>,
+    clock: TscClock,
+    mut host: KvmHost<'_>,
+) {
+    let host = &mut host;
+    let mut cpu = board.cpu(index);
+    let seat = &host.seats[index];
+    let outcome = loop {
+        let events = match board.run(&mut cpu, vcpu, host) {
+            Pause::Recall(events) => events,
+            Pause::Idle { deadline_tsc } => seat.wait(&clock, deadline_tsc),
+            Pause::End(outcome) => break outcome,
+        };
+        if events & event::CONSOLE != 0 {
+            board.input(Some(&cpu), host);
+        }
+        if events & event::DISK != 0 {
+            for slot in 0..MAX_DISKS {
+                board.function_input(slot, Some(&cpu), host);
+            }
+        }
+    };
+    if outcome == Outcome::TripleFault {
+        describe(index, vcpu);
+    }
+    // The others end too.
+    board.end(outcome, host);
+}
+
+/// Where a virtual processor was when it gave up.
+fn describe(index: usize, vcpu: &mut KvmVcpu<'_>) {
+    let [rip, rflags, cr0, cr2, cr3, cr4] =
+        [Reg::Rip, Reg::Rflags, Reg::Cr0, Reg::Cr2, Reg::Cr3, Reg::Cr4]
+            .map(|register| vcpu.get(register));
+    let rsp = vcpu.gpr(Gpr::Rsp);
+    eprintln!(
+        "parador: virtual processor {index} gave up: rip {rip:#x} rsp {rsp:#x} rflags {rflags:#x} \
+         cr0 {cr0:#x} cr2 {cr2:#x} cr3 {cr3:#x} cr4 {cr4:#x}"
+    );
+}

@@ -1,0 +1,113 @@
+//! `parador run` by KVM: whether this host has it, and the process that is the machine.
+
+use std::env;
+use std::fs::File;
+use std::io::{Seek, Write};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use command_fds::{CommandFdExt, FdMapping};
+use hosted_kvm::{Machine, descriptor};
+use rustix::fs::{MemfdFlags, memfd_create};
+use vmm_boot::Kernel;
+
+use crate::disk::Disk;
+use crate::failure::{self, Failure};
+use crate::guest::least_memory;
+use crate::supervise::{self, AtEnd};
+
+/// First argument of the process that is a machine.
+const MARK: &str = "--kvm-machine";
+/// How long the trial of KVM may take.
+const TRIAL: Duration = Duration::from_secs(5);
+
+/// Becomes a machine if this process was started to be one. Returns `None` if this is an ordinary start.
+pub fn become_machine() -> Option<ExitCode> {
+    (env::args_os().nth(1)? == MARK).then(|| hosted_kvm::run())
+}
+
+/// Whether KVM runs anything here, which a device `/dev/kvm` does not say: it is tried, in a process of its own (`parador doctor --try-kvm`),
+/// for a limited time. The error is the reason.
+pub fn trial() -> Result<(), String> {
+    if !Path::new("/dev/kvm").exists() {
+        return Err("no /dev/kvm".to_owned());
+    }
+    let mut command = own_program().map_err(|failure| failure.to_string())?;
+    command.args(["doctor", "--try-kvm"]).stdin(Stdio::null()).stderr(Stdio::null());
+    let mut child = command.stdout(Stdio::piped()).spawn().map_err(|error| error.to_string())?;
+    let start = Instant::now();
+    while start.elapsed() < TRIAL {
+        match child.try_wait().map_err(|error| error.to_string())? {
+            Some(status) if status.success() => return Ok(()),
+            Some(_) => {
+                let output = child.wait_with_output().map_err(|error| error.to_string())?;
+                return Err(String::from_utf8_lossy(&output.stdout).trim().to_owned());
+            }
+            None => thread::sleep(Duration::from_millis(5)),
+        }
+    }
+    // Fails if it has ended just now. Nobody waits: the host's kernel may not let go of it.
+    let _ = child.kill();
+    Err(format!("no answer in {} s", TRIAL.as_secs()))
+}
+
+/// This program, to be started again.
+fn own_program() -> Result<Command, Failure> {
+    let own = env::current_exe().map_err(|error| Failure::os("find this program", &error))?;
+    supervise::command(own.as_os_str(), AtEnd::Kill)
+}
+
+/// Checks a kernel, and that it has room.
+pub fn check(path: &Path, bytes: &[u8], initrd: u64, memory: u64) -> Result<(), Failure> {
+    let wrong = |error: &dyn std::fmt::Display| {
+        Failure::new(failure::BAD_CONFIG, format!("{}: {error}", path.display()))
+    };
+    let kernel = Kernel::detect(bytes).map_err(|error| wrong(&error))?;
+    let least = least_memory(&kernel, initrd);
+    if least > memory {
+        let (least, memory) = (least.div_ceil(1 << 20), memory >> 20);
+        let text = format!("kernel and RAM disk need {least} MiB of memory, not {memory} MiB");
+        return Err(wrong(&text).help("give the machine more memory with --memory"));
+    }
+    Ok(())
+}
+
+/// The process that is the machine.
+pub fn command(
+    machine: &Machine,
+    kernel: &[u8],
+    initrd: &[u8],
+    disks: Vec<Disk>,
+) -> Result<Command, Failure> {
+    let description = serde_json::to_vec(machine)
+        .map_err(|error| Failure::new(failure::INTERNAL, error.to_string()))?;
+    let files = [
+        (file("parador-machine", &description)?, descriptor::DESCRIPTION),
+        (file("parador-kernel", kernel)?, descriptor::KERNEL),
+        (file("parador-initrd", initrd)?, descriptor::INITRD),
+    ];
+    let disks = disks.into_iter().map(|disk| OwnedFd::from(disk.file)).zip(descriptor::DISKS..);
+    let mappings = files
+        .into_iter()
+        .chain(disks)
+        .map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd });
+    let mut command = own_program()?;
+    command
+        .arg(MARK)
+        .fd_mappings(mappings.collect())
+        .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
+    Ok(command)
+}
+
+/// A file of these bytes, in memory.
+fn file(name: &str, bytes: &[u8]) -> Result<OwnedFd, Failure> {
+    let failed = |error| Failure::os("hand a file to the machine", &error);
+    let descriptor =
+        memfd_create(name, MemfdFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
+    let mut file = File::from(descriptor);
+    file.write_all(bytes).and_then(|()| file.rewind()).map_err(failed)?;
+    Ok(file.into())
+}

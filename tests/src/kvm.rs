@@ -1,0 +1,222 @@
+//! `parador run` by KVM, on an emulated host whose processor has SVM; and where KVM cannot be used, on this one.
+//!
+//! The emulated host is Debian's kernel with a RAM disk: busybox, KVM's modules, `parador` with its libraries, and what guests boot.
+
+use crate::hosted::kernel;
+use crate::system::{parador, target};
+use anyhow::{Context, Result, bail, ensure};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tempfile::TempDir;
+
+/// Seconds that the emulated host may run on a busy machine; two minutes on an idle one.
+const LIMIT: u32 = 600;
+/// Depends on Debian's current kernel for virtual machines.
+const PACKAGE: &str = "linux-image-cloud-amd64";
+/// Modules that make it a host, in the order in which they are loaded.
+const MODULES: [&str; 3] = ["irqbypass.ko", "kvm.ko", "kvm-amd.ko"];
+/// What the emulated host does first.
+const INIT: &str = "#!/bin/busybox sh
+/bin/busybox --install -s /bin
+export PATH=/bin HOME=/root
+mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs tmp /tmp
+for module in /modules/*; do insmod $module; done
+cd /tmp
+sh /script
+poweroff -f
+";
+/// What it is for. The kernel of PVH guests reports a panic; Debian's has the driver as a module.
+const SCRIPT: &str = r#"
+quiet() { parador run "$@" -i busybox -m 128M --timeout 300s 2>&1; }
+
+echo "== debian"
+printf 'echo $((6*7)) is\nuname -r\nnproc\nmachine-exit 7\n' |
+    quiet /vmlinuz -c 2 -p quiet
+echo "code $?"
+
+echo "== disk"
+echo from outside | dd of=/tmp/disk.img bs=512 conv=sync 2>/dev/null
+dd if=/dev/zero of=/tmp/disk.img bs=512 seek=1 count=2047 2>/dev/null
+quiet /vmlinux --backend kvm -d disk.img -p 'quiet parador.run="head -n 1 /dev/vda;
+    cat /sys/block/vda/serial; echo; (echo from inside; cat /dev/zero) | dd of=/dev/vda bs=512 seek=5 count=1 conv=fsync;
+    head -c 8 /dev/hwrng | wc -c; echo c >/proc/sysrq-trigger"' </dev/null
+echo "code $?"
+dd if=/tmp/disk.img bs=512 skip=5 count=1 2>/dev/null | head -n 1
+
+echo "== process"
+quiet /vmlinux </dev/null >/tmp/log &
+while ! grep -q 'back end' /tmp/log; do sleep 1; done
+sleep 3
+machine=$(for process in /proc/[0-9]*; do
+    tr '\0' '\n' <$process/cmdline | grep -qx -e --kvm-machine && echo $process
+done)
+grep -E 'NoNewPrivs|Seccomp:' $machine/status
+ls -l $machine/fd | sed 's/.*-> //'
+kill -9 ${machine#/proc/}
+wait $!
+echo "code $?"
+
+echo "== timeout"
+parador run /vmlinux -i busybox -m 128M --timeout 2s </dev/null >/dev/null
+echo "code $?"
+echo "== end"
+"#;
+
+/// Boots an unmodified kernel with two processors to a shell, and a pre-virtualized one with a disk; looks at the process of a machine;
+/// each ends in its own way.
+pub fn guests() -> Result<()> {
+    let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+    let tree = folder.path().join("tree");
+    let host = debian_kernel()?;
+    fill(&tree, &host)?;
+    let pack = "find . | cpio -o -H newc --quiet >../disk";
+    succeed(Command::new("sh").args(["-c", pack]).current_dir(&tree))?;
+    let mut machine = Command::new("setpriv");
+    machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", &LIMIT.to_string()]);
+    // QEMU's processor with SVM wants one thread: docs/CAVEATS.md.
+    machine.args(["qemu-system-x86_64", "-M", "q35", "-cpu", "EPYC,+svm,+npt", "-m", "2G"]);
+    machine.args(["-accel", "tcg,thread=single", "-smp", "1", "-nodefaults", "-no-user-config"]);
+    machine.args(["-display", "none", "-serial", "stdio", "-no-reboot"]);
+    machine.arg("-kernel").arg(host.join("vmlinuz")).arg("-initrd").arg(folder.path().join("disk"));
+    machine.args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off"]);
+    let text = succeed(machine.stdin(Stdio::null()))?;
+    check(&text).with_context(|| format!("the emulated host has printed:\n{text}"))
+}
+
+/// What must be in each part of the output.
+fn check(text: &str) -> Result<()> {
+    let part = |name: &str, wanted: &[&str]| {
+        let part = text.split("== ").find(|part| part.starts_with(name));
+        let part = part.with_context(|| format!("no part `{name}`"))?;
+        if let Some(missing) = wanted.iter().find(|wanted| !part.contains(**wanted)) {
+            bail!("{name}: `{missing}` is missing");
+        }
+        ensure!(!part.contains("Call Trace") || name == "disk", "{name}: something is wrong");
+        Ok(part)
+    };
+    let kvm = "back end `kvm`";
+    part("debian", &[kvm, "\n42 is\n", "-cloud-amd64\n", "\n2\n", "code 7\n"])?;
+    let disk =
+        part("disk", &[kvm, "from outside", "disk0", "\n8\n", "kernel panicked", "code 80\n"])?;
+    ensure!(disk.ends_with("code 80\nfrom inside\n"), "nothing was written");
+    let process = part("process", &["NoNewPrivs:\t1", "Seccomp:\t2", "code 137\n"])?;
+    for line in process.lines().filter(|line| line.starts_with('/')) {
+        // The guest's memory is mapped from the one file that is left of those in memory.
+        let known = line.starts_with("/memfd:parador-guest") || line == "/dev/null";
+        ensure!(known, "the machine has {line}");
+    }
+    part("timeout", &["time limit", "code 124\n"])?;
+    part("end", &[])?;
+    Ok(())
+}
+
+/// The emulated host's files.
+fn fill(tree: &Path, host: &Path) -> Result<()> {
+    for name in ["bin", "dev", "modules", "proc", "root", "sys", "tmp"] {
+        fs::create_dir_all(tree.join(name)).context("cannot make a folder")?;
+    }
+    let copy = |from: &Path, to: &str| {
+        let to = tree.join(to.trim_start_matches('/'));
+        fs::create_dir_all(to.parent().unwrap_or(tree)).context("cannot make a folder")?;
+        fs::copy(from, &to).with_context(|| format!("cannot copy {}", from.display()))?;
+        Ok::<_, anyhow::Error>(to)
+    };
+    copy(Path::new("/bin/busybox"), "bin/busybox")?;
+    for (number, name) in MODULES.iter().enumerate() {
+        copy(&host.join(name), &format!("modules/{number}-{name}"))?;
+    }
+    let program = target().join("release/parador");
+    // `libm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x...)`, `/lib64/ld-linux-x86-64.so.2 (0x...)`
+    let libraries = succeed(Command::new("ldd").arg(&program))?;
+    for path in libraries.split_whitespace().filter(|word| word.starts_with('/')) {
+        copy(Path::new(path), path)?;
+    }
+    copy(&host.join("vmlinuz"), "vmlinuz")?;
+    for (from, to) in [(program, "bin/parador"), (kernel()?, "vmlinux")] {
+        // Without what debuggers want: the emulated host unpacks all this.
+        let copied = copy(&from, to)?;
+        succeed(Command::new("strip").arg(copied))?;
+    }
+    fs::write(tree.join("script"), SCRIPT).context("cannot write the script")?;
+    let init = tree.join("init");
+    fs::write(&init, INIT)?;
+    Ok(fs::set_permissions(init, fs::Permissions::from_mode(0o755))?)
+}
+
+/// A folder with Debian's current kernel and the modules of KVM, fetched once.
+fn debian_kernel() -> Result<PathBuf> {
+    let shown = succeed(Command::new("apt-cache").args(["show", "--no-all-versions", PACKAGE]))?;
+    let package = shown
+        .lines()
+        .find_map(|line| line.strip_prefix("Depends: "))
+        .and_then(|depends| depends.split([' ', ',']).find(|name| name.starts_with("linux-image-")))
+        .with_context(|| format!("package {PACKAGE} names no kernel"))?;
+    let cache = target().join("cache");
+    let kept = cache.join(format!("kvm-host-{package}"));
+    if kept.is_dir() {
+        return Ok(kept);
+    }
+    let folder = TempDir::new_in(&cache).context("cannot make a folder")?;
+    let download = "apt-get -q download $0 && dpkg-deb --extract *.deb all";
+    succeed(Command::new("sh").args(["-c", download, package]).current_dir(folder.path()))?;
+    let done = folder.path().join("done");
+    fs::create_dir(&done)?;
+    let collect = r"cp all/boot/vmlinuz-* done/vmlinuz
+        for module; do find all -name $module -exec cp {} done ';'; done";
+    let mut collect_all = Command::new("sh");
+    collect_all.args(["-c", collect, "sh"]).args(MODULES).current_dir(folder.path());
+    succeed(&mut collect_all)?;
+    for name in MODULES {
+        ensure!(done.join(name).is_file(), "{package} has no {name}");
+    }
+    // Another run may have been faster.
+    fs::rename(&done, &kept).or_else(|error| if kept.is_dir() { Ok(()) } else { Err(error) })?;
+    Ok(kept)
+}
+
+/// Where `/dev/kvm` is no KVM, everything that needs it is refused with the reason, and a pre-virtualized kernel runs without it.
+pub fn refused() -> Result<()> {
+    let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+    let debian = debian_kernel()?.join("vmlinuz");
+    let vmlinux = kernel()?;
+    let run = |image: &Path, options: &[&str]| -> Result<(Option<i32>, String)> {
+        let parador = parador(folder.path());
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--mount", "sh", "-c"]);
+        command.arg("[ ! -e /dev/kvm ] || mount --bind /dev/null /dev/kvm; exec \"$@\"").arg("sh");
+        command.arg(parador.get_program()).args(parador.get_args()).arg("run").arg(image);
+        command.args(["-i", "busybox", "-m", "128M", "--timeout", "60s"]).args(options);
+        command.current_dir(folder.path()).stdin(Stdio::null());
+        command.envs(parador.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let output = command.output().context("cannot start parador through unshare")?;
+        let text = [&output.stdout[..], &output.stderr].concat();
+        Ok((output.status.code(), String::from_utf8_lossy(&text).into_owned()))
+    };
+    let line = "parador.run=\"echo it runs\"";
+    for (image, options, code, texts) in [
+        (&debian, &[][..], 69, ["not pre-virtualized", "parador kernel build"]),
+        (&debian, &["--backend", "kvm"], 69, ["KVM cannot be used here", "--backend process"]),
+        (&debian, &["--backend", "process"], 65, ["not a bzImage", "vmlinux"]),
+        (&vmlinux, &["--backend", "kvm"], 69, ["KVM cannot be used here", "--backend process"]),
+        (&vmlinux, &["-p", line], 0, ["back end `process`", "it runs"]),
+        (&vmlinux, &["--dry-run"], 0, ["would run in processes", "vmlinux"]),
+    ] {
+        let (ended, text) = run(image, options)?;
+        ensure!(ended == Some(code), "{options:?}: {ended:?}, not {code}:\n{text}");
+        if let Some(missing) = texts.iter().find(|wanted| !text.contains(**wanted)) {
+            bail!("{options:?}: `{missing}` is missing:\n{text}");
+        }
+    }
+    Ok(())
+}
+
+/// Runs a program to its end and returns what it printed.
+fn succeed(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("cannot start {command:?}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).replace('\r', "");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{command:?} failed ({})\n{text}\n{errors}", output.status);
+    Ok(text)
+}
