@@ -116,6 +116,7 @@ fn machine(memory: u64) -> Machine<'static> {
         log: 0,
         balloon: None,
         disks: &[],
+        nets: &[],
     }
 }
 
