@@ -387,8 +387,8 @@ mod tests {
                 fourth == PRIVATE_ANONYMOUS_FIXED
                     || fourth & !POPULATE == SHARED_FIXED && fifth == layout::MEMORY_FD
             }
-            // mprotect, munmap, rt_sigreturn, timer_settime, exit_group, getrandom
-            10 | 11 | 15 | 223 | 231 | 318 => true,
+            // mprotect, munmap, rt_sigreturn, sched_yield, timer_settime, exit_group, getrandom
+            10 | 11 | 15 | 24 | 223 | 231 | 318 => true,
             // futex: wait, wake
             202 => matches!(second, 0 | 1),
             // timer_create: CLOCK_MONOTONIC
