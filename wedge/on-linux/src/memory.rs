@@ -345,9 +345,7 @@ pub fn drop_page(linear: u64) {
     }
     let size = if slot().large.load(Relaxed) { LARGE } else { PAGE };
     let start = linear & !(size - 1);
-    if size == PAGE || !is_program(linear) {
-        unmap(start, start + size);
-    } else if !drop_stale(start, start + size) {
+    if size == PAGE || !is_program(linear) || !drop_stale(start, start + size) {
         unmap(start, start + size);
     }
 }

@@ -351,7 +351,7 @@ fn work(index: usize, filters: &Filters) -> ! {
     }
     let is_tap = crate::shared::net(number).is_tap();
     let worker = Worker { number, is_tap, port: &shared().nets[number] };
-    if index % 2 == 0 { worker.send() } else { worker.receive() }
+    if index.is_multiple_of(2) { worker.send() } else { worker.receive() }
 }
 
 struct Worker {
