@@ -3,6 +3,8 @@
 //!
 //! All of it is numbers of 64 bits, little-endian, in the order of the fields.
 
+use core::sync::atomic::AtomicU64;
+
 /// First word of the record: "PARADORW".
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PARADORW");
 /// Version of the record.
@@ -67,10 +69,15 @@ pub mod layout {
     /// Descriptors of the networks, one after another.
     pub const NETS_FD: u32 = 16;
 
+    /// Descriptor by which the device process is told what the machine shall do, and says what became of it: see [`control`](super::control).
+    pub const CONTROL_FD: u32 = 32;
+
     /// Where the records of the disks are in the shared memory.
     pub const DISKS: u64 = 0x800;
     /// Where the records of the networks are in the shared memory.
     pub const NETS: u64 = 0x900;
+    /// Where [`Statistics`](super::Statistics) are in the shared memory, one of each virtual CPU after another.
+    pub const STATISTICS: u64 = 0x02ef_0000;
     /// Where [`Filters`](super::Filters) are in the shared memory.
     pub const FILTERS: u64 = 0x02f0_0000;
 }
@@ -270,6 +277,62 @@ impl Net {
     pub fn is_tap(&self) -> bool {
         self.tap != [0; 16]
     }
+}
+
+/// Bytes on [`layout::CONTROL_FD`]. The device process answers each with the same byte when it is done.
+pub mod control {
+    /// The processes of the guest stop.
+    pub const PAUSE: u8 = b'p';
+    /// They go on.
+    pub const RESUME: u8 = b'r';
+    /// The power button is pressed.
+    pub const POWER_BUTTON: u8 = b'b';
+    /// From the device process only: the guest's first instruction comes now.
+    pub const STARTED: u8 = b's';
+}
+
+/// What the wedge counts. It is in memory that the guest can change: for people and their graphs, not for decisions.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Statistics {
+    /// Times that each kind of site came to the wedge, by the kind's number.
+    pub sites: [AtomicU64; 256],
+    /// Other counters: see [`count`].
+    pub counters: [AtomicU64; 16],
+}
+
+/// One for each virtual CPU.
+const _: () = assert!(
+    layout::STATISTICS + (crate::system::MAX_VCPUS * size_of::<Statistics>()) as u64
+        <= layout::FILTERS
+);
+
+/// Indices of [`Statistics::counters`].
+pub mod count {
+    /// Faults that led to a mapping.
+    pub const FILLS: usize = 0;
+    /// Faults that were the guest's own.
+    pub const FAULTS: usize = 1;
+    /// System calls that were caught.
+    pub const CALLS: usize = 2;
+    /// Changes of the address space.
+    pub const SWITCHES: usize = 3;
+    /// Flushes of all that programs have mapped.
+    pub const FLUSHES: usize = 4;
+    /// Sensitive instructions without a site.
+    pub const UNRECORDED: usize = 5;
+    /// Signals that came from outside.
+    pub const KICKS: usize = 6;
+    /// Names, for reports.
+    pub const NAMES: [&str; 7] = [
+        "mappings filled in",
+        "page faults of the guest",
+        "calls by signal",
+        "changes of the process",
+        "flushes of all of a program",
+        "sensitive instructions without a site",
+        "signals from outside",
+    ];
 }
 
 /// Values of [`Start::log`]: the least grave messages that are printed.

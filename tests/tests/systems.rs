@@ -50,6 +50,8 @@ const HOSTED: &[(&str, Body)] = &[
     ("net-refusals", hosted::net::refusals),
     ("kvm", kvm::guests),
     ("kvm-refused", kvm::refused),
+    ("api", hosted::api),
+    ("config", hosted::config),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.
 const STRESS_SECONDS: u32 = 10;

@@ -2,6 +2,7 @@
 
 use crate::afterburn::{self, AfterburnCommand};
 use crate::check::{self, Overrides, Plan};
+use crate::ctl;
 use crate::description::{Board, Size};
 use crate::doctor;
 use crate::emulate;
@@ -50,6 +51,16 @@ Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 bad ke
 77 permission; 80 guest panic; 81 guest triple fault; 83 guest reset; 124 time limit;
 128+n signal n.")]
     Run(Box<run::Options>),
+    /// Ask a running machine, or make it pause, go on, start anew, end.
+    #[command(after_help = "\
+Examples:
+  parador run vmlinux -i busybox --api-socket vm.sock
+  parador ctl -s vm.sock status
+  parador ctl -s vm.sock shutdown
+
+Exit codes: 0 done; 1 the machine is not in the state for it; 64 usage; 66 no such socket;
+69 nobody answers; 71 operating system; 77 permission.")]
+    Ctl(ctl::Options),
     /// Say what this host has of what virtual machines need.
     #[command(after_help = "\
 Exit codes: 0 `parador run` works here; 69 it does not, as the line MISSING says.")]
@@ -250,6 +261,7 @@ const ISO: &str = "boot.iso";
 pub fn run(cli: Cli) -> Result<u8, Failure> {
     match cli.command {
         Command::Run(options) => run::run(&options),
+        Command::Ctl(options) => ctl::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::System(command) => system(command),
         Command::Afterburn(command) => afterburn::run(command),

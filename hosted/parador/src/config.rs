@@ -11,9 +11,10 @@ use crate::net;
 use crate::problem::{Problem, Report};
 use clap::{Args, ValueEnum};
 use proto::system::MAX_VCPUS;
-use schemars::JsonSchema;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize, Serializer};
+use std::borrow::Cow;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -85,6 +86,81 @@ pub struct Vm {
     /// Messages about the machine that are printed when it has ended [default: warn].
     #[arg(long, value_enum, value_name = "LEVEL")]
     pub log: Option<Log>,
+    /// Control socket, which is made: see docs/spec/api.md.
+    #[arg(long, value_name = "SOCKET")]
+    pub api_socket: Option<PathBuf>,
+    /// Descriptor that events are written to, a JSON object a line.
+    #[arg(long, value_name = "NUMBER")]
+    pub event_fd: Option<u32>,
+    /// File that statistics are added to, a JSON object a line: at the end, and at SIGUSR1; `-`: standard output.
+    #[arg(long, value_name = "FILE")]
+    pub metrics: Option<PathBuf>,
+    /// When the guest powers off: exit, exit:CODE, reset [default: exit].
+    #[arg(long, value_name = "WHAT", value_parser = Then::parse)]
+    pub on_shutdown: Option<Then>,
+    /// When the guest resets its machine: exit, exit:CODE, reset [default: exit, with 83].
+    #[arg(long, value_name = "WHAT", value_parser = Then::parse, conflicts_with = "no_reboot")]
+    pub on_reset: Option<Then>,
+    /// When the guest's kernel panics: exit, exit:CODE, reset [default: exit, with 80].
+    #[arg(long, value_name = "WHAT", value_parser = Then::parse)]
+    pub on_panic: Option<Then>,
+    /// The same as --on-reset exit.
+    #[arg(long)]
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub no_reboot: bool,
+}
+
+/// What follows an end.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Then {
+    /// The end of `parador run`, with the end's own exit code.
+    #[default]
+    Exit,
+    /// The end, with this exit code.
+    Code(u8),
+    /// The machine starts anew.
+    Reset,
+}
+
+impl Then {
+    fn parse(text: &str) -> Result<Self, String> {
+        match (text, text.strip_prefix("exit:").map(str::parse)) {
+            ("exit", _) => Ok(Self::Exit),
+            ("reset", _) => Ok(Self::Reset),
+            (_, Some(Ok(code))) => Ok(Self::Code(code)),
+            _ => Err(format!("`{text}` is none of exit, exit:CODE and reset")),
+        }
+    }
+}
+
+impl JsonSchema for Then {
+    fn schema_name() -> Cow<'static, str> {
+        "Then".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({
+            "description": "What follows an end: the machine starts anew, or that is it, with the end's exit code or this one.",
+            "type": "string",
+            "pattern": "^(exit(:[0-9]+)?|reset)$",
+        })
+    }
+}
+
+impl Serialize for Then {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Exit => serializer.serialize_str("exit"),
+            Self::Code(code) => serializer.serialize_str(&format!("exit:{code}")),
+            Self::Reset => serializer.serialize_str("reset"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Then {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
+    }
 }
 
 /// How a guest is run.
@@ -210,6 +286,16 @@ impl<'de> Deserialize<'de> for Balloon {
     }
 }
 
+impl Vm {
+    /// Something follows an end, or is told to somebody, or asked by somebody.
+    pub fn is_controlled(&self) -> bool {
+        self.api_socket.is_some()
+            || self.event_fd.is_some()
+            || self.metrics.is_some()
+            || [self.on_shutdown, self.on_reset, self.on_panic].iter().any(Option::is_some)
+    }
+}
+
 impl Config {
     /// Reads a file.
     ///
@@ -237,12 +323,13 @@ impl Config {
 
     /// With paths that start at a folder.
     fn in_folder(mut self, folder: &Path) -> Self {
-        let Vm { kernel, initrd, profile_writes, .. } = &mut self.vm;
+        let Vm { kernel, initrd, profile_writes, api_socket, metrics, .. } = &mut self.vm;
         let initrd = initrd.iter_mut().filter(|path| !is_busybox(path));
+        let metrics = metrics.iter_mut().filter(|path| !is_stdout(path));
         let disks = self.disk.iter_mut().map(|disk| &mut disk.path);
         let switches = self.net.iter_mut().filter_map(|net| net.switch.as_mut());
-        let machine = kernel.iter_mut().chain(initrd).chain(profile_writes);
-        for path in machine.chain(disks).chain(switches) {
+        let files = kernel.iter_mut().chain(profile_writes).chain(api_socket);
+        for path in files.chain(initrd).chain(metrics).chain(disks).chain(switches) {
             *path = folder.join(&*path);
         }
         self
@@ -280,6 +367,11 @@ impl Config {
 /// Whether an initial RAM disk is the one that is made from busybox.
 pub fn is_busybox(path: &Path) -> bool {
     path == Path::new("busybox")
+}
+
+/// Whether a file is standard output.
+pub fn is_stdout(path: &Path) -> bool {
+    path == Path::new("-")
 }
 
 /// Lays a table over another one.

@@ -4,7 +4,7 @@ use crate::attach::Bus;
 use crate::check::Plan;
 use crate::failure::{self, Failure};
 use crate::image::Image;
-use crate::machine::{End, Machine};
+use crate::machine::{self, End, Machine};
 use crate::rootfs;
 use crate::supervise::{self, AtEnd};
 use rustix::process::Signal;
@@ -68,7 +68,8 @@ pub fn run(plan: &Plan, image: &Image, options: &Options) -> Result<u8, Failure>
     fs::write(&options.log, "").map_err(|error| Failure::file("write", &options.log, &error))?;
     let start = Instant::now();
     let machine = Machine::start("QEMU", command)?;
-    let (end, messages) = machine.serve(options.timeout, &keys(&plan.console_clients()))?;
+    let limit = machine::deadline(options.timeout);
+    let (end, messages) = machine.serve(limit, &keys(&plan.console_clients()), None)?;
     let verdict = judge(&end);
     if verdict.show_log {
         show("QEMU's messages", &messages, &options.qemu.display().to_string());
@@ -120,6 +121,7 @@ fn judge(end: &End) -> Verdict {
         End::Signal(signal) => verdict(128 + *signal as u8, &format!("ended by signal {signal}")),
         End::Keys => verdict(0, "ended from the keyboard"),
         End::OutputClosed => verdict(128 + Signal::PIPE.as_raw() as u8, "nobody reads the console"),
+        End::Request | End::Reset => verdict(0, "ended by request"),
         End::Exited(status) => match (status.code(), status.signal()) {
             (Some(0), _) => {
                 failed("the machine ended without a report: it was reset or switched off".into())

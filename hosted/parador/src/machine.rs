@@ -34,6 +34,24 @@ pub enum End {
     Keys,
     /// Nobody reads the console any more.
     OutputClosed,
+    /// Somebody wants it by the control socket.
+    Request,
+    /// So, and it starts anew.
+    Reset,
+}
+
+/// What else is watched while a machine runs.
+pub trait Watched {
+    /// Descriptors that may become readable.
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
+
+    /// The descriptor of this index is readable. An end ends the machine.
+    fn readable(&mut self, index: usize) -> Option<End>;
+}
+
+/// When a time limit that begins now is reached.
+pub fn deadline(timeout: Option<Duration>) -> Option<Instant> {
+    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }
 
 /// A running machine. Dropping it ends it.
@@ -75,11 +93,17 @@ impl Machine {
         Ok(Self { name, child, signals })
     }
 
+    /// The number of its process.
+    pub fn process(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Carries bytes between terminal and machine until something ends. Returns the program's messages, too.
     pub fn serve(
         mut self,
-        timeout: Option<Duration>,
+        deadline: Option<Instant>,
         keys: &str,
+        watched: Option<&mut dyn Watched>,
     ) -> Result<(End, String), Failure> {
         let (Some(input), Some(output), Some(errors)) =
             (self.child.stdin.take(), self.child.stdout.take(), self.child.stderr.take())
@@ -87,7 +111,6 @@ impl Machine {
             return Err(Failure::new(failure::INTERNAL, format!("{} has no pipes", self.name)));
         };
         set_nonblocking(input.as_fd())?;
-        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let raw = Raw::enter();
         if raw.is_some() {
             eprint!("parador: {}\r\n", keys.replace('\n', "\r\n"));
@@ -99,8 +122,8 @@ impl Machine {
             pending: Vec::new(),
             messages: Vec::new(),
         };
-        let end =
-            traffic.carry(&self.signals, [input.as_fd(), output.as_fd(), errors.as_fd()], deadline);
+        let pipes = [input.as_fd(), output.as_fd(), errors.as_fd()];
+        let end = traffic.carry(&self.signals, pipes, deadline, watched);
         drop(raw);
         let end = match end? {
             Some(end) => end,
@@ -140,6 +163,8 @@ enum Source {
     Errors,
     Keyboard,
     Input,
+    /// A descriptor of [`Watched`].
+    Other(usize),
 }
 
 impl Traffic {
@@ -149,6 +174,7 @@ impl Traffic {
         signals: &[(i32, UnixStream)],
         [input, output, errors]: [BorrowedFd<'_>; 3],
         deadline: Option<Instant>,
+        mut watched: Option<&mut dyn Watched>,
     ) -> Result<Option<End>, Failure> {
         let (mut output_open, mut errors_open) = (true, true);
         while output_open || errors_open {
@@ -172,8 +198,14 @@ impl Traffic {
                 .into_iter()
                 .filter(|other| other.0)
                 .map(|(_, source, fd, flags)| (source, fd, flags));
+            let more = watched.as_ref().map(|watched| watched.descriptors()).unwrap_or_default();
+            let more = more
+                .into_iter()
+                .enumerate()
+                .map(|(index, fd)| (Source::Other(index), fd, PollFlags::IN));
             let (sources, mut fds): (Vec<Source>, Vec<PollFd<'_>>) = signals
                 .chain(others)
+                .chain(more)
                 .map(|(source, fd, flags)| (source, PollFd::from_borrowed_fd(fd, flags)))
                 .unzip();
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
@@ -186,7 +218,8 @@ impl Traffic {
                 Err(error) => return Err(Failure::os("wait for the machine", &error.into())),
             }
             let ready = sources.into_iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty());
-            for (source, _) in ready {
+            let ready: Vec<Source> = ready.map(|(source, _)| source).collect();
+            for source in ready {
                 match source {
                     Source::Signal(signal) => return Ok(Some(End::Signal(signal))),
                     Source::Output => match self.output(output)? {
@@ -201,6 +234,12 @@ impl Traffic {
                         }
                     }
                     Source::Input => self.input(input),
+                    Source::Other(index) => {
+                        let end = watched.as_mut().and_then(|watched| watched.readable(index));
+                        if end.is_some() {
+                            return Ok(end);
+                        }
+                    }
                 }
             }
         }

@@ -5,15 +5,19 @@
 #![forbid(unsafe_code)]
 
 mod afterburn;
+mod api;
 mod attach;
 mod channels;
 mod check;
 mod commands;
 mod config;
+mod control;
+mod ctl;
 mod description;
 mod disk;
 mod doctor;
 mod emulate;
+mod events;
 mod failure;
 mod fetch;
 mod graph;
@@ -35,6 +39,7 @@ mod profile;
 mod programs;
 mod rootfs;
 mod run;
+mod statistics;
 mod steps;
 mod supervise;
 mod switch;

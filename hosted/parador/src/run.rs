@@ -1,13 +1,15 @@
 //! `parador run`: a virtual machine, by KVM or as processes of this host.
 
-use crate::config::{Backend, Config, Log, Optimisation, Sandbox, Vm, is_busybox};
+use crate::api::Server;
+use crate::config::{Backend, Config, Log, Optimisation, Sandbox, Then, Vm, is_busybox, is_stdout};
+use crate::control::{Control, Supervisor};
 use crate::disk::{self, Disk};
 use crate::failure::{self, Failure};
 use crate::fetch;
 use crate::initramfs;
 use crate::interrupt::Interruptible;
 use crate::kvm;
-use crate::machine::{End, Machine};
+use crate::machine::{self, End, Machine};
 use crate::net::{self, Net};
 use crate::output::print;
 use crate::profile;
@@ -20,9 +22,13 @@ use hosted_vmm::{Error, Image};
 use proto::system::MAX_VCPUS;
 use proto::wedge::{MAX_DISKS, MAX_NETS, layout, log, option};
 use rustix::process::Signal;
-use signal_hook::consts::SIGXFSZ;
+use signal_hook::consts::{SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
-use std::fs;
+use signal_hook::low_level::pipe;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -42,6 +48,9 @@ const KVM_COMMAND_LINE: &str = "console=ttyS0 panic=-1";
 /// what defends a kernel against its programs on a processor that it does not own is of no use; and large pages of programs are one fault and one
 /// mapping of the host each (Linux has them with 512 MiB or more).
 const COMMAND_LINE: &str = "console=ttyS0 panic=-1 mitigations=off transparent_hugepage=always";
+
+/// What the keys of a terminal do.
+const KEYS: &str = "Ctrl-A X ends the machine; all other keys go to the guest";
 
 /// Options of `parador run`.
 #[derive(Debug, Args)]
@@ -113,11 +122,13 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
         || !vm.without.is_empty()
         || vm.sandbox == Some(Sandbox::Strict)
         || !config.net.is_empty()
+        || vm.is_controlled()
         || balloon;
     let parse = || Image::parse(bytes);
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
-            let text = "--balloon, --counters, --net, --profile-writes, --sandbox strict and --without are of processes";
+            let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --counters, --net, \
+                        --profile-writes, --sandbox strict and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
         Backend::Kvm => match kvm::trial() {
@@ -187,10 +198,10 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         failure.help("`parador kernel build` makes a kernel that runs in processes")
     })?;
     let runner = runner(&config, &bytes, kernel)?;
-    let initrd = match &vm.initrd {
-        None => None,
-        Some(path) if is_busybox(path) => Some(busybox()?),
-        Some(path) => Some(read(path)?),
+    let initrd = || match &vm.initrd {
+        None => Ok(None),
+        Some(path) if is_busybox(path) => busybox().map(Some),
+        Some(path) => read(path).map(Some),
     };
     let command_line = |first: &str| match &vm.cmdline {
         Some(more) => format!("{first} {more}"),
@@ -205,10 +216,11 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     // A limit of the size of files is an error then, not the end.
     flag::register(SIGXFSZ, Arc::default())
         .map_err(|error| Failure::os("listen to signals", &error))?;
-    // What is on the other sides of networks ends with this function.
-    let (name, command, _others) = match &runner {
+    let deadline = machine::deadline(vm.timeout.map(|time| time.0));
+    let image = match runner {
+        Runner::Process(image) => image,
         Runner::Kvm => {
-            let initrd = initrd.as_deref().unwrap_or_default();
+            let initrd = initrd()?.unwrap_or_default();
             kvm::check(kernel, &bytes, initrd.len() as u64, memory)?;
             hosted_vmm::check_memory(memory).map_err(|error| refused(&error, kernel))?;
             if options.dry_run {
@@ -222,70 +234,173 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
                 log,
                 disks: records.iter().map(|record| record.to_words()).collect(),
             };
-            ("kvm", kvm::command(&machine, &bytes, initrd, disks)?, Vec::new())
-        }
-        Runner::Process(image) => {
-            let wedge = wedge(options.artifacts.as_deref())?;
-            let mut nets = open_nets(&config.net)?;
-            let net_records: Vec<_> = nets.iter().map(|net| net.record).collect();
-            let machine = hosted_vmm::Machine {
-                memory,
-                vcpus,
-                initrd: initrd.as_deref(),
-                command_line: &command_line(COMMAND_LINE),
-                options: bits(vm),
-                log,
-                balloon,
-                disks: &records,
-                nets: &net_records,
-            };
-            let prepared =
-                hosted_vmm::prepare(image, &machine).map_err(|error| refused(&error, kernel))?;
-            nets.iter_mut().try_for_each(Net::wait)?;
-            if options.dry_run {
-                eprintln!("parador: {} would run in processes of this host", kernel.display());
-                return Ok(0);
-            }
-            let mut command = supervise::command(wedge.as_os_str(), AtEnd::Kill)?;
-            let memory =
-                [(prepared.memory, layout::MEMORY_FD), (prepared.shared, layout::SHARED_FD)];
-            let disks = disks.into_iter().map(|disk| disk.file.into()).zip(layout::DISKS_FD..);
-            let (nets, others): (Vec<_>, Vec<_>) = nets.into_iter().map(Net::split).unzip();
-            let descriptors = memory
-                .into_iter()
-                .chain(disks)
-                .chain(nets.into_iter().zip(layout::NETS_FD..))
-                .map(|(parent_fd, number)| FdMapping { parent_fd, child_fd: number as i32 });
-            command
-                .fd_mappings(descriptors.collect())
-                .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
-            ("process", command, others)
+            let command = kvm::command(&machine, &bytes, &initrd, disks)?;
+            drop((bytes, initrd));
+            eprintln!("parador: back end `kvm`");
+            let start = Instant::now();
+            let (end, messages) = Machine::start("kvm", command)?.serve(deadline, KEYS, None)?;
+            eprint!("{messages}");
+            let (code, text) = judge(&end);
+            say_end(code, &text, start);
+            return Ok(code);
         }
     };
-    // A machine runs for long, and needs none of it again.
-    let is_process = matches!(runner, Runner::Process(_));
-    drop((runner, initrd));
+    let wedge = wedge(options.artifacts.as_deref())?;
+    let prepare = |image: &Image<'_>| {
+        let mut nets = open_nets(&config.net)?;
+        let net_records: Vec<_> = nets.iter().map(|net| net.record).collect();
+        let initrd = initrd()?;
+        let machine = hosted_vmm::Machine {
+            memory,
+            vcpus,
+            initrd: initrd.as_deref(),
+            command_line: &command_line(COMMAND_LINE),
+            options: bits(vm),
+            log,
+            balloon,
+            disks: &records,
+            nets: &net_records,
+        };
+        let prepared =
+            hosted_vmm::prepare(image, &machine).map_err(|error| refused(&error, kernel))?;
+        nets.iter_mut().try_for_each(Net::wait)?;
+        Ok::<_, Failure>((prepared, nets))
+    };
+    let (mut prepared, mut nets) = prepare(&image)?;
+    // A machine runs for long, and needs it again only for a new start.
+    drop(image);
     drop(bytes);
-    eprintln!("parador: back end `{name}`");
-    let start = Instant::now();
-    let machine = Machine::start(name, command)?;
-    let keys = "Ctrl-A X ends the machine; all other keys go to the guest";
-    let (end, messages) = machine.serve(vm.timeout.map(|time| time.0), keys)?;
-    let messages = match vm.profile_writes.as_ref().filter(|_| is_process) {
-        None => messages,
-        Some(path) => {
-            let bytes = read(kernel)?;
-            let image = Image::parse(&bytes).map_err(|error| refused(&error, kernel))?;
-            let (profile, rest) = profile::report(&messages, &image);
-            fs::write(path, profile).map_err(|error| Failure::file("write", path, &error))?;
-            rest
+    if options.dry_run {
+        eprintln!("parador: {} would run in processes of this host", kernel.display());
+        return Ok(0);
+    }
+    let sink = vm.event_fd.map(event_sink).transpose()?;
+    let metrics = vm.metrics.as_deref().map(metrics_sink).transpose()?;
+    let (control, woken) = Control::new(config.clone(), memory, sink)?;
+    let socket = vm.api_socket.as_deref();
+    let server = socket.map(|path| Server::start(path, control.clone())).transpose()?;
+    let write_metrics = || {
+        if let Some(mut file) = metrics.as_ref() {
+            // What has been counted is not worth ending a machine for.
+            let line = serde_json::to_string(&control.statistics()).unwrap_or_default();
+            let _ = writeln!(file, "{line}");
         }
     };
-    eprint!("{messages}");
-    let (code, text) = judge(&end);
+    let asked = metrics.as_ref().map(|_| asked()).transpose()?;
+    eprintln!("parador: back end `process`");
+    loop {
+        let start = Instant::now();
+        let shown = (clone(&prepared.memory)?, clone(&prepared.shared)?);
+        let (ours, theirs) = UnixStream::pair()
+            .and_then(|(ours, theirs)| ours.set_nonblocking(true).map(|()| (ours, theirs)))
+            .map_err(|error| Failure::os("make a pipe", &error))?;
+        let mut descriptors = vec![
+            (prepared.memory, layout::MEMORY_FD),
+            (prepared.shared, layout::SHARED_FD),
+            (theirs.into(), layout::CONTROL_FD),
+        ];
+        for (disk, number) in disks.iter().zip(layout::DISKS_FD..) {
+            descriptors.push((clone(&disk.file)?, number));
+        }
+        // What is on the other sides of networks ends with this start.
+        let (own, _others): (Vec<_>, Vec<_>) = nets.into_iter().map(Net::split).unzip();
+        descriptors.extend(own.into_iter().zip(layout::NETS_FD..));
+        let descriptors = descriptors
+            .into_iter()
+            .map(|(parent_fd, number)| FdMapping { parent_fd, child_fd: number as i32 });
+        let mut command = supervise::command(wedge.as_os_str(), AtEnd::Kill)?;
+        command
+            .fd_mappings(descriptors.collect())
+            .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
+        let machine = Machine::start(WEDGE, command)?;
+        control.started(machine.process(), shown, start);
+        let asked = asked.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
+        let mut supervisor = Supervisor::new(&control, &woken, ours, asked);
+        let (end, messages) = machine.serve(deadline, KEYS, Some(&mut supervisor))?;
+        let messages = match &vm.profile_writes {
+            None => messages,
+            Some(path) => {
+                let bytes = read(kernel)?;
+                let image = Image::parse(&bytes).map_err(|error| refused(&error, kernel))?;
+                let (profile, rest) = profile::report(&messages, &image);
+                fs::write(path, profile).map_err(|error| Failure::file("write", path, &error))?;
+                rest
+            }
+        };
+        eprint!("{messages}");
+        let (code, text) = judge(&end);
+        if code == failure::GUEST_PANIC {
+            control.panicked();
+        }
+        let code = match then(vm, &end, code) {
+            Then::Exit => code,
+            Then::Code(code) => code,
+            Then::Reset => {
+                control.reset(code);
+                eprintln!("parador: {text}; the machine starts anew");
+                let bytes = read(kernel)?;
+                let image = Image::parse(&bytes).map_err(|error| refused(&error, kernel))?;
+                (prepared, nets) = prepare(&image)?;
+                continue;
+            }
+        };
+        say_end(code, &text, start);
+        control.ended(code, &text);
+        write_metrics();
+        drop(server);
+        return Ok(code);
+    }
+}
+
+/// Says how a machine has ended.
+fn say_end(code: u8, text: &str, start: Instant) {
     let seconds = start.elapsed().as_secs_f64();
     eprintln!("parador: {text} (exit code {code}, {seconds:.1} s)");
-    Ok(code)
+}
+
+/// What follows an end with this code.
+fn then(vm: &Vm, end: &End, code: u8) -> Then {
+    let wanted = match (end, code) {
+        (End::Reset, _) => Some(Then::Reset),
+        (End::Exited(_), 0) => vm.on_shutdown,
+        (End::Exited(_), failure::GUEST_RESET) => vm.on_reset,
+        (End::Exited(_), failure::GUEST_PANIC) => vm.on_panic,
+        _ => None,
+    };
+    wanted.unwrap_or_default()
+}
+
+fn clone(descriptor: &impl AsFd) -> Result<OwnedFd, Failure> {
+    let copy = descriptor.as_fd().try_clone_to_owned();
+    copy.map_err(|error| Failure::os("copy a descriptor", &error))
+}
+
+/// Where events go that the user has given a descriptor for.
+fn event_sink(number: u32) -> Result<File, Failure> {
+    let path = PathBuf::from(format!("/proc/self/fd/{number}"));
+    let opened = OpenOptions::new().append(true).open(&path);
+    opened.map_err(|error| {
+        Failure::file("write to the descriptor", &path, &error).help(
+            "--event-fd takes the number of an open file or pipe: as in --event-fd 9 9>events",
+        )
+    })
+}
+
+/// Where statistics go.
+fn metrics_sink(path: &Path) -> Result<File, Failure> {
+    let path = if is_stdout(path) { Path::new("/proc/self/fd/1") } else { path };
+    let opened = OpenOptions::new().append(true).create(true).open(path);
+    opened.map_err(|error| Failure::file("write", path, &error))
+}
+
+/// Readable when somebody asks for statistics by a signal.
+fn asked() -> Result<UnixStream, Failure> {
+    let registered = UnixStream::pair().and_then(|(ours, theirs)| {
+        ours.set_nonblocking(true)?;
+        pipe::register(SIGUSR1, theirs)?;
+        Ok(ours)
+    });
+    registered.map_err(|error| Failure::os("listen to signals", &error))
 }
 
 /// Opens the disks that the user names.
@@ -317,6 +432,8 @@ fn judge(end: &End) -> (u8, String) {
         End::Timeout => text(failure::TIMEOUT, "the time limit was reached"),
         End::Signal(signal) => (128 + *signal as u8, format!("ended by signal {signal}")),
         End::Keys => text(0, "ended from the keyboard"),
+        End::Request => text(0, "ended by request"),
+        End::Reset => text(failure::GUEST_RESET, "reset by request"),
         End::OutputClosed => text(128 + Signal::PIPE.as_raw() as u8, "nobody reads the console"),
         End::Exited(status) => match (status.code(), status.signal()) {
             (Some(code), _) => {

@@ -116,6 +116,8 @@ fn guest() -> Result<Rules, BackendError> {
             linux::__NR_rt_sigreturn,
             linux::__NR_getrandom,
             linux::__NR_sched_yield,
+            // A process that was stopped while it waited goes on waiting.
+            linux::__NR_restart_syscall,
         ],
     );
     Ok(rules)
@@ -151,8 +153,10 @@ fn net() -> Result<Rules, BackendError> {
 /// The process that serves the console and makes those of the guest, which set themselves up under this filter before they take theirs.
 fn device() -> Result<Rules, BackendError> {
     let mut rules = guest()?;
-    allow(&mut rules, linux::__NR_write, &[&[(0, layout::OUTPUT_FD)]])?;
-    for descriptor in [layout::INPUT_FD, layout::DOORBELL_FD] {
+    for descriptor in [layout::OUTPUT_FD, layout::CONTROL_FD] {
+        allow(&mut rules, linux::__NR_write, &[&[(0, descriptor)]])?;
+    }
+    for descriptor in [layout::INPUT_FD, layout::DOORBELL_FD, layout::CONTROL_FD] {
         allow(&mut rules, linux::__NR_read, &[&[(0, descriptor)]])?;
     }
     // A process of the guest maps what belongs to its virtual CPU.
@@ -387,8 +391,8 @@ mod tests {
                 fourth == PRIVATE_ANONYMOUS_FIXED
                     || fourth & !POPULATE == SHARED_FIXED && fifth == layout::MEMORY_FD
             }
-            // mprotect, munmap, rt_sigreturn, sched_yield, timer_settime, exit_group, getrandom
-            10 | 11 | 15 | 24 | 223 | 231 | 318 => true,
+            // mprotect, munmap, rt_sigreturn, sched_yield, restart_syscall, timer_settime, exit_group, getrandom
+            10 | 11 | 15 | 24 | 219 | 223 | 231 | 318 => true,
             // futex: wait, wake
             202 => matches!(second, 0 | 1),
             // timer_create: CLOCK_MONOTONIC

@@ -3,7 +3,7 @@
 use core::sync::atomic::Ordering::SeqCst;
 
 use linux_raw_sys::general as linux;
-use proto::wedge::{Filters, layout};
+use proto::wedge::{Filters, control, layout};
 use vmm_cpu::MAX_VCPUS;
 
 use crate::processes::{self, KICK};
@@ -50,7 +50,7 @@ impl Device {
             return HOST;
         }
         let shared = shared();
-        let mut input = true;
+        let (mut input, mut controlled, mut started) = (true, true, false);
         loop {
             shared.rung.store(0, SeqCst);
             self.drain();
@@ -79,8 +79,24 @@ impl Device {
                 self.end_all();
                 return code;
             }
+            if !started && shared.started.load(SeqCst) != 0 {
+                started = true;
+                // Nobody to tell if it cannot be written.
+                let _ = sys::write(layout::CONTROL_FD, &[control::STARTED]);
+            }
             let room = shared.input.room();
-            let (rung, typed) = wait(input && room > RING / 2);
+            let [rung, typed, told] = wait([
+                Some(layout::DOORBELL_FD),
+                (input && room > RING / 2).then_some(layout::INPUT_FD),
+                controlled.then_some(layout::CONTROL_FD),
+            ]);
+            if told {
+                let mut byte = [0];
+                match sys::read(layout::CONTROL_FD, &mut byte) {
+                    Ok(0) | Err(_) => controlled = false,
+                    Ok(_) => self.control(byte[0]),
+                }
+            }
             if rung {
                 let mut count = [0; 8];
                 // It has been readable, so there is something to take.
@@ -99,6 +115,25 @@ impl Device {
                     }
                 }
             }
+        }
+    }
+
+    /// Does what the one who has started the machine wants, and says so.
+    fn control(&self, what: u8) {
+        match what {
+            // By the host's kernel, whatever the guest does with its processes. Disks finish what they have begun.
+            control::PAUSE => self.signal_all(linux::SIGSTOP),
+            control::RESUME => self.signal_all(linux::SIGCONT),
+            control::POWER_BUTTON => self.tell(event::POWER_BUTTON),
+            _ => return,
+        }
+        let _ = sys::write(layout::CONTROL_FD, &[what]);
+    }
+
+    /// Sends a signal to all processes of the guest.
+    fn signal_all(&self, signal: u32) {
+        for &process in self.guests.as_flattened().iter().filter(|process| **process != 0) {
+            sys::kill(process, signal);
         }
     }
 
@@ -188,20 +223,18 @@ pub fn tell_by_bell(index: usize, what: u32) {
     processes::ring();
 }
 
-/// Waits for the doorbell or the console: which of them it was.
-fn wait(with_input: bool) -> (bool, bool) {
-    let entry = |fd: u32, events: u16| u64::from(fd) | u64::from(events) << 32;
-    let mut entries = [entry(layout::DOORBELL_FD, READABLE), entry(layout::INPUT_FD, READABLE)];
-    let count = if with_input { 2 } else { 1 };
+/// Waits until one of these descriptors can be read: which of them can.
+fn wait<const COUNT: usize>(descriptors: [Option<u32>; COUNT]) -> [bool; COUNT] {
+    // `struct pollfd`; of a negative descriptor nothing is said.
+    let entry = |fd: Option<u32>| u64::from(fd.unwrap_or(u32::MAX)) | u64::from(READABLE) << 32;
+    let mut entries = descriptors.map(entry);
     // Now and then it looks whether a process has died.
-    let arguments = [entries.as_mut_ptr() as u64, count, 1000, 0, 0, 0];
+    let arguments = [entries.as_mut_ptr() as u64, COUNT as u64, 1000, 0, 0, 0];
     // SAFETY: the kernel writes the entries' results.
-    let result = unsafe { sys::call(linux::__NR_poll, arguments) };
-    if !matches!(result, Ok(1..)) {
-        return (false, false);
+    match unsafe { sys::call(linux::__NR_poll, arguments) } {
+        Ok(1..) => entries.map(|entry| entry >> 48 != 0),
+        _ => [false; COUNT],
     }
-    let [rung, typed] = entries.map(|entry| entry >> 48 != 0);
-    (rung, with_input && typed)
 }
 
 /// Whether a process of the guest has died: the exit code that this means.

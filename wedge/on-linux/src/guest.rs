@@ -22,7 +22,7 @@ use wedge_x86::{Cause, Stub, decode_all};
 
 use crate::memory::{self, Fault, Fill, Ram};
 use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
-use crate::shared::{cell, count, event, events, mine, shared, start, vcpu, vcpus};
+use crate::shared::{cell, count, event, events, mine, own_statistics, shared, start, vcpu, vcpus};
 use crate::sites::{FUNCTION, Sites, put_back, write_code};
 use crate::{calls, processes, profile, report, signal};
 
@@ -256,7 +256,7 @@ impl LinuxVcpu<'_> {
     fn site(&mut self, at: u64) -> Step {
         // SAFETY: entry code gives the address of the stub that it came from; stubs in use are not changed.
         let stub = unsafe { &*(at as *const Stub) };
-        vcpu().sites[usize::from(stub.kind)].fetch_add(1, Relaxed);
+        own_statistics().sites[usize::from(stub.kind)].fetch_add(1, Relaxed);
         cpu().frame.rip = stub.site;
         if stub.kind == FUNCTION {
             self.text_poke(stub);
@@ -830,6 +830,10 @@ fn drive(all: &All<'_>, index: usize) -> ! {
         star: 0,
     };
     crate::shared::vcpu().deadline.store(u64::MAX, Relaxed);
+    if index == 0 {
+        shared().started.store(1, SeqCst);
+        processes::ring();
+    }
     loop {
         let events = match machine.run(&mut state, &mut vcpu, &mut host) {
             Pause::Recall(events) => events as u32,
@@ -843,6 +847,9 @@ fn drive(all: &All<'_>, index: usize) -> ! {
         };
         if events & event::STOP != 0 {
             processes::finish(Outcome::PowerOff.exit_code());
+        }
+        if events & event::POWER_BUTTON != 0 {
+            machine.press_power_button(&mut host);
         }
         if events & event::CONSOLE != 0 {
             machine.input(Some(&state), &mut host);

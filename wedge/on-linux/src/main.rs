@@ -123,7 +123,8 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
     let disks = disk::make_workers(&start, &filters)
         .map_err(|error| ("the host makes no process for a disk", error))?;
     // They are the workers'.
-    sys::close(layout::DISKS_FD, u32::MAX)
+    sys::close(layout::DISKS_FD, layout::CONTROL_FD - 1)
+        .and_then(|()| sys::close(layout::CONTROL_FD + 1, u32::MAX))
         .map_err(|error| ("the host closes no descriptors", error))?;
     let mut device = Device::new(filters, disks, nets);
     for vcpu in 0..shared::vcpus().len() {

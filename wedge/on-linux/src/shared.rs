@@ -6,7 +6,8 @@
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
-use proto::wedge::{Disk, Filters, MAX_DISKS, MAX_NETS, Net, Start, layout};
+pub use proto::wedge::count;
+use proto::wedge::{Disk, Filters, MAX_DISKS, MAX_NETS, Net, Start, Statistics, layout};
 use vmm_cpu::MAX_VCPUS;
 use wedge_x86::{CELL, Cell, PRIVATE};
 
@@ -59,6 +60,8 @@ pub mod event {
     pub const KICK: u32 = 64;
     /// Frames have come, or there is room for some.
     pub const NET: u32 = 128;
+    /// The power button is pressed.
+    pub const POWER_BUTTON: u32 = 1 << 8;
 }
 
 /// A value that only the process with the virtual CPU uses.
@@ -199,10 +202,6 @@ pub struct Vcpu {
     pub changed: [AtomicU64; FLUSHES],
     /// The processes.
     pub slots: [Slot; SLOTS],
-    /// Times that each kind of site came to the wedge.
-    pub sites: [AtomicU64; 256],
-    /// Other counters: see [`count`].
-    pub counters: [AtomicU64; 16],
 }
 
 // SAFETY: the cell is used by entry code and by the process that has the virtual CPU; of the others, all use what is atomic in it only.
@@ -235,6 +234,8 @@ pub struct Shared {
     pub rung: AtomicU32,
     /// It shall interrupt these virtual CPUs: a bit for each.
     pub kick: AtomicU32,
+    /// The guest's first instruction comes now.
+    pub started: AtomicU32,
     /// The device process's number.
     pub device: AtomicU32,
     /// [`Start::options`].
@@ -257,34 +258,6 @@ pub struct Shared {
 
 /// In [`Vcpu::changed`]: all of the kernel's mappings.
 pub const EVERYTHING: u64 = u64::MAX;
-
-/// Indices of [`Vcpu::counters`].
-pub mod count {
-    /// Faults that led to a mapping.
-    pub const FILLS: usize = 0;
-    /// Faults that were the guest's own.
-    pub const FAULTS: usize = 1;
-    /// System calls that were caught.
-    pub const CALLS: usize = 2;
-    /// Changes of the address space.
-    pub const SWITCHES: usize = 3;
-    /// Flushes of all that programs have mapped.
-    pub const FLUSHES: usize = 4;
-    /// Sensitive instructions without a site.
-    pub const UNRECORDED: usize = 5;
-    /// Signals that came from outside.
-    pub const KICKS: usize = 6;
-    /// Names, for reports.
-    pub const NAMES: [&str; 7] = [
-        "mappings filled in",
-        "page faults of the guest",
-        "calls by signal",
-        "changes of the process",
-        "flushes of all of a program",
-        "sensitive instructions without a site",
-        "signals from outside",
-    ];
-}
 
 /// The shared memory.
 pub fn shared() -> &'static Shared {
@@ -316,6 +289,19 @@ pub fn vcpu() -> &'static Vcpu {
     unsafe { &*(OWN_VCPU as *const Vcpu) }
 }
 
+/// What the wedge counts of a virtual CPU.
+pub fn statistics(vcpu: usize) -> &'static Statistics {
+    // SAFETY: as `shared`; all of it is atomic.
+    let all =
+        unsafe { &*((layout::SHARED + layout::STATISTICS) as *const [Statistics; MAX_VCPUS]) };
+    &all[vcpu % MAX_VCPUS]
+}
+
+/// Of the one that this process is of.
+pub fn own_statistics() -> &'static Statistics {
+    statistics(mine().vcpu.load(core::sync::atomic::Ordering::Relaxed) as usize)
+}
+
 /// What entry code shares with the wedge.
 pub fn cell() -> *mut Cell {
     CELL as *mut Cell
@@ -328,7 +314,7 @@ pub fn events() -> &'static AtomicU32 {
 
 /// Adds one to a counter.
 pub fn count(counter: usize) {
-    vcpu().counters[counter].fetch_add(1, core::sync::atomic::Ordering::Relaxed);
+    own_statistics().counters[counter].fetch_add(1, core::sync::atomic::Ordering::Relaxed);
 }
 
 /// The loader's filters. The guest's processes can change what is there, so they are to be read before there are any.

@@ -4,6 +4,7 @@
 use crate::support::{Folder, bzimage, code, errors};
 use serde_json::Value;
 use std::fs::File;
+use std::os::unix::net::UnixListener;
 
 /// Runs in `folder` with these arguments, and must end with this code and text.
 #[track_caller]
@@ -29,6 +30,8 @@ fn command_lines() {
     refused(&folder, &["k", "--balloon", "some"], 64, "not a size");
     refused(&folder, &["k", "-m", "128M", "--balloon", "65M"], 64, "--balloon on");
     refused(&folder, &["k", "--memry", "1G"], 64, "--memory");
+    refused(&folder, &["k", "--on-reset", "exit:256"], 64, "none of exit");
+    refused(&folder, &["k", "--on-reset", "reset", "--no-reboot"], 64, "cannot be used with");
 }
 
 #[test]
@@ -125,6 +128,26 @@ fn disks() {
     run("small.img", 65, "1000 bytes");
     run("programs", 71, "directory");
     run("/dev/null", 65, "no block device");
+}
+
+#[test]
+fn nobody_to_control() {
+    let folder = Folder::new("");
+    let ctl = |words: &[&str]| {
+        let output = folder.parador(&["ctl"]).args(words).output().unwrap();
+        (code(&output), errors(&output))
+    };
+    assert_eq!(ctl(&["status"]).0, 64);
+    assert_eq!(ctl(&["-s", "none", "start"]).0, 64);
+    assert_eq!(ctl(&["-s", "none", "status"]).0, 66);
+    folder.write("file", b"");
+    assert_eq!(ctl(&["-s", "file", "pause"]).0, 69);
+    // Something else that listens.
+    let listener = UnixListener::bind(folder.path("other")).unwrap();
+    let other = std::thread::spawn(move || drop(listener.accept().unwrap()));
+    let (code, errors) = ctl(&["-s", "other", "stats"]);
+    assert_eq!(code, 69, "{errors}");
+    other.join().unwrap();
 }
 
 /// What it finds depends on the host; that it says so, how, and what it makes of it does not.

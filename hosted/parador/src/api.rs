@@ -1,0 +1,485 @@
+//! The control socket: HTTP/1.1 and JSON on a socket of Unix, for its owner alone.
+//!
+//! One thread, one request for each connection. Connections, requests, their time and what listens to events are limited, so that a client
+//! that is slow, greedy or broken harms others as little as it harms the machine.
+
+use crate::control::{Answer, Control, State, Vm, Wish};
+use crate::events::Line;
+use crate::failure::{self, Failure};
+use crate::statistics::Statistics;
+use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
+use hyper::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use rustix::fs::Mode;
+use schemars::{JsonSchema, SchemaGenerator};
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::convert::Infallible;
+use std::fs;
+use std::io::ErrorKind;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::task::{Context, Poll};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+
+/// Most connections at a time; further ones are closed.
+const MOST_CONNECTIONS: usize = 16;
+/// How long a request and its answer may take, event streams excepted.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long the machine may take to do what is wanted.
+const MACHINE_PATIENCE: Duration = Duration::from_secs(5);
+/// How long clients get to read the last events when the machine has ended.
+const FAREWELL: Duration = Duration::from_millis(500);
+/// Bytes of a request without its body.
+const HEAD: usize = 8 << 10;
+
+/// A control socket; dropping it removes it.
+pub struct Server {
+    path: PathBuf,
+    /// Dropped, it ends the thread.
+    end: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Makes the socket, for the user alone, and serves it.
+    ///
+    /// # Errors
+    /// There is a file of this name that is no socket left over: code 71.
+    pub fn start(path: &Path, control: Control) -> Result<Self, Failure> {
+        let failed = |action: &str, error: &std::io::Error| Failure::file(action, path, error);
+        remove_stale(path)?;
+        // The socket has its mode from the beginning.
+        let former = rustix::process::umask(Mode::from_raw_mode(0o177));
+        let bound = UnixListener::bind(path);
+        rustix::process::umask(former);
+        let listener = bound.map_err(|error| failed("make the control socket", &error))?;
+        let (end, ended) = oneshot::channel();
+        let mut server = Self { path: path.to_owned(), end: Some(end), thread: None };
+        let runtime = listener
+            .set_nonblocking(true)
+            .and_then(|()| {
+                tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()
+            })
+            .map_err(|error| failed("serve the control socket", &error))?;
+        let thread = thread::Builder::new().name("api".to_owned());
+        let thread = thread.spawn(move || runtime.block_on(serve(listener, control, ended)));
+        server.thread = Some(thread.map_err(|error| Failure::os("make a thread", &error))?);
+        Ok(server)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // If somebody has removed it, that was wanted.
+        let _ = fs::remove_file(&self.path);
+        drop(self.end.take());
+        if let Some(thread) = self.thread.take() {
+            // It only fails if the thread panicked, which has been reported then.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Removes a socket whose owner is gone.
+fn remove_stale(path: &Path) -> Result<(), Failure> {
+    let refuse =
+        |text: &str| Err(Failure::new(failure::OS_ERROR, format!("{} {text}", path.display())));
+    match fs::symlink_metadata(path) {
+        Err(_) => Ok(()),
+        Ok(found) if !found.file_type().is_socket() => refuse("is there already, and no socket")
+            .map_err(|failure: Failure| failure.help("remove it, or name another control socket")),
+        Ok(_) => match UnixStream::connect(path) {
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => fs::remove_file(path)
+                .map_err(|error| Failure::file("remove the old socket", path, &error)),
+            _ => refuse("is the control socket of another machine"),
+        },
+    }
+}
+
+async fn serve(listener: UnixListener, control: Control, mut ended: oneshot::Receiver<()>) {
+    let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
+    let room = Arc::new(Semaphore::new(MOST_CONNECTIONS));
+    loop {
+        let accepted = std::future::poll_fn(|context| {
+            if Pin::new(&mut ended).poll(context).is_ready() {
+                return Poll::Ready(None);
+            }
+            listener.poll_accept(context).map(Some)
+        });
+        let Some(accepted) = accepted.await else { break };
+        let Ok((stream, _)) = accepted else {
+            // Descriptors are short, most likely: others may be closed soon.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            continue;
+        };
+        let Ok(permit) = Arc::clone(&room).try_acquire_owned() else { continue };
+        let control = control.clone();
+        tokio::spawn(async move {
+            connection(stream, &control).await;
+            drop(permit);
+        });
+    }
+    let all = u32::try_from(MOST_CONNECTIONS).unwrap_or(u32::MAX);
+    // All are back when all connections are closed.
+    let _ = tokio::time::timeout(FAREWELL, room.acquire_many(all)).await;
+}
+
+/// Serves a connection until its client has what it wanted.
+async fn connection(stream: tokio::net::UnixStream, control: &Control) {
+    let streams = AtomicBool::new(false);
+    let service = service_fn(|request| {
+        let streams = &streams;
+        async move {
+            let reply = reply(request, control).await.unwrap_or_else(Problem::into_response);
+            streams.store(reply.body().rest.is_some(), Relaxed);
+            Ok::<_, Infallible>(reply)
+        }
+    });
+    let mut connection = std::pin::pin!(
+        http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(PATIENCE)
+            .max_buf_size(HEAD)
+            .keep_alive(false)
+            .serve_connection(TokioIo::new(stream), service)
+    );
+    // What fails is the client's.
+    while tokio::time::timeout(PATIENCE, &mut connection).await.is_err() && streams.load(Relaxed) {}
+}
+
+/// What is sent back: a text, then what comes.
+struct Payload {
+    text: Option<Bytes>,
+    rest: Option<mpsc::Receiver<Bytes>>,
+}
+
+impl Body for Payload {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let frame = |bytes: Bytes| Ok(Frame::data(bytes));
+        match (self.text.take(), &mut self.rest) {
+            (Some(text), _) => Poll::Ready(Some(frame(text))),
+            (None, Some(rest)) => rest.poll_recv(context).map(|line| line.map(frame)),
+            (None, None) => Poll::Ready(None),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.text.is_none() && self.rest.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.rest {
+            None => SizeHint::with_exact(self.text.as_ref().map_or(0, Bytes::len) as u64),
+            Some(_) => SizeHint::default(),
+        }
+    }
+}
+
+/// Why a request is refused, as RFC 9457 has it.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct Problem {
+    /// The status code.
+    pub status: u16,
+    /// What the code means.
+    pub title: String,
+    /// What is wrong with this request.
+    pub detail: String,
+    #[serde(skip)]
+    allow: Option<&'static str>,
+}
+
+impl Problem {
+    fn new(status: StatusCode, detail: impl Into<String>) -> Self {
+        let title = status.canonical_reason().unwrap_or_default().to_owned();
+        Self { status: status.as_u16(), title, detail: detail.into(), allow: None }
+    }
+
+    fn into_response(self) -> Response<Payload> {
+        // Numbers and strings can always be written.
+        let text = serde_json::to_vec(&self).unwrap_or_default();
+        let mut response = response("application/problem+json", text);
+        *response.status_mut() =
+            StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        if let Some(allow) = self.allow {
+            response.headers_mut().insert(ALLOW, hyper::header::HeaderValue::from_static(allow));
+        }
+        response
+    }
+}
+
+/// What becomes of `PUT`.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct Done {
+    /// Where the machine is in its life now.
+    pub state: State,
+}
+
+fn response(kind: &'static str, text: impl Into<Bytes>) -> Response<Payload> {
+    let mut response = Response::new(Payload { text: Some(text.into()), rest: None });
+    let kind = hyper::header::HeaderValue::from_static(kind);
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    response
+}
+
+fn json<T: Serialize>(value: &T) -> Result<Response<Payload>, Problem> {
+    let text = serde_json::to_vec(value)
+        .map_err(|error| Problem::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
+    Ok(response("application/json", text))
+}
+
+async fn reply(
+    request: Request<Incoming>,
+    control: &Control,
+) -> Result<Response<Payload>, Problem> {
+    let headers = request.headers();
+    let is_empty = headers.get(CONTENT_LENGTH).is_none_or(|length| length == "0");
+    if !is_empty || headers.contains_key(TRANSFER_ENCODING) {
+        let text = "no request has a body";
+        return Err(Problem::new(StatusCode::PAYLOAD_TOO_LARGE, text));
+    }
+    let (path, query) = (request.uri().path(), request.uri().query());
+    let Some(&(_, method, _)) = PATHS.iter().find(|known| known.0 == path) else {
+        return Err(Problem::new(StatusCode::NOT_FOUND, format!("there is no {path}")));
+    };
+    if request.method().as_str() != method {
+        let mut problem = Problem::new(
+            StatusCode::METHOD_NOT_ALLOWED,
+            format!("{path} is for {method}, not {}", request.method()),
+        );
+        problem.allow = Some(method);
+        return Err(problem);
+    }
+    let wish = match (path, query) {
+        ("/v1/vm/shutdown", Some("force" | "force=true")) => Some(Wish::End),
+        (_, Some(query)) => {
+            let text = format!("{path} has no parameter `{query}`");
+            return Err(Problem::new(StatusCode::BAD_REQUEST, text));
+        }
+        ("/v1/openapi.json", None) => return json(&openapi()),
+        ("/v1/vm", None) => return json(&control.vm()),
+        ("/v1/vm/stats", None) => return json(&control.statistics()),
+        ("/v1/metrics", None) => {
+            let text = control.statistics().prometheus();
+            return Ok(response("text/plain; version=0.0.4", text));
+        }
+        ("/v1/vm/pause", None) => Some(Wish::Pause),
+        ("/v1/vm/resume", None) => Some(Wish::Resume),
+        ("/v1/vm/reset", None) => Some(Wish::Reset),
+        ("/v1/vm/shutdown", None) => Some(Wish::Shutdown),
+        _ => None,
+    };
+    let Some(wish) = wish else {
+        let listener = control.listen().ok_or_else(|| {
+            Problem::new(StatusCode::SERVICE_UNAVAILABLE, "too many listen to events")
+        })?;
+        let mut response = response("application/jsonl", Bytes::new());
+        *response.body_mut() = Payload { text: None, rest: Some(listener) };
+        return Ok(response);
+    };
+    let refused = |text: String| Problem::new(StatusCode::CONFLICT, text);
+    match tokio::time::timeout(MACHINE_PATIENCE, control.wish(wish)).await {
+        Ok(Ok(answer)) => json(&Done { state: Answer::map_err(answer, refused)? }),
+        Ok(Err(_)) => Err(refused("the machine has ended".to_owned())),
+        Err(_) => {
+            let text = "the machine has not answered yet";
+            Err(Problem::new(StatusCode::GATEWAY_TIMEOUT, text))
+        }
+    }
+}
+
+/// Paths, what is asked of them, and what for.
+const PATHS: [(&str, &str, &str); 9] = [
+    ("/v1/openapi.json", "GET", "This description."),
+    ("/v1/vm", "GET", "What the machine is, and its state."),
+    ("/v1/vm/stats", "GET", "What it has done and what it needs of the host."),
+    ("/v1/metrics", "GET", "The same for Prometheus (text format 0.0.4)."),
+    (
+        "/v1/events",
+        "GET",
+        "What has happened to it and what happens, a JSON object a line, until it has ended.",
+    ),
+    ("/v1/vm/pause", "PUT", "Stops the guest."),
+    ("/v1/vm/resume", "PUT", "Lets it go on."),
+    ("/v1/vm/reset", "PUT", "Ends the machine and starts it anew."),
+    (
+        "/v1/vm/shutdown",
+        "PUT",
+        "Presses the power button; with `force` ends the machine, whatever the guest does.",
+    ),
+];
+
+/// The description of this interface (OpenAPI 3.1).
+pub fn openapi() -> Value {
+    let settings = schemars::generate::SchemaSettings::draft2020_12().with(|settings| {
+        settings.definitions_path = "/components/schemas".into();
+    });
+    let mut schemas: SchemaGenerator = settings.into_generator();
+    let content = |kind: &str, schema: Value| json!({ kind: { "schema": schema } });
+    let vm = schemas.subschema_for::<Vm>().to_value();
+    let statistics = schemas.subschema_for::<Statistics>().to_value();
+    let line = schemas.subschema_for::<Line>().to_value();
+    let done = schemas.subschema_for::<Done>().to_value();
+    let problem = schemas.subschema_for::<Problem>().to_value();
+    let mut paths = serde_json::Map::new();
+    for (path, method, summary) in PATHS {
+        let good = match path {
+            "/v1/openapi.json" => content("application/json", json!({ "type": "object" })),
+            "/v1/vm" => content("application/json", vm.clone()),
+            "/v1/vm/stats" => content("application/json", statistics.clone()),
+            "/v1/metrics" => content("text/plain", json!({ "type": "string" })),
+            "/v1/events" => content("application/jsonl", line.clone()),
+            _ => content("application/json", done.clone()),
+        };
+        let bad = content("application/problem+json", problem.clone());
+        let mut operation = json!({
+            "summary": summary,
+            "responses": {
+                "200": { "description": "Done.", "content": good },
+                "4XX": { "description": "Refused; 409: the machine is not in the state for it.", "content": bad.clone() },
+                "5XX": { "description": "It could not be done.", "content": bad },
+            },
+        });
+        if path.ends_with("/shutdown") {
+            operation["parameters"] = json!([{
+                "name": "force", "in": "query", "allowEmptyValue": true,
+                "description": "End the machine at once.", "schema": { "const": "true" },
+            }]);
+        }
+        paths.insert(path.to_owned(), json!({ (method.to_lowercase()): operation }));
+    }
+    json!({
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Parador: control of a machine",
+            "description": "HTTP/1.1 on the socket of `parador run --api-socket`.",
+            "version": "1",
+        },
+        "paths": paths,
+        "components": { "schemas": schemas.take_definitions(true) },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use std::io::{Read, Write};
+
+    /// What is shipped is what is meant; with `PARADOR_NEW_SCHEMAS` it is written.
+    #[test]
+    fn the_description_is_in_the_specification() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/spec/openapi.json");
+        let text = serde_json::to_string_pretty(&openapi()).unwrap() + "\n";
+        if std::env::var_os("PARADOR_NEW_SCHEMAS").is_some() {
+            fs::write(&path, &text).unwrap();
+        }
+        let shipped = fs::read_to_string(&path).unwrap();
+        assert!(shipped == text, "PARADOR_NEW_SCHEMAS=1 cargo test -p parador writes it anew");
+    }
+
+    fn served(folder: &Path) -> (Server, Control) {
+        let (control, _) = Control::new(Config::default(), 1 << 20, None).unwrap();
+        (Server::start(&folder.join("s"), control.clone()).unwrap(), control)
+    }
+
+    fn ask(folder: &Path, request: &str) -> String {
+        let mut stream = UnixStream::connect(folder.join("s")).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut answer = Vec::new();
+        // Who is cut off has what came before.
+        let _ = stream.write_all(request.as_bytes());
+        let _ = stream.read_to_end(&mut answer);
+        String::from_utf8_lossy(&answer).into_owned()
+    }
+
+    #[test]
+    fn requests_are_judged() {
+        let folder = tempfile::tempdir().unwrap();
+        let (_server, _control) = served(folder.path());
+        let head = |request: &str| format!("{request} HTTP/1.1\r\nhost: a\r\n\r\n");
+        for (request, status, text) in [
+            ("GET /v1/vm", "200", "\"state\":\"starting\""),
+            ("GET /v1/openapi.json", "200", "\"openapi\":\"3.1.0\""),
+            ("GET /v1/vm/stats", "200", "\"memory_bytes\":1048576"),
+            ("GET /v1/metrics", "200", "parador_state{state=\"starting\"} 1"),
+            ("GET /v1/nothing", "404", "there is no /v1/nothing"),
+            ("PUT /v1/vm", "405", "is for GET, not PUT"),
+            ("GET /v1/vm/pause", "405", "allow: PUT"),
+            ("PUT /v1/vm/pause?now", "400", "no parameter `now`"),
+            ("PUT /v1/vm/shutdown?force=maybe", "400", "no parameter"),
+        ] {
+            let answer = ask(folder.path(), &head(request));
+            assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{request}: {answer}");
+            assert!(answer.contains(text), "{request}: {answer}");
+        }
+        let body = "PUT /v1/vm/pause HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999\r\n\r\n";
+        assert!(ask(folder.path(), body).starts_with("HTTP/1.1 413 "));
+        let long = head(&format!("GET /{}", "a".repeat(1 << 20)));
+        assert!(!ask(folder.path(), &long).contains("200 OK"));
+        assert!(ask(folder.path(), "\0\0\0\0\r\n\r\n").starts_with("HTTP/1.1 400 "));
+    }
+
+    #[test]
+    fn many_clients_that_say_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let (_server, control) = served(folder.path());
+        let connect = || UnixStream::connect(folder.path().join("s")).unwrap();
+        let silent: Vec<_> = (0..2 * MOST_CONNECTIONS).map(|_| connect()).collect();
+        // The last ones are closed at once, and the first ones in their time.
+        let mut last = silent.last().unwrap();
+        assert_eq!(last.read(&mut [0; 8]).unwrap(), 0);
+        drop(silent);
+        // Until it has noticed.
+        while ask(folder.path(), "GET /v1/vm HTTP/1.1\r\nhost: a\r\n\r\n").is_empty() {
+            thread::sleep(Duration::from_millis(10));
+        }
+        let events = "GET /v1/events HTTP/1.1\r\nhost: a\r\n\r\n";
+        let ended = control.clone();
+        let thread = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(300));
+            ended.ended(7, "told");
+        });
+        let answer = ask(folder.path(), events);
+        assert!(answer.contains("\"event\":\"ended\",\"code\":7,\"reason\":\"told\""), "{answer}");
+        thread.join().unwrap();
+        assert!(
+            ask(folder.path(), "PUT /v1/vm/pause HTTP/1.1\r\nhost: a\r\n\r\n").contains(" 409 ")
+        );
+    }
+
+    #[test]
+    fn the_socket() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let control = || Control::new(Config::default(), 0, None).unwrap().0;
+        let refused = || Server::start(&path, control()).err().unwrap();
+        let server = Server::start(&path, control()).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(refused().to_string().contains("another machine"));
+        drop(server);
+        assert!(!path.exists());
+        // As after a kill.
+        drop(UnixListener::bind(&path).unwrap());
+        drop(Server::start(&path, control()).unwrap());
+        fs::write(&path, "text").unwrap();
+        assert_eq!(refused().code(), failure::OS_ERROR);
+        assert_eq!(fs::read(&path).unwrap(), b"text");
+    }
+}
