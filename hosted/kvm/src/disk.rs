@@ -20,8 +20,6 @@ use crate::seat::{Seat, event};
 
 /// Threads for each disk.
 pub const WORKERS: usize = 2;
-/// Most bytes of a request: all segments that the device model takes.
-const MOST_BYTES: u32 = 126 * 4096;
 /// Zeros for hosts that make none themselves.
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
@@ -58,15 +56,7 @@ impl Disk {
 
     /// What it is like for the device model.
     pub fn info(&self) -> BlockInfo {
-        let Record { sectors, read_only, serial } = self.record;
-        BlockInfo {
-            sectors,
-            read_only,
-            discard: !read_only,
-            write_zeroes: !read_only,
-            max_bytes: MOST_BYTES,
-            serial,
-        }
+        BlockInfo::of_file(&self.record)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -157,7 +147,9 @@ impl Disk {
     fn place(&self, sector: u64, length: u64) -> Result<u64, Failure> {
         let count = length.div_ceil(SECTOR.into());
         match sector.checked_add(count) {
-            Some(end) if end <= self.record.sectors && length <= u64::from(MOST_BYTES) => {
+            Some(end)
+                if end <= self.record.sectors && length <= u64::from(BlockInfo::FILE_BYTES) =>
+            {
                 Ok(sector * u64::from(SECTOR))
             }
             _ => Err(Failure::Nonsense),

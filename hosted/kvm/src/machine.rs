@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use hosted_vmm::confine;
 use kvm_ioctls::VcpuFd;
-use proto::wedge::{Disk as Record, MAX_DISKS, log};
+use proto::wedge::{Disk as Record, MAX_DISKS};
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
@@ -115,12 +115,7 @@ impl Host for KvmHost<'_> {
     }
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
-        let grave = match level {
-            Level::Error => log::ERROR,
-            Level::Warning => log::WARN,
-            Level::Info => log::INFO,
-        };
-        if grave <= self.log {
+        if level.number() <= self.log {
             eprintln!("parador: {text}");
         }
     }

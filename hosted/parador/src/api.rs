@@ -381,16 +381,9 @@ mod tests {
     use crate::config::Config;
     use std::io::{Read, Write};
 
-    /// What is shipped is what is meant; with `PARADOR_NEW_SCHEMAS` it is written.
     #[test]
     fn the_description_is_in_the_specification() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/spec/openapi.json");
-        let text = serde_json::to_string_pretty(&openapi()).unwrap() + "\n";
-        if std::env::var_os("PARADOR_NEW_SCHEMAS").is_some() {
-            fs::write(&path, &text).unwrap();
-        }
-        let shipped = fs::read_to_string(&path).unwrap();
-        assert!(shipped == text, "PARADOR_NEW_SCHEMAS=1 cargo test -p parador writes it anew");
+        crate::specification::assert_shipped("openapi.json", &openapi());
     }
 
     fn served(folder: &Path) -> (Server, Control) {

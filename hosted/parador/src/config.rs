@@ -462,17 +462,10 @@ mac = \"02:00:00:00:00:01\"
         }
     }
 
-    /// What is shipped is what is meant; with `PARADOR_NEW_SCHEMAS` it is written.
     #[test]
     fn the_schema_is_in_the_specification() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/spec/vm.schema.json");
         let schema = schemars::schema_for!(Config);
-        let text = serde_json::to_string_pretty(&schema).unwrap() + "\n";
-        if std::env::var_os("PARADOR_NEW_SCHEMAS").is_some() {
-            fs::write(&path, &text).unwrap();
-        }
-        let shipped = fs::read_to_string(&path).unwrap();
-        assert!(shipped == text, "PARADOR_NEW_SCHEMAS=1 cargo test -p parador writes it anew");
+        crate::specification::assert_shipped("vm.schema.json", schema.as_value());
     }
 
     #[test]

@@ -39,6 +39,8 @@ mod profile;
 mod programs;
 mod rootfs;
 mod run;
+#[cfg(test)]
+mod specification;
 mod statistics;
 mod steps;
 mod supervise;

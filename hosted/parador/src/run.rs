@@ -320,9 +320,8 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let messages = match &vm.profile_writes {
             None => messages,
             Some(path) => {
-                let bytes = read(kernel)?;
-                let image = Image::parse(&bytes).map_err(|error| refused(&error, kernel))?;
-                let (profile, rest) = profile::report(&messages, &image);
+                let (profile, rest) =
+                    with_image(kernel, |image| Ok(profile::report(&messages, image)))?;
                 fs::write(path, profile).map_err(|error| Failure::file("write", path, &error))?;
                 rest
             }
@@ -338,9 +337,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             Then::Reset => {
                 control.reset(code);
                 eprintln!("parador: {text}; the machine starts anew");
-                let bytes = read(kernel)?;
-                let image = Image::parse(&bytes).map_err(|error| refused(&error, kernel))?;
-                (prepared, nets) = prepare(&image)?;
+                (prepared, nets) = with_image(kernel, prepare)?;
                 continue;
             }
         };
@@ -350,6 +347,15 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         drop(server);
         return Ok(code);
     }
+}
+
+/// Reads a kernel for processes once more, for as long as `then` needs it.
+fn with_image<T>(
+    kernel: &Path,
+    then: impl FnOnce(&Image<'_>) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    let bytes = fs::read(kernel).map_err(|error| Failure::file("read", kernel, &error))?;
+    then(&Image::parse(&bytes).map_err(|error| refused(&error, kernel))?)
 }
 
 /// Says how a machine has ended.

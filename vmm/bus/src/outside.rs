@@ -6,6 +6,7 @@
 //! [`WAKE_INPUT`](crate::WAKE_INPUT).
 
 use proto::channel::{Broken, Message, SendError, View, register::NAME_LEN};
+use proto::wedge::Disk;
 use vmm_mem::GuestMemory;
 
 /// A contiguous part of guest-physical memory.
@@ -131,6 +132,23 @@ pub struct BlockInfo {
     pub max_bytes: u32,
     /// Name for the guest, padded with zeros.
     pub serial: [u8; 20],
+}
+
+impl BlockInfo {
+    /// Most bytes of one read or write of a file: all segments that the device model takes.
+    pub const FILE_BYTES: u32 = 126 * 4096;
+
+    /// Of a disk that is a file of the host.
+    pub const fn of_file(disk: &Disk) -> Self {
+        Self {
+            sectors: disk.sectors,
+            read_only: disk.read_only,
+            discard: !disk.read_only,
+            write_zeroes: !disk.read_only,
+            max_bytes: Self::FILE_BYTES,
+            serial: disk.serial,
+        }
+    }
 }
 
 /// What a block request does.

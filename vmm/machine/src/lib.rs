@@ -36,6 +36,7 @@ use core::fmt;
 pub use functions::{Functions, Model, Outside, Slots};
 pub use layout::{layout, layout_with_pci};
 pub use pc::{Counters, Pc};
+use proto::wedge::log;
 use vmm_cpu::TscClock;
 pub use vmm_cpu::{Outcome, Pause};
 
@@ -69,6 +70,17 @@ pub enum Level {
     Warning,
     /// Worth knowing.
     Info,
+}
+
+impl Level {
+    /// Its number among those of [`proto::wedge::log`].
+    pub const fn number(self) -> u64 {
+        match self {
+            Self::Error => log::ERROR,
+            Self::Warning => log::WARN,
+            Self::Info => log::INFO,
+        }
+    }
 }
 
 /// The outside of a machine.

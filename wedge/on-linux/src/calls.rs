@@ -12,15 +12,13 @@
 //! Invariants: only pages that are not writable are copied; a copy is dropped with any other mapping of its page, and slots are used
 //! again only when all copies of the process have been dropped.
 
-use core::cell::UnsafeCell;
-
 use linux_raw_sys::general as linux;
 use proto::wedge::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 
 use crate::memory::{PAGE, leaf};
-use crate::shared::{Mine, mine};
+use crate::shared::mine;
 use crate::sys::{self, Backing, Errno};
 
 /// Slots: its third byte is `INT`, its fourth the vector.
@@ -58,17 +56,10 @@ pub struct Calls {
     used: u32,
 }
 
-/// [`Calls`] of this process; only its one thread uses it, outside of signal handlers.
-#[repr(transparent)]
-pub struct Cell(UnsafeCell<Calls>);
-
-// SAFETY: it is in the process's own memory, which no other thread sees.
-unsafe impl Sync for Cell {}
-
 fn calls() -> &'static mut Calls {
-    let Mine { calls, .. } = mine();
-    // SAFETY: the functions here do not call each other while they have it.
-    unsafe { &mut *calls.0.get() }
+    // SAFETY: it is in the process's own memory, and only its one thread uses it, outside of signal handlers. The functions here do not call
+    // each other while they have it.
+    unsafe { &mut *mine().calls.at() }
 }
 
 /// Maps slots and stubs. For new processes.

@@ -15,7 +15,7 @@ use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed, Orde
 use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
 use proto::wedge::{Disk, Filters, MAX_DISKS, Start, layout};
-use vmm_bus::outside::{Block, BlockInfo, BlockOp, BlockStatus, Data, SECTOR};
+use vmm_bus::outside::{Block, BlockOp, BlockStatus, Data, SECTOR};
 
 use crate::memory::Ram;
 use crate::report::{self, HOST};
@@ -27,8 +27,6 @@ use crate::{device, processes};
 const REQUESTS: usize = 64;
 /// Most parts of a request, more than the device model makes of one.
 const PARTS: usize = 128;
-/// Most bytes of a request: all segments that the device model takes.
-const MOST_BYTES: u32 = 126 * 4096;
 /// Processes for each disk.
 const WORKERS: usize = 2;
 /// Most processes of disks.
@@ -107,18 +105,6 @@ impl Link {
 
     fn queue(&self) -> &'static Queue {
         &shared().disks[self.number]
-    }
-}
-
-/// What a disk is like for the device model.
-pub fn info(disk: &Disk) -> BlockInfo {
-    BlockInfo {
-        sectors: disk.sectors,
-        read_only: disk.read_only,
-        discard: !disk.read_only,
-        write_zeroes: !disk.read_only,
-        max_bytes: MOST_BYTES,
-        serial: disk.serial,
     }
 }
 

@@ -6,7 +6,6 @@
 //! tables said at some time since the last flush of it, with no more rights than they gave; pages whose accessed and dirty bits are not set are not
 //! accessible in the way that would set them. Rights of the direct map and the image are not narrowed.
 
-use core::cell::UnsafeCell;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use hw_x86::paging::entry;
@@ -24,7 +23,7 @@ use crate::{calls, profile};
 /// Page size.
 pub const PAGE: u64 = 4096;
 /// Pieces of programs that a process knows to have mapped.
-const PIECES: usize = 1024;
+pub const PIECES: usize = 1024;
 /// Calls of the host by which a flush drops what is out of date, one by one, before it drops everything.
 const CHANGES: usize = 24;
 const LARGE: u64 = 2 << 20;
@@ -247,16 +246,10 @@ fn map(linear: u64, size: u64, rights: u32, offset: u64) -> Fault {
     Fault::Filled
 }
 
-/// What a process has mapped for programs; only its one thread uses it, outside of signal handlers.
-#[repr(transparent)]
-pub struct Cell(UnsafeCell<Mapped<PIECES>>);
-
-// SAFETY: it is in the process's own memory, which no other thread sees.
-unsafe impl Sync for Cell {}
-
 fn mapped() -> &'static mut Mapped<PIECES> {
-    // SAFETY: each use ends before the next begins.
-    unsafe { &mut *mine().mapped.0.get() }
+    // SAFETY: it is in the process's own memory, and only its one thread uses it, outside of signal handlers. Each use ends before the next
+    // begins.
+    unsafe { &mut *mine().mapped.at() }
 }
 
 /// Fills in a page and those around it that are in one piece with it: in the same table, in guest memory, and with the same rights. They count as

@@ -3,7 +3,8 @@
 use core::fmt;
 use core::ops::Range;
 
-use proto::wedge::{MAX_DISKS, MAX_NETS, Start, log};
+use proto::wedge::{MAX_DISKS, MAX_NETS, Start};
+use vmm_bus::outside::BlockInfo;
 use vmm_bus::{Balloon, Block, Net};
 use vmm_machine::{Host, Level, Model, Outside, Slots};
 
@@ -43,12 +44,7 @@ impl Host for LinuxHost {
     }
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
-        let grave = match level {
-            Level::Error => log::ERROR,
-            Level::Warning => log::WARN,
-            Level::Info => log::INFO,
-        };
-        if grave <= self.log {
+        if level.number() <= self.log {
             report::say(text);
         }
     }
@@ -115,7 +111,7 @@ pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start) -> Filled {
     let disks = (start.disks as usize).min(MAX_DISKS);
     let nets = (start.nets as usize).min(MAX_NETS);
     for number in 0..disks {
-        let info = disk::info(&shared::disk(number));
+        let info = BlockInfo::of_file(&shared::disk(number));
         // There are as many slots.
         let _ = slots.add(Model::Block(info), Link::Disk(disk::Link::new(number)));
     }

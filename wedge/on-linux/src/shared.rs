@@ -9,6 +9,7 @@ use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 pub use proto::wedge::count;
 use proto::wedge::{Disk, Filters, MAX_DISKS, MAX_NETS, Net, Start, Statistics, layout};
 use vmm_cpu::MAX_VCPUS;
+use wedge_core::mapped::Mapped;
 use wedge_x86::{CELL, Cell, PRIVATE};
 
 /// Most address spaces that have a process of their own, for each virtual CPU.
@@ -64,7 +65,7 @@ pub mod event {
     pub const POWER_BUTTON: u32 = 1 << 8;
 }
 
-/// A value that only the process with the virtual CPU uses.
+/// A value that only the process with the virtual CPU uses, or only the process whose own memory it is in.
 #[repr(transparent)]
 pub struct Owned<T>(UnsafeCell<T>);
 
@@ -360,9 +361,9 @@ pub struct Mine {
     /// Its timer, plus 1.
     pub timer: AtomicU32,
     /// Its rewritten system calls.
-    pub calls: crate::calls::Cell,
+    pub calls: Owned<crate::calls::Calls>,
     /// What it has mapped for programs.
-    pub mapped: crate::memory::Cell,
+    pub mapped: Owned<Mapped<{ crate::memory::PIECES }>>,
 }
 
 /// The process's own memory.
