@@ -41,7 +41,7 @@ macro_rules! ours {
 
 const CONFIG: &str = include_str!("../../../guests/linux/kernel/config");
 /// In the order in which they are made.
-const EDITS: [(&str, &str); 9] = ours![
+const EDITS: [(&str, &str); 10] = ours![
     "edits/1-checks.diff",
     "edits/2-kernel-addresses.diff",
     "edits/3-user-access.diff",
@@ -51,6 +51,7 @@ const EDITS: [(&str, &str); 9] = ours![
     "edits/7-modules.diff",
     "edits/8-sections.diff",
     "edits/9-accessed-bits.diff",
+    "edits/10-forks.diff",
 ];
 const HEADERS: [(&str, &str); 9] = ours![
     "include/asm/page_64.h",
