@@ -1,5 +1,8 @@
-/* Times of five things that programs do, in microseconds: medians of several rounds. Runs natively, in a guest, anywhere. */
+/* Times of things that programs do, in microseconds: medians of several rounds. Runs natively, in a guest, anywhere.
+ *
+ * Arguments: names of rows; none: the first five. `receive` is from the server in the environment, HB_SERVER="ADDRESS PORT". */
 #define _GNU_SOURCE
+#include <arpa/inet.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -129,19 +132,81 @@ static double compute(void)
 	return time;
 }
 
+/* Two processes with 64 KiB each, which they read, take turns: the time of one turn. */
+static double switch_64k(void)
+{
+	enum { N = 500, WORDS = 65536 / sizeof(unsigned) };
+	int there[2], back[2];
+	static volatile unsigned data[WORDS];
+	char byte = 0;
+	if (pipe(there) || pipe(back))
+		exit(1);
+	pid_t child = fork();
+	int from = child ? back[0] : there[0], to = child ? there[1] : back[1];
+	double start = 0;
+	for (int i = 0; i < WORDS; i++)
+		data[i] = i;
+	for (int i = 0; i < N + 1; i++) {
+		if (i == 1)
+			start = now();
+		if (child == 0 && read(from, &byte, 1) != 1)
+			_exit(1);
+		for (int word = 0; word < WORDS; word++)
+			data[word];
+		if (write(to, &byte, 1) != 1 || (child && read(from, &byte, 1) != 1))
+			_exit(1);
+	}
+	double time = (now() - start) / (2 * N);
+	if (child == 0)
+		_exit(0);
+	waitpid(child, NULL, 0);
+	close(there[0]), close(there[1]), close(back[0]), close(back[1]);
+	return time;
+}
+
+/* 10 MiB by TCP. */
+static double receive(void)
+{
+	static char buffer[1 << 16];
+	char address[64] = "";
+	int port = 0;
+	const char *server = getenv("HB_SERVER");
+	struct sockaddr_in to = { .sin_family = AF_INET };
+	if (!server || sscanf(server, "%63s %d", address, &port) != 2 || !inet_pton(AF_INET, address, &to.sin_addr))
+		exit(1);
+	to.sin_port = htons(port);
+	int connection = socket(AF_INET, SOCK_STREAM, 0);
+	double start = now();
+	if (connection < 0 || connect(connection, (struct sockaddr *)&to, sizeof(to)))
+		exit(1);
+	size_t all = 0;
+	for (ssize_t part; (part = read(connection, buffer, sizeof(buffer))) > 0;)
+		all += part;
+	double time = now() - start;
+	close(connection);
+	if (all != 10 << 20)
+		exit(1);
+	return time;
+}
+
 static int ascending(const void *a, const void *b)
 {
 	double x = *(const double *)a, y = *(const double *)b;
 	return (x > y) - (x < y);
 }
 
-int main(void)
+int main(int count, char **names)
 {
 	static const struct { const char *name; double (*run)(void); } rows[] = {
 		{ "null_syscall", null_call }, { "fork", fork_wait }, { "pipe", pipe_round_trip },
-		{ "touch", touch_page }, { "compute", compute },
+		{ "touch", touch_page }, { "compute", compute }, { "switch", switch_64k }, { "receive", receive },
 	};
 	for (unsigned row = 0; row < sizeof(rows) / sizeof(*rows); row++) {
+		int wanted = count < 2 && row < 5;
+		for (int name = 1; name < count; name++)
+			wanted |= !strcmp(names[name], rows[row].name);
+		if (!wanted)
+			continue;
 		double times[ROUNDS];
 		for (int round = 0; round < ROUNDS; round++)
 			times[round] = rows[row].run();

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use crate::chart;
 use crate::guest::{Tree, folder, source};
+use crate::ladder;
 use crate::places::{self, Kernels, Place, Times, Userland};
 use crate::report::{self, Figure, rounded, short};
 
@@ -19,10 +20,8 @@ use crate::report::{self, Figure, rounded, short};
 const ROUNDS: usize = 5;
 /// Turns with `--quick`.
 const QUICK_ROUNDS: usize = 2;
-/// Places beside the host and `parador` take part in every other round of what takes them minutes.
-const SLOW_EVERY: usize = 2;
 /// The program and its RAM disk's first one.
-const PROGRAM: &str = "hostbench";
+pub const PROGRAM: &str = "hostbench";
 /// What the first program of the RAM disk `start-init` says.
 const BEGUN: &str = "init has begun";
 /// What is compiled: Debian's sources of Lua.
@@ -33,7 +32,7 @@ const PAGE: usize = 4096;
 
 /// How a row is read.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+pub enum Kind {
     /// Medians are compared; less is better.
     Less,
     /// The best are.
@@ -44,16 +43,20 @@ enum Kind {
     Alone,
 }
 
-struct Row {
-    name: &'static str,
-    title: &'static str,
+/// What is measured.
+pub struct Row {
+    /// Its key in results.
+    pub name: &'static str,
+    /// For people.
+    pub title: &'static str,
     unit: &'static str,
     kind: Kind,
     /// Limit of the ratio to native, or of the value.
     limit: f64,
 }
 
-const fn row(
+/// A row.
+pub const fn row(
     name: &'static str,
     title: &'static str,
     unit: &'static str,
@@ -80,7 +83,7 @@ const ROWS: [Row; 10] = [
 const PROGRAM_ROWS: usize = 5;
 
 /// What all places have taken.
-type All = [Times; Place::ALL.len()];
+pub type All = [Times; Place::ALL.len()];
 
 fn of(all: &All, place: Place) -> &Times {
     &all[place as usize]
@@ -88,7 +91,7 @@ fn of(all: &All, place: Place) -> &Times {
 
 /// Measures `kernel` with [`PROGRAM`] only; gives the figures.
 pub fn figures(kernel: &Path) -> Result<Vec<Figure>> {
-    let kernels = Kernels { parador: kernel.into(), tcg: kernel.into(), tcg_initrd: None };
+    let kernels = Kernels { parador: kernel.into(), tcg: kernel.into(), ..Kernels::default() };
     let program = program()?;
     let mut all = All::default();
     for round in 1..=ROUNDS {
@@ -137,6 +140,7 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
         parador: kernel,
         tcg: made.join("vmlinuz"),
         tcg_initrd: Some(made.join("initrd.img")),
+        ..Kernels::default()
     };
     let userland = Userland::new(&made, &work()?)?;
     let program = program()?;
@@ -153,7 +157,8 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
             if place == Place::Uml && without_uml.is_some() {
                 continue;
             }
-            let slow = matches!(place, Place::Tcg | Place::Uml) && round % SLOW_EVERY != 0;
+            // What takes them many minutes is done once by places beside the host and `parador`.
+            let slow = matches!(place, Place::Tcg | Place::Uml) && round != 0;
             println!("round {} of {rounds}: {}", round + 1, place.name());
             let mut take = || -> Result<()> {
                 program.run(&mut all, place, &kernels)?;
@@ -180,6 +185,7 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
     if let Some(reason) = &without_uml {
         println!("User-Mode Linux is left out where it has no figure: {reason}");
     }
+    ladder::measure(&kernels, &userland, &all, rounds)?;
     let results = ROWS.iter().map(|row| Ok((row, result(&all, row)?)));
     let results = results.collect::<Result<Vec<_>>>()?;
     print(&results);
@@ -197,7 +203,7 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
 }
 
 /// A row's values in each place.
-struct Outcome {
+pub struct Outcome {
     ratio: Option<f64>,
     values: [Option<f64>; Place::ALL.len()],
     /// Of the rounds of `parador`.
@@ -222,7 +228,14 @@ impl Outcome {
         })
     }
 
-    fn json(&self) -> Value {
+    /// What it takes in a place relative to the host's own time: less is better.
+    pub fn time(&self, row: &Row, place: Place) -> Option<f64> {
+        let ratio = self.ratio(place)?;
+        Some(if row.kind == Kind::More { 1.0 / ratio } else { ratio })
+    }
+
+    /// As it is kept.
+    pub fn json(&self) -> Value {
         let mut object = Map::new();
         object.insert("ratio".to_owned(), json!(self.ratio.map(rounded)));
         for place in Place::ALL {
@@ -233,7 +246,17 @@ impl Outcome {
     }
 }
 
-fn result(all: &All, row: &Row) -> Result<Outcome> {
+/// Gives `to` what a place has taken of some rows.
+pub fn add(to: &mut All, place: Place, rows: &[Row], from: &All) -> Result<()> {
+    for row in rows {
+        let (median, _) = of(from, place).median(row.name)?;
+        to[place as usize].add(row.name, median, of(from, place).best(row.name)?);
+    }
+    Ok(())
+}
+
+/// What the times of a row come to.
+pub fn result(all: &All, row: &Row) -> Result<Outcome> {
     let value = |place| {
         let times = of(all, place);
         match row.kind {
@@ -280,18 +303,13 @@ fn draw(results: &[(&Row, Outcome)]) -> Result<()> {
     let groups: Vec<_> = with_ratio
         .map(|(row, result)| chart::Group {
             title: row.title.to_owned(),
-            values: peers
-                .map(|place| {
-                    // Of what is better when it is more, the time that one takes.
-                    let ratio = result.ratio(place)?;
-                    Some(if row.kind == Kind::More { 1.0 / ratio } else { ratio })
-                })
-                .to_vec(),
+            values: peers.map(|place| result.time(row, place)).to_vec(),
         })
         .collect();
     let title = "Time of programs in machines that are processes of this host, relative to the host's own \
                  (less is better)";
-    let text = chart::ratios(title, &["parador", "QEMU (TCG)", "User-Mode Linux"], &groups)?;
+    let text =
+        chart::ratios(title, &["parador", "QEMU (TCG)", "User-Mode Linux"], &groups, chart::NEAR)?;
     chart::draw("hosted.svg", &text)
 }
 

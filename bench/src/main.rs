@@ -11,6 +11,7 @@ mod counted;
 mod guest;
 mod hosted;
 mod house;
+mod ladder;
 mod linux;
 mod peers;
 mod places;
@@ -356,6 +357,7 @@ fn draw(bare: &[Output], guest: &[Output]) -> Result<()> {
         "Instructions per operation in a guest, relative to native Linux (less is better)",
         &["Parador", "KVM", "KVM, shadow paging", "Xen PV"],
         &groups,
+        chart::NEAR,
     )?;
     chart::draw("guest.svg", &text)
 }

@@ -16,7 +16,7 @@ use crate::guest::{self, folder};
 /// Processors of each machine, and those that programs have on the host.
 pub const CPUS: u32 = 1;
 /// How long a machine may take, in seconds.
-const LIMIT: u32 = 900;
+const LIMIT: u32 = 1800;
 /// What every kernel is told.
 const COMMAND_LINE: &str =
     "console=ttyS0 panic=-1 mitigations=off transparent_hugepage=always quiet";
@@ -107,6 +107,7 @@ impl Times {
 }
 
 /// What machines are started with.
+#[derive(Clone, Default)]
 pub struct Kernels {
     /// Pre-virtualized.
     pub parador: PathBuf,
@@ -114,6 +115,8 @@ pub struct Kernels {
     pub tcg: PathBuf,
     /// The same.
     pub tcg_initrd: Option<PathBuf>,
+    /// Further options of `parador run`.
+    pub options: Vec<String>,
 }
 
 /// `parador run` with the kernel.
@@ -121,6 +124,7 @@ fn run_parador(kernels: &Kernels) -> Command {
     let mut run = parador(&folder());
     run.arg("run").arg(&kernels.parador);
     run.args(["-c", &CPUS.to_string(), "--timeout", &format!("{LIMIT}s")]);
+    run.args(&kernels.options);
     run
 }
 
@@ -144,13 +148,12 @@ fn run_uml() -> Command {
     uml
 }
 
-/// A program of the host, with as many processors as the machines have.
 fn bound(command: &mut Command) -> &mut Command {
     command.arg("taskset").arg("--cpu-list").arg(format!("0-{}", CPUS - 1))
 }
 
 /// Starts a RAM disk in a place that is a machine.
-fn with_ram_disk(place: Place, kernels: &Kernels, disk: &Path) -> Result<Command> {
+pub fn with_ram_disk(place: Place, kernels: &Kernels, disk: &Path) -> Result<Command> {
     Ok(match place {
         Place::Native => bail!("a RAM disk is started in machines only"),
         Place::Parador => {
@@ -176,8 +179,14 @@ pub fn program(place: Place, kernels: &Kernels, program: &Path, disk: &Path) -> 
     if place != Place::Native {
         return output(&mut with_ram_disk(place, kernels, disk)?);
     }
+    output(&mut on_host(program))
+}
+
+/// A program of the host, with as many processors as the machines have.
+pub fn on_host(program: &Path) -> Command {
     let mut command = Command::new("env");
-    output(bound(&mut command).arg(program))
+    bound(&mut command).arg(program);
+    command
 }
 
 /// Milliseconds from the start of a machine's program to what `text` of the RAM disk's first program says.
@@ -341,7 +350,8 @@ fn kibibytes(text: &str, name: &str) -> f64 {
     word.and_then(|word| word.parse().ok()).unwrap_or(0.0)
 }
 
-fn output(command: &mut Command) -> Result<String> {
+/// What it prints; it must succeed.
+pub fn output(command: &mut Command) -> Result<String> {
     let output = command
         .stdin(Stdio::null())
         .output()

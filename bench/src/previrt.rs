@@ -207,6 +207,7 @@ fn draw(plain: &[Output], padded: &[Output], null: Option<&[Output]>) -> Result<
         "Instructions per operation of a pre-virtualized Linux on a raw machine, relative to a plain one",
         &["with pads", "every site in a stub"],
         &groups,
+        chart::NEAR,
     )?;
     chart::draw("previrt.svg", &text)
 }

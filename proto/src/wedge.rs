@@ -361,6 +361,14 @@ pub mod option {
     pub const SANDBOX: u64 = 1 << 5;
     /// With [`SANDBOX`]: the machine ends if the host refuses any of it.
     pub const STRICT: u64 = 1 << 6;
+    /// A fault fills in one page, and a flush drops everything.
+    pub const NO_BATCHES: u64 = 1 << 7;
+    /// One process has all address spaces of a virtual CPU, one after another.
+    pub const ONE_SPACE: u64 = 1 << 8;
+    /// The guest's kernel is not mapped while programs run. Only together with [`NO_FAST_PATHS`] and [`NO_CALL_SITES`].
+    pub const REMAP: u64 = 1 << 9;
+    /// All signals of a guest process go through one that traces it.
+    pub const TRACED: u64 = 1 << 10;
 }
 
 #[cfg(test)]

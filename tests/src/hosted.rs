@@ -246,6 +246,27 @@ pub fn functions() -> Result<()> {
     Ok(())
 }
 
+/// Without what makes machines fast they are slower, and nothing else.
+pub fn ladder() -> Result<()> {
+    const ALL: &str = "fast-sites,call-sites,functions,batches,spaces,in-process";
+    let rig = Rig::new()?;
+    for options in [
+        &["--without", "batches"][..],
+        &["--without", "spaces"],
+        &["--without", "in-process", "-c", "2"],
+        &["--protection", "remap", "-c", "2"],
+        &["--without", ALL, "--protection", "remap"],
+    ] {
+        let mut run = rig.script("/mnt/linux-stress 1\n", &[&stress_program()])?;
+        end(run.args(options), "")?.well(0, &[]).with_context(|| format!("{options:?}"))?;
+    }
+    // The end of a traced process is the machine's, with its code.
+    let mut run = rig.run();
+    run.args(["--without", "in-process", "-p", "parador.run=\"machine-exit 7\""]);
+    end(&mut run, "")?.well(7, &["the guest ended with code 7"])?;
+    Ok(())
+}
+
 /// Every store to a page table is annotated: starting, stopping and changing the memory of programs, and modules.
 pub fn profile() -> Result<()> {
     let rig = Rig::new()?;

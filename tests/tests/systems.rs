@@ -39,6 +39,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("profile", hosted::profile),
     ("escapes", hosted::escapes),
     ("functions", hosted::functions),
+    ("ladder", hosted::ladder),
     ("sandbox", hosted::sandbox),
     ("filtered", sandbox::filtered),
     ("plain-user", sandbox::plain_user),

@@ -65,6 +65,9 @@ pub struct Vm {
     /// How to run the guest [default: auto].
     #[arg(long, value_enum)]
     pub backend: Option<Backend>,
+    /// How to keep the guest's kernel from the guest's programs [default: none].
+    #[arg(long, value_enum, value_name = "HOW")]
+    pub protection: Option<Protection>,
     /// End the machine after this time, as in 60s, with exit code 124.
     #[arg(long, value_name = "TIME", value_parser = Time::parse)]
     pub timeout: Option<Time>,
@@ -193,6 +196,19 @@ pub enum Sandbox {
     Strict,
 }
 
+/// How a guest's kernel is kept from the guest's programs.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Protection {
+    /// Not at all: programs can change their kernel.
+    #[default]
+    None,
+    /// It is not mapped while programs run: slow, and against accidents only.
+    Remap,
+}
+
 /// What is printed of the machine itself.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
@@ -218,6 +234,12 @@ pub enum Optimisation {
     CallSites,
     /// The wedge does in its own way what some functions of the kernel do.
     Functions,
+    /// A fault fills in what is around it, too, and a flush drops only what is out of date.
+    Batches,
+    /// Each address space of the guest has a process.
+    Spaces,
+    /// The guest's processes handle their system calls and faults themselves; without, each goes through a process that traces them.
+    InProcess,
 }
 
 /// A time, written with a unit: `"60s"`.

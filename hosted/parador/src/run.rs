@@ -1,7 +1,9 @@
 //! `parador run`: a virtual machine, by KVM or as processes of this host.
 
 use crate::api::Server;
-use crate::config::{Backend, Config, Log, Optimisation, Sandbox, Then, Vm, is_busybox, is_stdout};
+use crate::config::{
+    Backend, Config, Log, Optimisation, Protection, Sandbox, Then, Vm, is_busybox, is_stdout,
+};
 use crate::control::{Control, Supervisor};
 use crate::disk::{self, Disk};
 use crate::failure::{self, Failure};
@@ -95,11 +97,20 @@ fn bits(vm: &Vm) -> u64 {
         Sandbox::Off => 0,
         Sandbox::Strict => option::SANDBOX | option::STRICT,
     };
-    vm.without.iter().fold(counters | profile | sandbox, |bits, optimisation| {
+    let protection = match vm.protection.unwrap_or_default() {
+        Protection::None => 0,
+        // Whatever is done in place goes to programs and back without the wedge.
+        Protection::Remap => option::REMAP | option::NO_FAST_PATHS | option::NO_CALL_SITES,
+    };
+    let all = counters | profile | sandbox | protection;
+    vm.without.iter().fold(all, |bits, optimisation| {
         bits | match optimisation {
             Optimisation::FastSites => option::NO_FAST_PATHS,
             Optimisation::CallSites => option::NO_CALL_SITES,
             Optimisation::Functions => option::NO_FUNCTIONS,
+            Optimisation::Batches => option::NO_BATCHES,
+            Optimisation::Spaces => option::ONE_SPACE,
+            Optimisation::InProcess => option::TRACED,
         }
     })
 }
@@ -119,6 +130,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
     let balloon = vm.balloon.is_some_and(|balloon| balloon.0.is_some());
     let for_processes = vm.counters
         || vm.profile_writes.is_some()
+        || vm.protection.is_some()
         || !vm.without.is_empty()
         || vm.sandbox == Some(Sandbox::Strict)
         || !config.net.is_empty()
@@ -128,7 +140,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
             let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --counters, --net, \
-                        --profile-writes, --sandbox strict and --without are of processes";
+                        --profile-writes, --protection, --sandbox strict and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
         Backend::Kvm => match kvm::trial() {

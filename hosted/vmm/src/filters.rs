@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use linux_raw_sys::{general as linux, ioctl};
+use linux_raw_sys::{general as linux, ioctl, ptrace};
 use proto::wedge::{Filters, layout};
 use seccompiler::SeccompCmpArgLen::Dword;
 use seccompiler::SeccompCmpOp::{Eq, MaskedEq};
@@ -25,9 +25,11 @@ type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 type Conditions<'a> = &'a [(u8, u32)];
 
 /// The filters, as the wedge reads them.
-pub fn words() -> Result<Vec<u64>, Error> {
+///
+/// If the guest's processes are `traced`, it is by processes that the device process makes.
+pub fn words(traced: bool) -> Result<Vec<u64>, Error> {
     let mut words = Vec::new();
-    for rules in [guest(), worker(), device(), net()] {
+    for rules in [guest(), worker(), device(traced), net()] {
         let program = rules.and_then(compile).map_err(|error| Error::Filters(error.to_string()))?;
         words.extend(pack(&program)?);
     }
@@ -151,8 +153,14 @@ fn net() -> Result<Rules, BackendError> {
 }
 
 /// The process that serves the console and makes those of the guest, which set themselves up under this filter before they take theirs.
-fn device() -> Result<Rules, BackendError> {
+fn device(traced: bool) -> Result<Rules, BackendError> {
     let mut rules = guest()?;
+    if traced {
+        for request in [ptrace::PTRACE_TRACEME, ptrace::PTRACE_CONT] {
+            allow(&mut rules, linux::__NR_ptrace, &[&[(0, request)]])?;
+        }
+        allow_all(&mut rules, &[linux::__NR_rt_sigtimedwait]);
+    }
     for descriptor in [layout::OUTPUT_FD, layout::CONTROL_FD] {
         allow(&mut rules, linux::__NR_write, &[&[(0, descriptor)]])?;
     }
@@ -328,7 +336,7 @@ mod tests {
     const TRIES: usize = 400;
 
     fn filters() -> Vec<u64> {
-        let words = words().unwrap();
+        let words = words(false).unwrap();
         assert_eq!(words.len(), Filters::COUNT * Filters::WORDS);
         words
     }

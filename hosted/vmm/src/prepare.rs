@@ -4,7 +4,7 @@ use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::os::fd::OwnedFd;
 
 use hw_x86::paging::{entry, xcr0};
-use proto::wedge::{Disk, MAX_DISKS, MAX_NETS, Net, Start, layout};
+use proto::wedge::{Disk, MAX_DISKS, MAX_NETS, Net, Start, layout, option};
 use vmm_boot::Rest;
 use vmm_mem::shared::SharedMemory;
 use vmm_mem::{GuestMemory, PAGE_SIZE};
@@ -93,7 +93,7 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     memory
         .with(ranges, |memory| fill(memory, image, machine, &chips, &mut start))
         .map_err(host("lay the guest's memory out"))??;
-    let filters = crate::filters::words()?;
+    let filters = crate::filters::words(machine.options & option::TRACED != 0)?;
     let mut shared = SharedMemory::new("parador-shared", layout::SHARED_LENGTH)
         .map_err(host("make the machine's shared memory"))?;
     let written = shared.with([(0, layout::SHARED_LENGTH)], |memory| {

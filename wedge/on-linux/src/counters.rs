@@ -6,13 +6,13 @@ use proto::wedge::option;
 use wedge_sites::Kind;
 
 use crate::report::say;
-use crate::shared::{Vcpu, count, shared, statistics, vcpus};
+use crate::shared::{Vcpu, count, statistics, vcpus};
 use crate::sites::FUNCTION;
 
 /// Prints all counters that are not 0, if the loader asked for it: times that each kind of site came to the wedge (those that are done in
 /// place do not), and what happened otherwise.
 pub fn print() {
-    if shared().options.load(Relaxed) & option::COUNTERS == 0 {
+    if !crate::shared::has(option::COUNTERS) {
         return;
     }
     let sum = |counter: &dyn Fn(usize) -> u64| (0..vcpus().len()).map(counter).sum::<u64>();

@@ -22,7 +22,9 @@ use wedge_x86::{Cause, Stub, decode_all};
 
 use crate::memory::{self, Fault, Fill, Ram};
 use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
-use crate::shared::{cell, count, event, events, mine, own_statistics, shared, start, vcpu, vcpus};
+use crate::shared::{
+    cell, count, event, events, has, mine, own_statistics, shared, start, vcpu, vcpus,
+};
 use crate::sites::{FUNCTION, Sites, put_back, write_code};
 use crate::{calls, processes, profile, report, signal};
 
@@ -214,7 +216,7 @@ enum Step {
 impl LinuxVcpu<'_> {
     /// Runs the guest's code until it stops, and sees to what the processor itself does then.
     fn step(&mut self) -> Step {
-        match processes::enter() {
+        match processes::enter(&self.ram) {
             Cause::Events => Step::On,
             Cause::Site(stub) => self.site(stub),
             Cause::Signal => self.signal(),
@@ -349,6 +351,7 @@ impl LinuxVcpu<'_> {
     fn fill_in_advance(&mut self) {
         if let Some((linear, intent)) = self.faulted.take()
             && cpu().cr2 == linear
+            && !has(option::NO_BATCHES)
         {
             // What is not there, or cannot be mapped, faults again.
             let _ = memory::fill(cpu(), &self.ram, &self.memory, linear, intent, Fill::One);

@@ -15,6 +15,7 @@ mod device;
 mod disk;
 mod guest;
 mod memory;
+mod monitor;
 mod net;
 mod outside;
 mod processes;

@@ -10,13 +10,13 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use hw_x86::paging::entry;
 use linux_raw_sys::general as linux;
-use proto::wedge::{Start, layout};
+use proto::wedge::{Start, layout, option};
 use vmm_cpu::walk::{Intent, PageFault};
 use vmm_mem::{GuestMemory, Window};
 use wedge_core::VirtualCpu;
 use wedge_core::mapped::{Mapped, Piece};
 
-use crate::shared::{EVERYTHING, FLUSHES, Slot, count, mine, vcpu};
+use crate::shared::{EVERYTHING, FLUSHES, Slot, count, has, mine, vcpu};
 use crate::sys::{self, Backing};
 use crate::{calls, profile};
 
@@ -54,19 +54,44 @@ impl Ram {
 
     /// Maps what is always there.
     pub fn map(&self) -> Result<(), sys::Errno> {
+        self.map_at(layout::WINDOW)?;
+        self.open()
+    }
+
+    /// All of guest memory at an address.
+    fn map_at(&self, base: u64) -> Result<(), sys::Errno> {
         let all = linux::PROT_READ | linux::PROT_WRITE;
-        let code = all | linux::PROT_EXEC;
-        let image = self.low.min(layout::IMAGE_LENGTH);
-        let memory = |offset| Backing::Shared(layout::MEMORY_FD, offset);
-        // SAFETY: these ranges are set aside for the guest; nothing of this program is there.
+        // SAFETY: the callers give ranges that are set aside for the guest; nothing of this program is there.
         unsafe {
-            for base in [layout::DIRECT, layout::WINDOW] {
-                sys::map(base, self.low, all, memory(0))?;
-                if self.high != 0 {
-                    sys::map(base + FOUR_GIB, self.high, all, memory(self.low))?;
-                }
+            sys::map(base, self.low, all, Backing::Shared(layout::MEMORY_FD, 0))?;
+            if self.high != 0 {
+                let high = Backing::Shared(layout::MEMORY_FD, self.low);
+                sys::map(base + FOUR_GIB, self.high, all, high)?;
             }
-            sys::map(layout::IMAGE, image, code, memory(0))
+        }
+        Ok(())
+    }
+
+    fn image(&self) -> u64 {
+        self.low.min(layout::IMAGE_LENGTH)
+    }
+
+    /// Maps what the guest's kernel has at all times: memory, and its image.
+    pub fn open(&self) -> Result<(), sys::Errno> {
+        self.map_at(layout::DIRECT)?;
+        let rights = linux::PROT_READ | linux::PROT_WRITE | linux::PROT_EXEC;
+        let image = Backing::Shared(layout::MEMORY_FD, 0);
+        // SAFETY: the range is set aside for it.
+        unsafe { sys::map(layout::IMAGE, self.image(), rights, image) }
+    }
+
+    /// Takes away what [`Self::open`] has mapped.
+    pub fn close(&self) -> Result<(), sys::Errno> {
+        let end = if self.high == 0 { self.low } else { FOUR_GIB + self.high };
+        // SAFETY: only the guest uses these ranges, and it does not run.
+        unsafe {
+            sys::unmap(layout::DIRECT, end)?;
+            sys::unmap(layout::IMAGE, self.image())
         }
     }
 
@@ -205,7 +230,8 @@ pub fn fill(
         profile::watch_walk(memory, slot(), paging.cr3, linear);
     }
     let Some(leaf) = leaf(memory, paging.cr3, linear) else { return Fault::Filled };
-    if leaf.size == PAGE && how == Fill::Around && !profile::is_on() {
+    let is_alone = profile::is_on() || has(option::NO_BATCHES);
+    if leaf.size == PAGE && how == Fill::Around && !is_alone {
         return fill_around(ram, memory, linear & !(PAGE - 1), &leaf);
     }
     let size = leaf.size.min(LARGE);
@@ -357,7 +383,7 @@ fn drop_stale(start: u64, end: u64) -> bool {
     let Some(ram) = crate::shared::start().map(|start| Ram::new(&start)) else { return false };
     let Some(memory) = ram.memory() else { return false };
     let mapped = mapped();
-    if !mapped.is_complete() {
+    if !mapped.is_complete() || has(option::NO_BATCHES) {
         return false;
     }
     let root = slot().root.load(Relaxed);

@@ -12,17 +12,17 @@ use core::mem::offset_of;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use linux_raw_sys::general as linux;
-use proto::wedge::{Filters, layout};
+use proto::wedge::{Filters, layout, option};
 use wedge_x86::Cause;
 
-use crate::memory;
+use crate::memory::{self, Ram};
 use crate::report::HOST;
 use crate::shared::{
-    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SLOTS, VCPU_LENGTH, Vcpu, count, mine, shared,
-    stack_top, vcpu, vcpu_offset, vcpus,
+    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SLOTS, VCPU_LENGTH, Vcpu, cell, count, has, mine,
+    shared, stack_top, vcpu, vcpu_offset, vcpus,
 };
 use crate::sys::{self, Backing, Errno};
-use crate::{report, signal};
+use crate::{monitor, report, signal};
 
 /// Signal by which the device process tells of events.
 pub const KICK: u32 = 34;
@@ -174,7 +174,8 @@ pub fn make(vcpu: usize, number: usize, filters: &Filters) -> Result<u32, Errno>
     if child != 0 {
         return Ok(child);
     }
-    match become_guest(vcpu, number, turn, filters) {
+    let parent = if has(option::TRACED) { monitor::begin() } else { Ok(device()) };
+    match parent.and_then(|parent| become_guest(vcpu, number, turn, parent, filters)) {
         Ok(never) => match never {},
         Err(error) => {
             report::say(format_args!("a process for the guest cannot be set up: {error:?}"));
@@ -188,6 +189,7 @@ fn become_guest(
     index: usize,
     number: usize,
     turn: u32,
+    parent: u32,
     filters: &Filters,
 ) -> Result<core::convert::Infallible, Errno> {
     // SAFETY: nothing of this program is there; what the child inherited was the device process's.
@@ -200,7 +202,7 @@ fn become_guest(
     mine().slot.store(number as u32, Relaxed);
     mine().vcpu.store(index as u32, Relaxed);
     crate::calls::set_up()?;
-    die_with_parent()?;
+    die_with_parent(parent)?;
     signal::set_up()?;
     for (first, last) in [
         (layout::INPUT_FD, layout::OUTPUT_FD),
@@ -274,8 +276,13 @@ pub fn confine(filters: &Filters, which: usize) -> Result<(), Errno> {
     unsafe { sys::call(linux::__NR_seccomp, arguments).map(drop) }
 }
 
-/// Makes this process end with the device process, which made it.
-pub fn die_with_parent() -> Result<(), Errno> {
+/// The device process.
+pub fn device() -> u32 {
+    shared().device.load(Relaxed)
+}
+
+/// Makes this process end with the one that made it.
+pub fn die_with_parent(made_by: u32) -> Result<(), Errno> {
     let arguments =
         [linux_raw_sys::prctl::PR_SET_PDEATHSIG.into(), linux::SIGKILL.into(), 0, 0, 0, 0];
     // SAFETY: no memory is touched.
@@ -284,7 +291,7 @@ pub fn die_with_parent() -> Result<(), Errno> {
         sys::call(linux::__NR_getppid, [0; 6])?
     };
     // It may have ended before the request.
-    if parent != u64::from(shared().device.load(Relaxed)) {
+    if parent != u64::from(made_by) {
         sys::exit(HOST);
     }
     Ok(())
@@ -292,7 +299,7 @@ pub fn die_with_parent() -> Result<(), Errno> {
 
 /// Makes this new process one that works on a descriptor of the host, which is the only one that it keeps beside those that all have.
 pub fn become_worker(fd: u32, filters: &Filters, which: usize) -> Result<(), Errno> {
-    die_with_parent()?;
+    die_with_parent(device())?;
     for (first, last) in [
         (layout::INPUT_FD, layout::OUTPUT_FD),
         (layout::MEMORY_FD, layout::SHARED_FD),
@@ -307,12 +314,28 @@ pub fn become_worker(fd: u32, filters: &Filters, which: usize) -> Result<(), Err
 }
 
 /// Goes to the guest until it stops.
-pub fn enter() -> Cause {
+pub fn enter(ram: &Ram) -> Cause {
+    // SAFETY: this process has the virtual CPU, and the guest does not run.
+    let is_program = unsafe { (*cell()).cpu.cpl == 3 };
+    let is_closed = is_program && has(option::REMAP);
+    let check = |result| {
+        if let Err(error) = result {
+            report::fatal(format_args!("the host does not map the guest's kernel: {error:?}"));
+        }
+    };
+    if is_closed {
+        check(ram.close());
+    }
     // SAFETY: this process has the virtual CPU, on its stack; the frame is what the wedge made of the guest's registers.
-    Cause::from_code(unsafe { wedge_x86::enter() })
+    let cause = Cause::from_code(unsafe { wedge_x86::enter() });
+    if is_closed {
+        check(ram.open());
+    }
+    cause
 }
 
 /// Slots of a virtual CPU for address spaces by process-context identifier; the last one serves all that have no slot of their own.
 pub fn slot_of(pcid: u16) -> usize {
-    usize::from(pcid).min(SLOTS - 1)
+    let last = if has(option::ONE_SPACE) { 0 } else { SLOTS - 1 };
+    usize::from(pcid).min(last)
 }

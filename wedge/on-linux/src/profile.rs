@@ -19,7 +19,7 @@ use wedge_core::cpu::rflags;
 
 use crate::memory::PAGE;
 use crate::report::{fatal, say};
-use crate::shared::{Slot, shared};
+use crate::shared::Slot;
 use crate::sys;
 
 /// Guest-physical pages that can be watched: 4 GiB.
@@ -78,7 +78,7 @@ fn tables() -> &'static Tables {
 
 /// Whether anything is watched.
 pub fn is_on() -> bool {
-    shared().options.load(Relaxed) & option::PROFILE != 0
+    crate::shared::has(option::PROFILE)
 }
 
 /// Watches the tables by which `linear` is translated.

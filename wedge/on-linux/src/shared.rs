@@ -267,6 +267,11 @@ pub fn shared() -> &'static Shared {
     unsafe { &*(SHARED_STRUCT as *const Shared) }
 }
 
+/// Whether one of [`proto::wedge::option`] is asked for.
+pub fn has(option: u64) -> bool {
+    shared().options.load(core::sync::atomic::Ordering::Relaxed) & option != 0
+}
+
 /// The virtual CPUs of the machine.
 pub fn vcpus() -> &'static [Vcpu] {
     let count = shared().vcpus.load(core::sync::atomic::Ordering::Relaxed) as usize;

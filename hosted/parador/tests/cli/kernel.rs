@@ -54,7 +54,7 @@ fn folder(make: &str) -> Folder {
             } else if !line.starts_with("---") && (line.starts_with('-') || line.starts_with('@')) {
                 // Pieces do not touch.
                 let before = fs::read_to_string(&path).unwrap_or_default();
-                let line = line.strip_prefix('-').unwrap_or("");
+                let line = line.strip_prefix('-').unwrap_or("//");
                 fs::write(&path, format!("{before}{line}\n")).unwrap();
             }
         }
