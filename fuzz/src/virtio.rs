@@ -6,7 +6,7 @@
 //! scripted outside refuses both), and devices that do not work again after a reset.
 
 use vmm_bus::outside::{BlockInfo, BlockStatus, NetInfo, Offload, Segments};
-use vmm_bus::testing::{Disk, Given, Port};
+use vmm_bus::testing::{Disk, Given, Port, Server};
 use vmm_bus::{Device, WAKE_INPUT};
 use vmm_dev::pc::pci::{Function, spec as config};
 use vmm_dev::virtio::balloon::{self, Balloon};
@@ -14,6 +14,7 @@ use vmm_dev::virtio::blk::{self, Blk};
 use vmm_dev::virtio::console::{self, Console};
 use vmm_dev::virtio::entropy::Entropy;
 use vmm_dev::virtio::net::{self, NetCard};
+use vmm_dev::virtio::p9::P9;
 use vmm_dev::virtio::pci::spec::{NOTIFY, QUEUE_SIZE};
 use vmm_dev::virtio::queue::spec as ring;
 use vmm_dev::virtio::{VirtioDevice, spec::*};
@@ -31,6 +32,7 @@ enum Kind {
     Console,
     Entropy,
     Balloon,
+    P9,
 }
 
 /// What a step does.
@@ -97,7 +99,7 @@ const BUFFERS: u64 = 0x1000;
 /// Takes an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
-    match input.byte() % 5 {
+    match input.byte() % 6 {
         0 => {
             let info = BlockInfo {
                 sectors: SECTORS,
@@ -135,12 +137,17 @@ pub fn run(bytes: &[u8]) {
             rig.send(0, &[(BUFFERS, 8, true)]);
             assert_eq!(rig.used(0), [(0, 8)], "there is entropy");
         }),
-        _ => drive(Balloon::new(), input, |rig| {
+        4 => drive(Balloon::new(), input, |rig| {
             let reports = balloon::spec::STATISTICS + 1;
             rig.send(reports, &[(BUFFERS, 0x1000, true)]);
             assert_eq!(rig.used(reports), [(0, 0)], "a balloon takes");
             let given = rig.env.balloon.as_ref().map(|given| given.discarded.as_slice());
             assert_eq!(given, Some(&[(BUFFERS, 0x1000)][..]));
+        }),
+        _ => drive(P9::new(*b"a tag of as many bytes as it has"), input, |rig| {
+            rig.send(0, &[(BUFFERS, 7, false), (BUFFERS + 0x100, 9, true)]);
+            complete(rig, 0);
+            assert_eq!(rig.used(0), [(0, 9)], "a message is answered");
         }),
     }
 }
@@ -161,6 +168,7 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
         env.port = Some(Port { room: 16, ..Port::default() });
         env.entropy = 256;
         env.balloon = Some(Given::default());
+        env.server = Some(Server { room: ROOM, ..Server::default() });
     });
     while !input.is_empty() {
         let step = STEPS[usize::from(input.byte()) % STEPS.len()];
@@ -182,6 +190,9 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
     if let Some(disk) = &mut rig.env.disk {
         disk.room = 2 * ROOM;
     }
+    if let Some(server) = &mut rig.env.server {
+        server.room = 2 * ROOM;
+    }
     rig.env.port = Some(Port { room: 1, ..Port::default() });
     master(&mut rig);
     rig.set_up(u64::MAX);
@@ -196,6 +207,11 @@ fn master<D: VirtioDevice>(rig: &mut Rig<D>) {
 
 /// Lets the oldest request end, with a status.
 fn complete<D: VirtioDevice>(rig: &mut Rig<D>, status: u8) {
+    if let Some(server) = &mut rig.env.server
+        && let Some(id) = server.messages.get(server.ended.len()).map(|message| message.0)
+    {
+        server.answer(id, &vec![status; 9 + 300 * usize::from(status)]);
+    }
     let Some(disk) = &mut rig.env.disk else { return };
     // Those that ended already are still in the list until the device fetches them.
     let next = disk.requests.get(disk.ended.len()).map(|request| request.0);
@@ -257,6 +273,9 @@ fn act<D: VirtioDevice>(rig: &mut Rig<D>, step: Step, input: &mut Input<'_>) {
             rig.env.room = Some(room);
             if let (Some(disk), Some(port)) = (&mut rig.env.disk, &mut rig.env.port) {
                 (disk.room, port.room) = (room, room);
+            }
+            if let Some(server) = &mut rig.env.server {
+                server.room = room;
             }
             rig.wake();
         }
@@ -421,8 +440,15 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
         .step(Step::Entropy)
         .half(5)
         .offer(2, &[(0x200, 9, 0)]);
+    let messages = of(Kind::P9)
+        .offer(0, &[(0x100, 7, 0), (0x2000, 5, 1), (0x3000, 900, 1)])
+        .offer(0, &[(0x100, 700, 0), (0x2000, 5, 1)])
+        .step(Step::Complete)
+        .byte(2)
+        .byte(1);
     vec![
         ("balloon", balloon),
+        ("messages", messages),
         ("read-write-identify", read_and_write),
         ("discard", discard),
         ("cycle", cycle),

@@ -16,6 +16,7 @@ pub mod disk;
 pub mod log;
 pub mod manage;
 pub mod net;
+pub mod requests;
 pub mod ring;
 pub mod service;
 pub mod session;

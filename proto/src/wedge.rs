@@ -62,7 +62,7 @@ pub mod layout {
     pub const MEMORY_FD: u32 = 3;
     /// Descriptor of the shared memory.
     pub const SHARED_FD: u32 = 4;
-    /// Descriptor that wakes the device process: the wedge's own.
+    /// Descriptor that wakes the device process (eventfd(2)).
     pub const DOORBELL_FD: u32 = 5;
     /// Descriptors of the disks, one after another.
     pub const DISKS_FD: u32 = 6;
@@ -76,6 +76,10 @@ pub mod layout {
     pub const DISKS: u64 = 0x800;
     /// Where the records of the networks are in the shared memory.
     pub const NETS: u64 = 0x900;
+    /// Where the records of shared directories are in the shared memory.
+    pub const SHARES: u64 = 0xa00;
+    /// Where the [`Queue`](crate::requests::Queue)s are in the shared memory: of the disks, then of the shared directories.
+    pub const QUEUES: u64 = 0x02c0_0000;
     /// Where [`Statistics`](super::Statistics) are in the shared memory, one of each virtual CPU after another.
     pub const STATISTICS: u64 = 0x02ef_0000;
     /// Where [`Filters`](super::Filters) are in the shared memory.
@@ -111,6 +115,14 @@ const _: () = assert!(layout::FILTERS + size_of::<Filters>() as u64 <= layout::S
 pub const MAX_DISKS: usize = 4;
 /// Most networks of a machine.
 pub const MAX_NETS: usize = 4;
+/// Most shared directories of a machine.
+pub const MAX_SHARES: usize = 4;
+/// Queues of requests.
+pub const MAX_QUEUES: usize = MAX_DISKS + MAX_SHARES;
+
+const _: () = assert!(
+    layout::QUEUES + size_of::<[crate::requests::Queue; MAX_QUEUES]>() as u64 <= layout::STATISTICS
+);
 
 macro_rules! record {
     ($($(#[$doc:meta])* $field:ident,)*) => {
@@ -194,20 +206,25 @@ record! {
     log,
     /// Pages of 4 KiB that the guest is to give up, plus 1; 0: it has no balloon.
     balloon,
+    /// Number of shared directories.
+    shares,
 }
 
 const _: () = assert!(Start::WORDS as u64 * 8 <= layout::DISKS);
 const _: () = assert!(layout::DISKS + 8 * (MAX_DISKS * Disk::WORDS) as u64 <= layout::NETS);
-const _: () = assert!(layout::NETS + 8 * (MAX_NETS * Net::WORDS) as u64 <= 0x1000);
+const _: () = assert!(layout::NETS + 8 * (MAX_NETS * Net::WORDS) as u64 <= layout::SHARES);
 const _: () = assert!(layout::DISKS_FD + MAX_DISKS as u32 <= layout::NETS_FD);
+const _: () = assert!(layout::SHARES + 8 * (MAX_SHARES * Share::WORDS) as u64 <= 0x1000);
 
-/// A disk: what its descriptor is.
+/// A disk: what its descriptor is. Without descriptor another program carries its requests out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Disk {
     /// Sectors of 512 bytes.
     pub sectors: u64,
     /// Nothing is written to it.
     pub read_only: bool,
+    /// It has no descriptor.
+    pub is_elsewhere: bool,
     /// Its name for the guest, filled up with zeros.
     pub serial: [u8; 20],
 }
@@ -218,23 +235,59 @@ impl Disk {
 
     /// The record as it lies in memory.
     pub fn to_words(&self) -> [u64; Self::WORDS] {
-        let mut words = [self.sectors, self.read_only.into(), 0, 0, 0];
-        for (word, bytes) in words[2..].iter_mut().zip(self.serial.chunks(8)) {
-            let mut all = [0; 8];
-            all[..bytes.len()].copy_from_slice(bytes);
-            *word = u64::from_le_bytes(all);
-        }
+        let flags = u64::from(self.read_only) | u64::from(self.is_elsewhere) << 1;
+        let mut words = [self.sectors, flags, 0, 0, 0];
+        pack(&self.serial, &mut words[2..]);
         words
     }
 
     /// The record from memory.
     pub fn from_words(words: &[u64; Self::WORDS]) -> Self {
-        let [sectors, read_only, name @ ..] = *words;
+        let [sectors, flags, name @ ..] = words;
         let mut serial = [0; 20];
-        for (bytes, word) in serial.chunks_mut(8).zip(name) {
-            bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]);
-        }
-        Self { sectors, read_only: read_only != 0, serial }
+        unpack(name, &mut serial);
+        Self { sectors: *sectors, read_only: flags & 1 != 0, is_elsewhere: flags & 2 != 0, serial }
+    }
+}
+
+/// A shared directory: its name for the guest, filled up with zeros.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Share {
+    /// The name.
+    pub tag: [u8; 32],
+}
+
+impl Share {
+    /// Words of the record.
+    pub const WORDS: usize = 4;
+
+    /// The record as it lies in memory.
+    pub fn to_words(&self) -> [u64; Self::WORDS] {
+        let mut words = [0; Self::WORDS];
+        pack(&self.tag, &mut words);
+        words
+    }
+
+    /// The record from memory.
+    pub fn from_words(words: &[u64; Self::WORDS]) -> Self {
+        let mut share = Self::default();
+        unpack(words, &mut share.tag);
+        share
+    }
+}
+
+/// Bytes in words, the last one filled up with zeros.
+fn pack(bytes: &[u8], to: &mut [u64]) {
+    for (word, bytes) in to.iter_mut().zip(bytes.chunks(8)) {
+        let mut all = [0; 8];
+        all[..bytes.len()].copy_from_slice(bytes);
+        *word = u64::from_le_bytes(all);
+    }
+}
+
+fn unpack(words: &[u64], to: &mut [u8]) {
+    for (bytes, word) in to.chunks_mut(8).zip(words) {
+        bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]);
     }
 }
 
@@ -394,8 +447,13 @@ mod tests {
 
     #[test]
     fn a_disk_comes_back() {
-        let disk = Disk { sectors: 7, read_only: true, serial: *b"abcdefghijklmnopqrst" };
+        let serial = *b"abcdefghijklmnopqrst";
+        let disk = Disk { sectors: 7, read_only: true, is_elsewhere: false, serial };
         assert_eq!(Disk::from_words(&disk.to_words()), disk);
+        let disk = Disk { read_only: false, is_elsewhere: true, ..disk };
+        assert_eq!(Disk::from_words(&disk.to_words()), disk);
+        let share = Share { tag: *b"abcdefghijklmnopqrstuvwxyz012345" };
+        assert_eq!(Share::from_words(&share.to_words()), share);
         assert_eq!(Disk::from_words(&[0; Disk::WORDS]), Disk::default());
     }
 }

@@ -292,6 +292,10 @@ pub fn end(command: &mut Command, typed: &str) -> Result<Ended> {
         // A machine that ends before it reads is one that the caller looks at.
         let _ = input.write_all(typed.as_bytes());
     }
+    ended(child)
+}
+
+fn ended(child: Child) -> Result<Ended> {
     let output = child.wait_with_output().context("cannot wait for parador")?;
     let text = |bytes| String::from_utf8_lossy(bytes).replace('\r', "");
     Ok(Ended {
@@ -585,6 +589,83 @@ fn memory_of(process: u32) -> u64 {
     pages.unwrap_or(0) * 4096
 }
 
+/// A folder of the host is a file system of the guest, which changes there what it may and sees nothing else.
+pub fn share() -> Result<()> {
+    let rig = Rig::new()?;
+    let shared = rig.path("shared");
+    fs::create_dir(&shared).context("cannot make a folder")?;
+    let big: Vec<u8> =
+        (0..9_000_000_u32).map(|number| (number.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    fs::write(shared.join("big"), &big).context("cannot write a file")?;
+    fs::write(shared.join("word"), "old\n").context("cannot write a file")?;
+    std::os::unix::fs::symlink("/etc/hostname", shared.join("link"))
+        .context("cannot make a link")?;
+    std::os::unix::fs::symlink("../..", shared.join("up")).context("cannot make a link")?;
+    let sum = succeed_with(Command::new("md5sum").arg(shared.join("big")))?;
+    let sum = sum.split_whitespace().next().context("no checksum")?;
+
+    let mount = "mkdir /h; mount -t 9p -o trans=virtio,version=9p2000.L,msize=65560";
+    let script = format!(
+        "{mount} host /h; cd /h; md5sum big; readlink link
+        dd if=big of=copy bs=100k 2>/dev/null & dd if=/dev/urandom of=new bs=64k count=100 2>/dev/null; wait; md5sum new >sum
+        mkdir many; for n in $(seq 300); do echo $n >many/$n; done; ls many | wc -l
+        rm many/7; mv many/8 many/9; mv sum many; chmod 600 new; ln new hard; truncate -s 5 word; cat word
+        ln -s word other || echo no links; mknod pipe p || echo no pipes; cat ../h/../../etc/none || echo nothing there
+        chmod 4755 new || echo no rights to lend; cat up/etc/hostname || echo nothing above
+        sync; cp new /dev/null; touch ready
+        until grep changed word 2>/dev/null; do sleep 0.1; done\n"
+    );
+    let mut machine = rig.script(&script, &[])?;
+    let child = start(machine.args(["-c", "2", "--share", "shared:host"]))?;
+    let deadline = Instant::now() + Duration::from_secs(100);
+    while !shared.join("ready").exists() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    fs::write(shared.join("word"), "changed\n").context("cannot write a file")?;
+    ended(child)?.well(
+        0,
+        &[
+            sum,
+            "\n/etc/hostname\n",
+            "\n300\n",
+            "no links",
+            "no pipes",
+            "nothing there",
+            "no rights to lend",
+            "nothing above",
+            "changed",
+        ],
+    )?;
+    ensure!(fs::read(shared.join("copy")).is_ok_and(|copy| copy == big), "the copy differs");
+    let sum = fs::read_to_string(shared.join("many/sum")).context("no checksum")?;
+    let new = succeed_with(Command::new("md5sum").arg("new").current_dir(&shared))?;
+    ensure!(sum == new, "{sum} is not {new}");
+    let many = fs::read_dir(shared.join("many")).context("no folder")?.count();
+    ensure!(many == 299, "{many} files, not 299");
+
+    let script = format!(
+        "{mount} host /h; cat /h/word; md5sum /h/big | cut -c 1-4
+        for attempt in 'touch /h/no' 'rm /h/word' 'chmod 777 /h/word' 'mkdir /h/no' 'dd if=/dev/zero of=/h/word'; do
+            $attempt 2>&1 | grep -o 'Read-only file system'; done\n"
+    );
+    let mut machine = rig.script(&script, &[])?;
+    let all = end(machine.args(["--share", "shared:host,ro=on"]), "")?.well(0, &["changed"])?;
+    let refused = all.console.matches("Read-only file system").count();
+    ensure!(refused == 5, "{refused} of 5 attempts are refused:\n{}", all.console);
+
+    // Its process is the machine's.
+    let mut machine = rig.script("sleep 1000\n", &[])?;
+    let child = start(machine.arg("--share").arg("shared:host"))?;
+    let all = children(&child)?;
+    let text = fs::read_to_string(format!("/proc/{0}/task/{0}/children", child.id()));
+    let text = text.context("no processes")?;
+    let mut own = text.split_whitespace().filter_map(|number| number.parse::<u32>().ok());
+    let server = own.find(|process| !all.contains(process)).context("no process of the share")?;
+    succeed(Command::new("kill").args(["-KILL", &server.to_string()]))?;
+    ended(child)?.has(137, &["shared directory host"])?;
+    Ok(())
+}
+
 /// Whatever process is killed, the whole machine ends, and nothing of it stays.
 pub fn kills() -> Result<()> {
     let rig = Rig::new()?;
@@ -793,12 +874,12 @@ fn children(child: &Child) -> Result<Vec<u32>> {
     };
     loop {
         let mut all = vec![child.id()];
-        if let [device] = below(child.id())[..]
-            && fs::read_to_string(format!("/proc/{device}/comm")).is_ok_and(|name| {
-                // Names end after fifteen bytes.
-                WEDGE.starts_with(name.trim())
-            })
-        {
+        let is_device = |process: &u32| {
+            let name = fs::read_to_string(format!("/proc/{process}/comm"));
+            // Names end after fifteen bytes.
+            name.is_ok_and(|name| WEDGE.starts_with(name.trim()))
+        };
+        if let Some(device) = below(child.id()).into_iter().find(is_device) {
             all.push(device);
             all.extend(below(device));
         }

@@ -34,6 +34,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("memory", hosted::memory),
     ("balloon", hosted::balloon),
     ("cpus", hosted::cpus),
+    ("share", hosted::share),
     ("kills", hosted::kills),
     ("refusals", hosted::refusals),
     ("profile", hosted::profile),

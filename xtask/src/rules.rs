@@ -14,6 +14,7 @@ const UNSAFE_ALLOWED: &[&str] = &[
     "kernel/core",
     "kernel/image",
     "vmm/mem",
+    "hosted/jail",
     "native/rt",
     "hosted/kvm",
     "guests/micro",

@@ -9,6 +9,7 @@ use crate::disk;
 use crate::failure::{self, Failure};
 use crate::net;
 use crate::problem::{Problem, Report};
+use crate::share;
 use clap::{Args, ValueEnum};
 use proto::system::MAX_VCPUS;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
@@ -37,6 +38,10 @@ pub struct Config {
     #[arg(long = "net", value_name = "NET", value_parser = net::parse)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub net: Vec<net::Description>,
+    /// Folder of this host as a file system for the guest: DIR:TAG,ro=on; up to four.
+    #[arg(long, value_name = "DIR:TAG", value_parser = share::parse)]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub share: Vec<share::Description>,
 }
 
 /// `[vm]`.
@@ -349,9 +354,10 @@ impl Config {
         let initrd = initrd.iter_mut().filter(|path| !is_busybox(path));
         let metrics = metrics.iter_mut().filter(|path| !is_stdout(path));
         let disks = self.disk.iter_mut().map(|disk| &mut disk.path);
+        let shares = self.share.iter_mut().map(|share| &mut share.path);
         let switches = self.net.iter_mut().filter_map(|net| net.switch.as_mut());
         let files = kernel.iter_mut().chain(profile_writes).chain(api_socket);
-        for path in files.chain(initrd).chain(metrics).chain(disks).chain(switches) {
+        for path in files.chain(initrd).chain(metrics).chain(disks).chain(switches).chain(shares) {
             *path = folder.join(&*path);
         }
         self
@@ -442,6 +448,10 @@ hostfwd = [\"tcp:2222:22\", \"udp:0.0.0.0:53-:53\"]
 [[net]]
 switch = \"lan\"
 mac = \"02:00:00:00:00:01\"
+
+[[share]]
+path = \"src\"
+tag = \"host\"
 ";
 
     #[test]
@@ -450,7 +460,8 @@ mac = \"02:00:00:00:00:01\"
         let more = ["--without", "functions", "-d", "root.img,ro=on"];
         let nets = ["--net", "user,hostfwd=tcp:2222:22,hostfwd=udp:0.0.0.0:53-:53"];
         let last = ["--net", "switch=lan,mac=02:00:00:00:00:01"];
-        let all = [&words[..], &more, &nets, &last].concat();
+        let share = ["--share", "src:host"];
+        let all = [&words[..], &more, &nets, &last, &share].concat();
         assert_eq!(Config::parse(FILE).unwrap(), line(&all));
     }
 
@@ -462,6 +473,7 @@ mac = \"02:00:00:00:00:01\"
         let merged = file.merge(&line(&["-m", "1G", "--counters", "-k", "/k", "-d", "b"])).unwrap();
         assert_eq!(merged.vm.memory, Some(Size(1 << 30)));
         assert_eq!(merged.vm.kernel.as_deref(), Some(Path::new("/k")));
+        assert_eq!(merged.share[0].path.to_str(), Some("/vm/src"));
         assert_eq!(merged.vm.timeout, file.vm.timeout);
         assert!(merged.vm.counters);
         let disks: Vec<_> = merged.disk.iter().map(|disk| disk.path.to_str().unwrap()).collect();

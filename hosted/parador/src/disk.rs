@@ -127,7 +127,12 @@ impl Description {
             _ => format!("disk{number}"),
         };
         serial[..name.len()].copy_from_slice(name.as_bytes());
-        let record = proto::wedge::Disk { sectors: length / SECTOR, read_only: self.ro, serial };
+        let record = proto::wedge::Disk {
+            sectors: length / SECTOR,
+            read_only: self.ro,
+            is_elsewhere: false,
+            serial,
+        };
         Ok(Disk { file, record })
     }
 

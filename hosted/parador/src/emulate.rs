@@ -122,6 +122,7 @@ fn judge(end: &End) -> Verdict {
         End::Keys => verdict(0, "ended from the keyboard"),
         End::OutputClosed => verdict(128 + Signal::PIPE.as_raw() as u8, "nobody reads the console"),
         End::Request | End::Reset => verdict(0, "ended by request"),
+        End::Other(name, status) => failed(format!("the process of {name} has ended ({status})")),
         End::Exited(status) => match (status.code(), status.signal()) {
             (Some(0), _) => {
                 failed("the machine ended without a report: it was reset or switched off".into())

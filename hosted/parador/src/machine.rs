@@ -15,7 +15,7 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// Bytes of messages that are kept.
@@ -38,6 +38,8 @@ pub enum End {
     Request,
     /// So, and it starts anew.
     Reset,
+    /// Another process of it ended: which, and how.
+    Other(String, ExitStatus),
 }
 
 /// What else is watched while a machine runs.
@@ -54,11 +56,41 @@ pub fn deadline(timeout: Option<Duration>) -> Option<Instant> {
     timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }
 
+/// A process beside the machine's program that the machine cannot do without. Dropping it ends it.
+#[derive(Debug)]
+pub struct Other {
+    name: String,
+    child: Child,
+    /// Closed when it ends.
+    alive: ChildStdout,
+}
+
+impl Other {
+    /// Starts it, with a pipe as its output, which it does not write to. `name` is for messages.
+    pub fn start(name: String, command: &mut Command) -> Result<Self, Failure> {
+        let started = command.process_group(0).spawn();
+        let mut child = started.map_err(|error| Failure::program(&name, &error))?;
+        match child.stdout.take() {
+            Some(alive) => Ok(Self { name, child, alive }),
+            None => Err(Failure::new(failure::INTERNAL, format!("{name} has no pipe"))),
+        }
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        // As for the machine.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 /// A running machine. Dropping it ends it.
 pub struct Machine {
     /// Its program's name, for messages.
     name: &'static str,
     child: Child,
+    others: Vec<Other>,
     /// One pipe for each of [`ENDING`], readable when the signal came.
     signals: Vec<(i32, UnixStream)>,
 }
@@ -90,7 +122,12 @@ impl Machine {
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| Failure::program(name, &error))?;
-        Ok(Self { name, child, signals })
+        Ok(Self { name, child, others: Vec::new(), signals })
+    }
+
+    /// Adds processes that end with it, and it with them.
+    pub fn add(&mut self, others: Vec<Other>) {
+        self.others.extend(others);
     }
 
     /// The number of its process.
@@ -123,11 +160,17 @@ impl Machine {
             messages: Vec::new(),
         };
         let pipes = [input.as_fd(), output.as_fd(), errors.as_fd()];
-        let end = traffic.carry(&self.signals, pipes, deadline, watched);
+        let stop = traffic.carry(&self.signals, &self.others, pipes, deadline, watched);
         drop(raw);
-        let end = match end? {
-            Some(end) => end,
-            None => {
+        let end = match stop? {
+            Stop::End(end) => end,
+            Stop::Other(number) => {
+                let Other { name, child, .. } = &mut self.others[number];
+                let status =
+                    child.wait().map_err(|error| Failure::os("wait for a process", &error))?;
+                End::Other(name.clone(), status)
+            }
+            Stop::Closed => {
                 let status = self
                     .child
                     .wait()
@@ -159,28 +202,31 @@ struct Traffic {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Source {
     Signal(i32),
+    /// Another process, by its number.
+    Other(usize),
     Output,
     Errors,
     Keyboard,
     Input,
     /// A descriptor of [`Watched`].
-    Other(usize),
+    Watched(usize),
 }
 
 impl Traffic {
-    /// `None`: the machine closed its pipes, so it has ended.
+    /// Until something ends.
     fn carry(
         &mut self,
         signals: &[(i32, UnixStream)],
+        others: &[Other],
         [input, output, errors]: [BorrowedFd<'_>; 3],
         deadline: Option<Instant>,
         mut watched: Option<&mut dyn Watched>,
-    ) -> Result<Option<End>, Failure> {
+    ) -> Result<Stop, Failure> {
         let (mut output_open, mut errors_open) = (true, true);
         while output_open || errors_open {
             // A descriptor reports hang-ups even if nothing is wanted from it; so only those that
             // matter now are listed.
-            let others = [
+            let pipes = [
                 (output_open, Source::Output, output, PollFlags::IN),
                 (errors_open, Source::Errors, errors, PollFlags::IN),
                 (
@@ -195,22 +241,27 @@ impl Traffic {
                 .iter()
                 .map(|(signal, pipe)| (Source::Signal(*signal), pipe.as_fd(), PollFlags::IN));
             let others = others
+                .iter()
+                .enumerate()
+                .map(|(number, other)| (Source::Other(number), other.alive.as_fd(), PollFlags::IN));
+            let pipes = pipes
                 .into_iter()
-                .filter(|other| other.0)
+                .filter(|pipe| pipe.0)
                 .map(|(_, source, fd, flags)| (source, fd, flags));
             let more = watched.as_ref().map(|watched| watched.descriptors()).unwrap_or_default();
             let more = more
                 .into_iter()
                 .enumerate()
-                .map(|(index, fd)| (Source::Other(index), fd, PollFlags::IN));
+                .map(|(index, fd)| (Source::Watched(index), fd, PollFlags::IN));
             let (sources, mut fds): (Vec<Source>, Vec<PollFd<'_>>) = signals
                 .chain(others)
+                .chain(pipes)
                 .chain(more)
                 .map(|(source, fd, flags)| (source, PollFd::from_borrowed_fd(fd, flags)))
                 .unzip();
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if left == Some(Duration::ZERO) {
-                return Ok(Some(End::Timeout));
+                return Ok(Stop::End(End::Timeout));
             }
             let left = left.and_then(|left| Timespec::try_from(left).ok());
             match poll(&mut fds, left.as_ref()) {
@@ -221,29 +272,30 @@ impl Traffic {
             let ready: Vec<Source> = ready.map(|(source, _)| source).collect();
             for source in ready {
                 match source {
-                    Source::Signal(signal) => return Ok(Some(End::Signal(signal))),
+                    Source::Signal(signal) => return Ok(Stop::End(End::Signal(signal))),
+                    Source::Other(number) => return Ok(Stop::Other(number)),
                     Source::Output => match self.output(output)? {
                         Flow::Open => {}
                         Flow::Closed => output_open = false,
-                        Flow::Ended(end) => return Ok(Some(end)),
+                        Flow::Ended(end) => return Ok(Stop::End(end)),
                     },
                     Source::Errors => errors_open = self.errors(errors)?,
                     Source::Keyboard => {
                         if self.keyboard()? {
-                            return Ok(Some(End::Keys));
+                            return Ok(Stop::End(End::Keys));
                         }
                     }
                     Source::Input => self.input(input),
-                    Source::Other(index) => {
+                    Source::Watched(index) => {
                         let end = watched.as_mut().and_then(|watched| watched.readable(index));
-                        if end.is_some() {
-                            return Ok(end);
+                        if let Some(end) = end {
+                            return Ok(Stop::End(end));
                         }
                     }
                 }
             }
         }
-        Ok(None)
+        Ok(Stop::Closed)
     }
 
     /// From the machine to standard output.
@@ -297,6 +349,16 @@ impl Traffic {
             }
         }
     }
+}
+
+/// Why no more bytes are carried.
+enum Stop {
+    /// The machine closed its pipes, so it has ended.
+    Closed,
+    /// Something else.
+    End(End),
+    /// The other process with this number has ended.
+    Other(usize),
 }
 
 /// What became of the machine's output.

@@ -14,6 +14,7 @@ mod config;
 mod control;
 mod ctl;
 mod description;
+mod device;
 mod disk;
 mod doctor;
 mod emulate;
@@ -39,6 +40,7 @@ mod profile;
 mod programs;
 mod rootfs;
 mod run;
+mod share;
 #[cfg(test)]
 mod specification;
 mod statistics;
@@ -54,6 +56,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let becomes = supervise::become_other_program()
         .or_else(afterburn::become_assembler)
+        .or_else(device::become_device)
         .or_else(switch::become_switch)
         .or_else(kvm::become_machine);
     if let Some(code) = becomes {

@@ -5,6 +5,7 @@ use crate::config::{
     Backend, Config, Log, Optimisation, Protection, Sandbox, Then, Vm, is_busybox, is_stdout,
 };
 use crate::control::{Control, Supervisor};
+use crate::device;
 use crate::disk::{self, Disk};
 use crate::failure::{self, Failure};
 use crate::fetch;
@@ -16,17 +17,20 @@ use crate::net::{self, Net};
 use crate::output::print;
 use crate::profile;
 use crate::programs::Programs;
+use crate::share::{self, Share};
 use crate::steps::Steps;
 use crate::supervise::{self, AtEnd};
 use clap::Args;
 use command_fds::{CommandFdExt, FdMapping};
 use hosted_vmm::{Error, Image};
 use proto::system::MAX_VCPUS;
-use proto::wedge::{MAX_DISKS, MAX_NETS, layout, log, option};
+use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, layout, log, option};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::Signal;
 use signal_hook::consts::{SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
 use signal_hook::low_level::pipe;
+use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
@@ -134,13 +138,14 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
         || !vm.without.is_empty()
         || vm.sandbox == Some(Sandbox::Strict)
         || !config.net.is_empty()
+        || !config.share.is_empty()
         || vm.is_controlled()
         || balloon;
     let parse = || Image::parse(bytes);
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
             let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --counters, --net, \
-                        --profile-writes, --protection, --sandbox strict and --without are of processes";
+                        --profile-writes, --protection, --sandbox strict, --share and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
         Backend::Kvm => match kvm::trial() {
@@ -205,6 +210,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         return Err(Failure::new(failure::USAGE, text).help("leave --cpus out"));
     }
     let disks = open_disks(&config.disk)?;
+    let shares = open_shares(&config.share)?;
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
     let bytes = read(kernel).map_err(|failure| {
         failure.help("`parador kernel build` makes a kernel that runs in processes")
@@ -225,6 +231,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Log::Info => log::INFO,
     };
     let records: Vec<_> = disks.iter().map(|disk| disk.record).collect();
+    let share_records: Vec<_> = shares.iter().map(|share| share.record).collect();
     // A limit of the size of files is an error then, not the end.
     flag::register(SIGXFSZ, Arc::default())
         .map_err(|error| Failure::os("listen to signals", &error))?;
@@ -272,6 +279,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             balloon,
             disks: &records,
             nets: &net_records,
+            shares: &share_records,
         };
         let prepared =
             hosted_vmm::prepare(image, &machine).map_err(|error| refused(&error, kernel))?;
@@ -306,9 +314,18 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let (ours, theirs) = UnixStream::pair()
             .and_then(|(ours, theirs)| ours.set_nonblocking(true).map(|()| (ours, theirs)))
             .map_err(|error| Failure::os("make a pipe", &error))?;
+        let doorbell = eventfd(0, EventfdFlags::CLOEXEC)
+            .map_err(|error| Failure::os("make an event descriptor", &error.into()))?;
+        let devices = device::Machine {
+            memory,
+            descriptors: [prepared.memory.as_fd(), prepared.shared.as_fd(), doorbell.as_fd()],
+        };
+        let served = (MAX_DISKS..).zip(&shares).map(|(queue, share)| share.start(&devices, queue));
+        let served = served.collect::<Result<Vec<_>, _>>()?;
         let mut descriptors = vec![
             (prepared.memory, layout::MEMORY_FD),
             (prepared.shared, layout::SHARED_FD),
+            (doorbell, layout::DOORBELL_FD),
             (theirs.into(), layout::CONTROL_FD),
         ];
         for (disk, number) in disks.iter().zip(layout::DISKS_FD..) {
@@ -324,7 +341,8 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         command
             .fd_mappings(descriptors.collect())
             .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
-        let machine = Machine::start(WEDGE, command)?;
+        let mut machine = Machine::start(WEDGE, command)?;
+        machine.add(served);
         control.started(machine.process(), shown, start);
         let asked = asked.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
         let mut supervisor = Supervisor::new(&control, &woken, ours, asked);
@@ -443,6 +461,20 @@ fn open_nets(nets: &[net::Description]) -> Result<Vec<Net>, Failure> {
     Ok(opened.into_iter().flatten().collect())
 }
 
+/// Opens the folders that the user names.
+fn open_shares(shares: &[share::Description]) -> Result<Vec<Share>, Failure> {
+    if shares.len() > MAX_SHARES {
+        let text = format!("{} shared directories are more than {MAX_SHARES}", shares.len());
+        return Err(Failure::new(failure::USAGE, text));
+    }
+    let opened: Vec<_> = shares.iter().map(share::Description::open).collect::<Result<_, _>>()?;
+    let tags: HashSet<_> = opened.iter().map(|share| share.record.tag).collect();
+    if tags.len() < opened.len() {
+        return Err(Failure::new(failure::BAD_CONFIG, "two shared directories have one tag"));
+    }
+    Ok(opened)
+}
+
 /// What an end means.
 fn judge(end: &End) -> (u8, String) {
     let text = |code, text: &str| (code, text.to_owned());
@@ -453,6 +485,10 @@ fn judge(end: &End) -> (u8, String) {
         End::Request => text(0, "ended by request"),
         End::Reset => text(failure::GUEST_RESET, "reset by request"),
         End::OutputClosed => text(128 + Signal::PIPE.as_raw() as u8, "nobody reads the console"),
+        End::Other(name, status) => {
+            let code = status.signal().map_or(failure::INTERNAL, |signal| 128 + signal as u8);
+            (code, format!("the process of {name} has ended ({status})"))
+        }
         End::Exited(status) => match (status.code(), status.signal()) {
             (Some(code), _) => {
                 let code = code as u8;
@@ -511,7 +547,8 @@ fn refused(error: &Error, kernel: &Path) -> Failure {
         Error::Lacking(_)
         | Error::TooMuchMemory { .. }
         | Error::TooManyDisks(_)
-        | Error::TooManyNets(_) => Failure::new(code, error.to_string()),
+        | Error::TooManyNets(_)
+        | Error::TooManyShares(_) => Failure::new(code, error.to_string()),
         _ => Failure::new(code, format!("{}: {error}", kernel.display())),
     };
     match error.help() {

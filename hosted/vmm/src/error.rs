@@ -33,6 +33,8 @@ pub enum Error {
     TooManyDisks(usize),
     /// More networks than a machine has.
     TooManyNets(usize),
+    /// More shared directories than a machine has.
+    TooManyShares(usize),
     /// Filters of system calls cannot be made: why.
     Filters(String),
     /// The host's processor or kernel lacks something.
@@ -60,6 +62,10 @@ impl fmt::Display for Error {
             }
             Self::TooManyNets(count) => {
                 write!(f, "{count} networks are more than {}", proto::wedge::MAX_NETS)
+            }
+            Self::TooManyShares(count) => {
+                let most = proto::wedge::MAX_SHARES;
+                write!(f, "{count} shared directories are more than {most}")
             }
             Self::Filters(why) => write!(f, "no filters of system calls: {why}"),
             Self::Lacking(what) => write!(f, "this host has no {what}"),

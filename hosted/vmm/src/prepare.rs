@@ -4,7 +4,9 @@ use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::os::fd::OwnedFd;
 
 use hw_x86::paging::{entry, xcr0};
-use proto::wedge::{Disk, MAX_DISKS, MAX_NETS, Net, Start, layout, option};
+use proto::wedge::{
+    Disk, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, layout, option,
+};
 use vmm_boot::Rest;
 use vmm_mem::shared::SharedMemory;
 use vmm_mem::{GuestMemory, PAGE_SIZE};
@@ -43,6 +45,8 @@ pub struct Machine<'a> {
     pub disks: &'a [Disk],
     /// Networks.
     pub nets: &'a [Net],
+    /// Shared directories.
+    pub shares: &'a [Share],
 }
 
 /// What the wedge is started with.
@@ -63,6 +67,9 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     }
     if machine.nets.len() > MAX_NETS {
         return Err(Error::TooManyNets(machine.nets.len()));
+    }
+    if machine.shares.len() > MAX_SHARES {
+        return Err(Error::TooManyShares(machine.shares.len()));
     }
     let chips = vmm_machine::layout_with_pci();
     let host = |action| move |error| Error::Host(action, error);
@@ -86,6 +93,7 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         options: machine.options,
         disks: machine.disks.len() as u64,
         nets: machine.nets.len() as u64,
+        shares: machine.shares.len() as u64,
         log: machine.log,
         balloon: machine.balloon.map_or(0, |bytes| bytes / PAGE_SIZE + 1),
         ..Start::default()
@@ -101,9 +109,11 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         let disks = (layout::DISKS..).step_by(8).zip(disks);
         let nets = machine.nets.iter().flat_map(Net::to_words);
         let nets = (layout::NETS..).step_by(8).zip(nets);
+        let shares = machine.shares.iter().flat_map(Share::to_words);
+        let shares = (layout::SHARES..).step_by(8).zip(shares);
         let filters = (layout::FILTERS..).step_by(8).zip(filters);
         let words = (0..).step_by(8).zip(start.to_words()).chain(disks).chain(nets);
-        words.chain(filters).try_for_each(|(at, word)| memory.write(at, word))
+        words.chain(shares).chain(filters).try_for_each(|(at, word)| memory.write(at, word))
     });
     written.map_err(host("fill shared memory"))?.map_err(vmm_boot::BootError::from)?;
     let descriptors = (memory.into_descriptor(), shared.into_descriptor());

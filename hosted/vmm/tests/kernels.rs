@@ -117,6 +117,7 @@ fn machine(memory: u64) -> Machine<'static> {
         balloon: None,
         disks: &[],
         nets: &[],
+        shares: &[],
     }
 }
 

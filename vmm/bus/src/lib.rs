@@ -15,7 +15,7 @@ pub mod outside;
 pub mod testing;
 
 pub use map::{Map, MapError, Piece, Region};
-pub use outside::{Balloon, Block, Channel, Data, Net};
+pub use outside::{Balloon, Block, Channel, Data, Messages, Net};
 use vmm_mem::GuestMemory;
 
 /// A time in nanoseconds of the virtual machine's monotonic clock.
@@ -98,6 +98,8 @@ pub trait Env {
     fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)>;
     /// The outside of a memory balloon, and guest memory; `None` if the device is not connected.
     fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)>;
+    /// The outside of a device that hands messages on, and guest memory; `None` if the device is not connected.
+    fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)>;
     /// The outside of a channel to another machine; `None` if the device is not connected.
     fn channel(&mut self) -> Option<&mut dyn Channel>;
     /// Fills `to` with random bytes that nobody can guess. `false`: there are none now.

@@ -362,6 +362,20 @@ pub trait Balloon {
     fn statistic(&mut self, tag: u16, value: u64);
 }
 
+/// The outside of a device that hands messages on, each of which has an answer: a server. Messages are numbered by the device; a number is in
+/// use from [`start`](Messages::start) to [`finish`](Messages::finish). They may be answered in any order.
+pub trait Messages {
+    /// Takes a message; `answer` is where its answer goes, now or at the end. `false`: no room now; the device is woken when there is.
+    fn start(&mut self, id: u16, message: &mut Data<'_>, answer: &mut Data<'_>) -> bool;
+    /// The next message that has been answered, and the length of the answer.
+    fn completed(&mut self) -> Option<(u16, u32)>;
+    /// Puts an answer that is not there yet into `answer`, and forgets the message. Called once for each that [`completed`](Messages::completed) has
+    /// given; `answer` is empty if nobody wants it.
+    fn finish(&mut self, id: u16, answer: &mut Data<'_>);
+    /// Forgets all messages, because the device has been reset: none is answered any more, and their numbers are free.
+    fn forget(&mut self);
+}
+
 /// What a channel to another machine is like; does not change while a machine has it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ChannelInfo {

@@ -1,6 +1,8 @@
 //! A scripted [`Env`]: what a device did is recorded, what the world does is said by the test.
 
-use crate::outside::{Balloon, Block, BlockOp, BlockStatus, Channel, Data, Net, Offload, Takes};
+use crate::outside::{
+    Balloon, Block, BlockOp, BlockStatus, Channel, Data, Messages, Net, Offload, Takes,
+};
 use crate::{Access, Device, Env, InterruptMessage, MachineEvent, NEVER, Nanos, WAKE_INPUT};
 use proto::channel::{Broken, Message, SendError, ShareState, View};
 use std::collections::{BTreeMap, VecDeque};
@@ -39,6 +41,8 @@ pub struct Script {
     pub port: Option<Port>,
     /// What a balloon is connected to.
     pub balloon: Option<Given>,
+    /// What hands messages on is connected to.
+    pub server: Option<Server>,
     /// What a channel is connected to.
     pub channel: Option<Peer>,
     /// Random bytes left; their values count up.
@@ -205,6 +209,54 @@ impl Balloon for Given {
 
     fn statistic(&mut self, tag: u16, value: u64) {
         self.statistics.push((tag, value));
+    }
+}
+
+/// A server of the [`Script`]: messages are answered when the test says so.
+#[derive(Clone, Debug, Default)]
+pub struct Server {
+    /// Messages not finished: number, bytes, room for the answer.
+    pub messages: Vec<(u16, Vec<u8>, u32)>,
+    /// Those that have been answered, in order.
+    pub ended: VecDeque<(u16, Vec<u8>)>,
+    /// Most messages at a time.
+    pub room: usize,
+}
+
+impl Server {
+    /// Answers the message `id`.
+    pub fn answer(&mut self, id: u16, bytes: &[u8]) {
+        self.ended.push_back((id, bytes.to_vec()));
+    }
+}
+
+impl Messages for Server {
+    fn start(&mut self, id: u16, message: &mut Data<'_>, answer: &mut Data<'_>) -> bool {
+        if self.messages.len() >= self.room {
+            return false;
+        }
+        assert!(self.messages.iter().all(|m| m.0 != id), "a number in use");
+        let mut bytes = vec![0; message.left() as usize];
+        let length = message.read(&mut bytes);
+        bytes.truncate(length);
+        self.messages.push((id, bytes, answer.left()));
+        true
+    }
+
+    fn completed(&mut self) -> Option<(u16, u32)> {
+        self.ended.front().map(|(id, answer)| (*id, answer.len() as u32))
+    }
+
+    fn finish(&mut self, id: u16, answer: &mut Data<'_>) {
+        if let Some((_, bytes)) = self.ended.pop_front() {
+            answer.write(&bytes);
+        }
+        self.messages.retain(|m| m.0 != id);
+    }
+
+    fn forget(&mut self) {
+        self.messages.clear();
+        self.ended.clear();
     }
 }
 
@@ -404,6 +456,11 @@ impl Env for Script {
     fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)> {
         let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
         self.balloon.as_mut().map(|balloon| (balloon as &mut dyn Balloon, memory))
+    }
+
+    fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)> {
+        let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
+        self.server.as_mut().map(|server| (server as &mut dyn Messages, memory))
     }
 
     fn channel(&mut self) -> Option<&mut dyn Channel> {

@@ -15,6 +15,7 @@ pub mod console;
 pub mod entropy;
 pub mod mmio;
 pub mod net;
+pub mod p9;
 pub mod pci;
 pub mod queue;
 
@@ -75,6 +76,8 @@ pub enum Kind {
     Entropy = 4,
     /// Memory balloon.
     Balloon = 5,
+    /// Shared directory (9P).
+    P9 = 9,
 }
 
 /// A device behind a transport. Its queues and what happens in them; the transport calls nothing but

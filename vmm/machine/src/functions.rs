@@ -4,7 +4,7 @@
 //! at a time. Function `slot` is device `slot + 1`; device 0 is the host bridge.
 
 use vmm_bus::outside::{BlockInfo, ChannelInfo, NetInfo};
-use vmm_bus::{Balloon, Block, Channel, Net};
+use vmm_bus::{Balloon, Block, Channel, Messages, Net};
 use vmm_dev::channel;
 use vmm_dev::pc::pci::Function;
 use vmm_dev::virtio::balloon;
@@ -12,6 +12,7 @@ use vmm_dev::virtio::blk::Blk;
 use vmm_dev::virtio::console::Console;
 use vmm_dev::virtio::entropy::Entropy;
 use vmm_dev::virtio::net::NetCard;
+use vmm_dev::virtio::p9::{self, P9};
 use vmm_dev::virtio::pci::{Pci, spec};
 
 use crate::layout;
@@ -87,6 +88,10 @@ pub trait Outside {
     fn balloon(&mut self) -> Option<&mut dyn Balloon> {
         None
     }
+    /// As [`vmm_bus::Env::messages`].
+    fn messages(&mut self) -> Option<&mut dyn Messages> {
+        None
+    }
     /// As [`vmm_bus::Env::channel`].
     fn channel(&mut self) -> Option<&mut dyn Channel> {
         None
@@ -116,6 +121,10 @@ impl<T: Outside + ?Sized> Outside for &mut T {
 
     fn balloon(&mut self) -> Option<&mut dyn Balloon> {
         (**self).balloon()
+    }
+
+    fn messages(&mut self) -> Option<&mut dyn Messages> {
+        (**self).messages()
     }
 
     fn channel(&mut self) -> Option<&mut dyn Channel> {
@@ -148,6 +157,8 @@ pub enum Model {
     Entropy,
     /// Memory balloon; its outside has a [`Balloon`].
     Balloon,
+    /// Shared directory with this tag, filled up with zeros; its outside has [`Messages`].
+    P9([u8; p9::spec::MOST_TAG]),
     /// End of a channel; its outside has a [`Channel`].
     Channel(ChannelInfo),
 }
@@ -161,6 +172,7 @@ enum Card {
     Console(Pci<Console>),
     Entropy(Pci<Entropy>),
     Balloon(Pci<balloon::Balloon>),
+    P9(Pci<P9>),
     Channel(channel::Channel),
 }
 
@@ -174,6 +186,7 @@ impl Card {
             Model::Console => Self::Console(Pci::new(Console::new(), base)),
             Model::Entropy => Self::Entropy(Pci::new(Entropy::new(), base)),
             Model::Balloon => Self::Balloon(Pci::new(balloon::Balloon::new(), base)),
+            Model::P9(tag) => Self::P9(Pci::new(P9::new(tag), base)),
             Model::Channel(info) => {
                 let memory = layout::channel_memory(info.number);
                 let shares = memory + layout::CHANNEL_SHARES;
@@ -236,6 +249,7 @@ impl<O: Outside, const N: usize> Functions for Slots<O, N> {
             Card::Console(device) => device,
             Card::Entropy(device) => device,
             Card::Balloon(device) => device,
+            Card::P9(device) => device,
             Card::Channel(device) => device,
         };
         Some((function, outside))
@@ -254,6 +268,9 @@ impl<O: Outside, const N: usize> Functions for Slots<O, N> {
                 *card = Card::new(*device, number);
                 if let Some(block) = outside.block() {
                     block.forget();
+                }
+                if let Some(messages) = outside.messages() {
+                    messages.forget();
                 }
                 if let Some(channel) = outside.channel() {
                     channel.reset();

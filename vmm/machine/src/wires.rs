@@ -3,7 +3,9 @@
 //! A chip's effects are noted here while it is called, and carried on by the board afterwards, because the
 //! receiver is another chip.
 
-use vmm_bus::{Balloon, Block, Channel, Env, InterruptMessage, MachineEvent, NEVER, Nanos, Net};
+use vmm_bus::{
+    Balloon, Block, Channel, Env, InterruptMessage, MachineEvent, Messages, NEVER, Nanos, Net,
+};
 use vmm_cpu::{MAX_VCPUS, Outcome, TscClock};
 use vmm_mem::GuestMemory;
 
@@ -307,6 +309,10 @@ impl<H: Host> Env for ChipEnv<'_, H> {
         None
     }
 
+    fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)> {
+        None
+    }
+
     fn channel(&mut self) -> Option<&mut dyn Channel> {
         None
     }
@@ -388,6 +394,10 @@ impl<H: Host> Env for FunctionEnv<'_, H> {
 
     fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)> {
         self.outside.balloon().map(|balloon| (balloon, self.chip.memory()))
+    }
+
+    fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)> {
+        self.outside.messages().map(|messages| (messages, self.chip.memory()))
     }
 
     fn channel(&mut self) -> Option<&mut dyn Channel> {

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::vec::Vec;
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::{GuestMemory, PAGE_SIZE, Window};
@@ -23,12 +23,39 @@ impl SharedMemory {
     pub fn new(name: &str, length: u64) -> io::Result<Self> {
         let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&descriptor, length)?;
+        Self::map(descriptor, length)
+    }
+
+    /// Maps `length` bytes of what another process has made.
+    ///
+    /// # Errors
+    /// The descriptor has fewer, or is none of memory.
+    pub fn open(descriptor: OwnedFd, length: u64) -> io::Result<Self> {
+        let there = fstat(&descriptor)?.st_size;
+        if u64::try_from(there).is_ok_and(|there| there >= length) {
+            Self::map(descriptor, length)
+        } else {
+            Err(io::ErrorKind::UnexpectedEof.into())
+        }
+    }
+
+    fn map(descriptor: OwnedFd, length: u64) -> io::Result<Self> {
         let rights = ProtFlags::READ | ProtFlags::WRITE;
         let size = usize::try_from(length).map_err(|_| io::ErrorKind::OutOfMemory)?;
         // SAFETY: the host chooses a free range.
         let address =
             unsafe { mmap(ptr::null_mut(), size, rights, MapFlags::SHARED, &descriptor, 0)? };
         Ok(Self { descriptor, address: address.cast(), length })
+    }
+
+    /// Where `length` bytes from `offset` on are in this process.
+    ///
+    /// # Errors
+    /// They are beyond the end.
+    pub fn at(&self, offset: u64, length: u64) -> io::Result<*mut u8> {
+        let end = offset.checked_add(length).filter(|&end| end <= self.length);
+        end.ok_or(io::ErrorKind::UnexpectedEof)?;
+        Ok(self.address.wrapping_add(offset as usize))
     }
 
     /// The descriptor.
@@ -89,5 +116,19 @@ mod tests {
         assert_eq!(memory.with([(0, 3 * PAGE_SIZE)], read).unwrap(), 7);
         assert!(memory.with([(0, 4 * PAGE_SIZE)], |_| ()).is_err());
         assert!(memory.with([(0, 1)], |_| ()).is_err());
+    }
+
+    #[test]
+    fn others_map_it() {
+        let mut memory = SharedMemory::new("test", 2 * PAGE_SIZE).unwrap();
+        memory.with([(0, 2 * PAGE_SIZE)], |memory| memory.write(8, 7_u64).unwrap()).unwrap();
+        let open =
+            |length| SharedMemory::open(memory.descriptor().try_clone_to_owned().unwrap(), length);
+        let mut other = open(PAGE_SIZE).unwrap();
+        let read = |memory: &GuestMemory| memory.read::<u64>(8).unwrap();
+        assert_eq!(other.with([(0, PAGE_SIZE)], read).unwrap(), 7);
+        assert!(other.at(0, PAGE_SIZE).is_ok());
+        assert!(other.at(8, PAGE_SIZE).is_err() && other.at(u64::MAX, 2).is_err());
+        assert!(open(3 * PAGE_SIZE).is_err());
     }
 }

@@ -3,7 +3,7 @@
 use core::sync::atomic::Ordering::SeqCst;
 
 use linux_raw_sys::general as linux;
-use proto::wedge::{Filters, control, layout};
+use proto::wedge::{Filters, MAX_DISKS, MAX_QUEUES, control, layout};
 use vmm_cpu::MAX_VCPUS;
 
 use crate::processes::{self, KICK};
@@ -73,6 +73,12 @@ impl Device {
             let kick = shared.kick.swap(0, SeqCst);
             for index in (0..vcpus().len()).filter(|index| kick & 1 << index != 0) {
                 self.kick(index);
+            }
+            // Workers of other programs cannot tell the virtual CPU themselves.
+            for number in 0..MAX_QUEUES {
+                if disk::queue(number).rung.swap(0, SeqCst) != 0 {
+                    self.tell(if number < MAX_DISKS { event::DISK } else { event::SHARE });
+                }
             }
             if let Some(code) = dead_child() {
                 self.drain();

@@ -1,117 +1,46 @@
 //! Disks: files of the host, read and written by processes of their own.
 //!
-//! The virtual CPU leaves requests in shared memory, as parts of guest memory; a disk's workers carry them out with the host's vectored
+//! The virtual CPU leaves requests in shared memory ([`proto::requests`]); a disk's workers carry them out with the host's vectored
 //! calls, straight to and from guest memory. Workers are processes, because this program has no threads, and several for each disk,
 //! because the host's calls wait: the console is served meanwhile, and a read does not wait for a flush. They have the disk's descriptor, which
 //! the guest's processes have not.
 //!
-//! A request is one of a set. Invariants: a request's slot belongs to the virtual CPU until its bit is in [`Queue::waiting`], to the
-//! worker that takes the bit out until it is in [`Queue::done`], then to the virtual CPU again. A worker believes nothing of what it finds there:
-//! sectors outside of the disk and parts outside of memory fail. The virtual CPU takes a disk's requests back only when no worker has any,
-//! so no memory is written late.
+//! A worker believes nothing of what it finds in a request: sectors outside of the disk and parts outside of memory fail.
 
-use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use core::sync::atomic::{Ordering::Relaxed, Ordering::SeqCst};
 
 use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
-use proto::wedge::{Disk, Filters, MAX_DISKS, Start, layout};
+use proto::requests::{Client, PARTS, Part, Queue, Request, op, status};
+use proto::wedge::{Disk, Filters, MAX_DISKS, MAX_QUEUES, Start, layout};
 use vmm_bus::outside::{Block, BlockOp, BlockStatus, Data, SECTOR};
 
 use crate::memory::Ram;
 use crate::report::{self, HOST};
-use crate::shared::{event, shared};
+use crate::shared::event;
 use crate::sys::{self, Errno, Vector};
 use crate::{device, processes};
 
-/// Requests of a disk at a time; each is a bit of a word.
-const REQUESTS: usize = 64;
-/// Most parts of a request, more than the device model makes of one.
-const PARTS: usize = 128;
 /// Processes for each disk.
 const WORKERS: usize = 2;
 /// Most processes of disks.
 pub const MAX_WORKERS: usize = MAX_DISKS * WORKERS;
 
-/// Operations, as [`Request::op`] has them.
-mod op {
-    pub const READ: u32 = 0;
-    pub const WRITE: u32 = 1;
-    pub const FLUSH: u32 = 2;
-    pub const DISCARD: u32 = 3;
-    /// Zeros that take room.
-    pub const ZERO: u32 = 4;
-    /// Zeros that need not.
-    pub const UNMAP: u32 = 5;
-}
-
-/// A part of guest memory.
-#[repr(C)]
-struct Part {
-    address: AtomicU64,
-    length: AtomicU32,
-}
-
-/// A request.
-#[repr(C)]
-struct Request {
-    op: AtomicU32,
-    /// Parts that are used.
-    used: AtomicU32,
-    sector: AtomicU64,
-    /// Sectors, where there are no parts.
-    count: AtomicU32,
-    /// How it ended: a [`BlockStatus`].
-    status: AtomicU8,
-    parts: [Part; PARTS],
-}
-
-/// The requests of one disk.
-#[repr(C)]
-pub struct Queue {
-    /// Requests that no worker has taken.
-    waiting: AtomicU64,
-    /// Requests that are done.
-    done: AtomicU64,
-    /// Counts up with each request.
-    calls: AtomicU32,
-    /// Workers that wait for [`Queue::calls`].
-    sleepers: AtomicU32,
-    /// Counts up with each request that is done.
-    answers: AtomicU32,
-    /// The virtual CPU waits for [`Queue::answers`].
-    is_awaited: AtomicU32,
-    /// A failure of the host has been told.
-    told: AtomicU32,
-    requests: [Request; REQUESTS],
-}
-
-/// The disks of a machine.
-pub type Queues = [Queue; MAX_DISKS];
-
 /// A disk as the guest's device has it.
 pub struct Link {
-    number: usize,
-    /// Requests that are not finished.
-    outside: u64,
-    /// Those of them that are done and have not been reported.
-    done: u64,
+    client: Client<'static>,
 }
 
 impl Link {
     /// The disk with this number.
     pub fn new(number: usize) -> Self {
-        Self { number, outside: 0, done: 0 }
-    }
-
-    fn queue(&self) -> &'static Queue {
-        &shared().disks[self.number]
+        Self { client: Client::new(queue(number)) }
     }
 }
 
 impl Block for Link {
     fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
-        let queue = self.queue();
-        let Some(request) = queue.requests.get(usize::from(id)) else { return false };
+        let Some(request) = self.client.request(id) else { return false };
         let (op, sector, count) = match op {
             BlockOp::Read { sector } => (op::READ, sector, 0),
             BlockOp::Write { sector } => (op::WRITE, sector, 0),
@@ -123,74 +52,66 @@ impl Block for Link {
         request.op.store(op, Relaxed);
         request.sector.store(sector, Relaxed);
         request.count.store(count, Relaxed);
-        let mut used = 0;
-        while let Some(part) = data.part(u32::MAX) {
-            // More than there is room for: the worker finds that bytes are missing.
-            let Some(place) = request.parts.get(used) else { break };
-            place.address.store(part.address, Relaxed);
-            place.length.store(part.length, Relaxed);
-            used += 1;
-        }
+        let used = fill(&request.parts, data);
         request.used.store(used as u32, Relaxed);
-        let bit = 1 << id;
-        self.outside |= bit;
-        queue.waiting.fetch_or(bit, SeqCst);
-        queue.calls.fetch_add(1, SeqCst);
-        if queue.sleepers.load(SeqCst) != 0 {
-            sys::wake_one(&queue.calls);
-        }
+        give(&mut self.client, id);
         true
     }
 
     fn completed(&mut self) -> Option<(u16, BlockStatus)> {
-        let queue = self.queue();
-        self.done |= queue.done.swap(0, SeqCst) & self.outside;
-        if self.done == 0 {
-            return None;
-        }
-        let id = self.done.trailing_zeros();
-        self.done &= self.done - 1;
-        let status = match queue.requests[id as usize].status.load(Relaxed) {
-            DONE => BlockStatus::Done,
-            UNSUPPORTED => BlockStatus::Unsupported,
+        let (id, request) = self.client.completed()?;
+        let status = match request.status.load(Relaxed) {
+            status::DONE => BlockStatus::Done,
+            status::UNSUPPORTED => BlockStatus::Unsupported,
             _ => BlockStatus::Failed,
         };
-        Some((id as u16, status))
+        Some((id, status))
     }
 
     fn finish(&mut self, id: u16, _: &mut Data<'_>) {
         // What was read is there already.
-        self.outside &= !(1 << (id % REQUESTS as u16));
+        self.client.finish(id);
     }
 
     fn forget(&mut self) {
-        let queue = self.queue();
-        // What no worker has begun need not begin.
-        let unbegun = queue.waiting.swap(0, SeqCst);
-        self.outside &= !(unbegun | self.done);
-        self.done = 0;
-        queue.is_awaited.store(1, SeqCst);
-        loop {
-            let answers = queue.answers.load(SeqCst);
-            self.outside &= !queue.done.swap(0, SeqCst);
-            if self.outside == 0 {
-                break;
-            }
-            sys::wait(&queue.answers, answers, None);
-        }
-        queue.is_awaited.store(0, SeqCst);
+        self.client.forget(|answers, seen| sys::wait(answers, seen, None));
     }
 }
 
-const DONE: u8 = 0;
-const FAILED: u8 = 1;
-const UNSUPPORTED: u8 = 2;
+/// The queue with this number.
+pub fn queue(number: usize) -> &'static Queue {
+    // SAFETY: `main` has mapped the shared memory for as long as the process lives; all of it is atomic.
+    let queues = unsafe { &*((layout::SHARED + layout::QUEUES) as *const [Queue; MAX_QUEUES]) };
+    &queues[number]
+}
+
+/// Puts parts of guest memory into a request; gives their number.
+pub fn fill(parts: &[Part], data: &mut Data<'_>) -> usize {
+    // Of more than there is room for, the worker finds that bytes are missing.
+    let given = parts.iter().map_while(|place| {
+        let part = data.part(u32::MAX)?;
+        place.address.store(part.address, Relaxed);
+        place.length.store(part.length, Relaxed);
+        Some(())
+    });
+    given.count()
+}
+
+/// Gives a request to the workers.
+pub fn give(client: &mut Client<'_>, id: u16) {
+    if client.give(id) {
+        sys::wake_one(&client.queue.calls);
+    }
+}
 
 /// Makes the workers of all disks. For the device process, before there are guests. Gives their ids.
 pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKERS], Errno> {
     let count = (start.disks as usize).min(MAX_DISKS);
     let mut workers = [0; MAX_WORKERS];
     for (index, place) in workers.iter_mut().take(count * WORKERS).enumerate() {
+        if crate::shared::disk(index / WORKERS).is_elsewhere {
+            continue;
+        }
         match processes::fork()? {
             0 => work(index / WORKERS, start, filters),
             worker => *place = worker,
@@ -209,40 +130,26 @@ fn work(number: usize, start: &Start, filters: &Filters) -> ! {
         sys::exit(HOST);
     }
     let worker = Worker { fd, number, disk: crate::shared::disk(number), ram: Ram::new(start) };
-    let queue = &shared().disks[number];
+    let queue = queue(number);
     let mut next = 0;
     loop {
-        let seen = queue.calls.load(SeqCst);
-        let waiting = queue.waiting.load(SeqCst);
-        if waiting == 0 {
-            queue.sleepers.fetch_add(1, SeqCst);
-            if queue.waiting.load(SeqCst) == 0 {
-                sys::wait(&queue.calls, seen, None);
-            }
-            queue.sleepers.fetch_sub(1, SeqCst);
+        let Some(id) = queue.take(&mut next) else {
+            queue.sleep(|calls, seen| sys::wait(calls, seen, None));
             continue;
-        }
-        // The next one in a circle, so that none waits for ever.
-        let id = (waiting.rotate_right(next).trailing_zeros() + next) % REQUESTS as u32;
-        let bit = 1 << id;
-        if queue.waiting.fetch_and(!bit, SeqCst) & bit == 0 {
-            continue;
-        }
-        next = (id + 1) % REQUESTS as u32;
-        let request = &queue.requests[id as usize];
+        };
+        let request = &queue.requests[id];
         let status = match worker.carry_out(request) {
-            Ok(()) => DONE,
-            Err(Failure::Nonsense) => FAILED,
-            Err(Failure::Host(Errno(number))) if number == errno::EOPNOTSUPP as i32 => UNSUPPORTED,
+            Ok(()) => status::DONE,
+            Err(Failure::Nonsense) => status::FAILED,
+            Err(Failure::Host(Errno(number))) if number == errno::EOPNOTSUPP as i32 => {
+                status::UNSUPPORTED
+            }
             Err(Failure::Host(error)) => {
                 worker.tell(queue, error);
-                FAILED
+                status::FAILED
             }
         };
-        request.status.store(status, Relaxed);
-        queue.done.fetch_or(bit, SeqCst);
-        queue.answers.fetch_add(1, SeqCst);
-        if queue.is_awaited.load(SeqCst) != 0 {
+        if queue.end(id, status) {
             sys::wake(&queue.answers);
         }
         device::tell_by_bell(0, event::DISK);

@@ -4,6 +4,7 @@
 //! like any application processor; Linux' code for processors in real mode is never carried out: what it comes to is done here.
 
 use core::arch::x86_64::{__cpuid_count, _rdtsc};
+use core::ops::Range;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use hw_x86::cpuid::{extended_b, extended_c, features_c, leaf};
@@ -857,17 +858,13 @@ fn drive(all: &All<'_>, index: usize) -> ! {
         if events & event::CONSOLE != 0 {
             machine.input(Some(&state), &mut host);
         }
-        if events & event::DISK != 0 {
-            for slot in filled.disks.clone() {
-                machine.function_input(slot, Some(&state), &mut host);
-            }
-        }
-        if events & event::NET != 0 {
-            for slot in filled.nets.clone() {
-                machine.function_input(slot, Some(&state), &mut host);
-            }
-        }
-        if let Some(slot) = filled.balloon.filter(|_| events & event::BALLOON != 0) {
+        let asked =
+            |bit, slots: &Range<usize>| if events & bit != 0 { slots.clone() } else { 0..0 };
+        for slot in asked(event::DISK, &filled.disks)
+            .chain(asked(event::SHARE, &filled.shares))
+            .chain(asked(event::NET, &filled.nets))
+            .chain(asked(event::BALLOON, &filled.balloon))
+        {
             machine.function_input(slot, Some(&state), &mut host);
         }
     }

@@ -22,6 +22,7 @@ mod processes;
 mod profile;
 mod report;
 mod sandbox;
+mod share;
 mod shared;
 mod signal;
 mod sites;
@@ -79,12 +80,6 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
         return Err(("the loader's record is of another version", Errno(0)));
     };
     Ram::new(&start).map().map_err(|error| ("cannot map guest memory", error))?;
-    // SAFETY: no memory is touched.
-    let doorbell = unsafe { sys::call(linux::__NR_eventfd2, [0; 6]) };
-    let doorbell = doorbell.map_err(|error| ("the host gives no event descriptor", error))?;
-    if doorbell != u64::from(layout::DOORBELL_FD) {
-        return Err(("started with other descriptors than it expects", Errno(0)));
-    }
     let khz = clock::tsc_khz();
     let shared = shared::shared();
     shared.vcpus.store(start.vcpus as u32, Relaxed);

@@ -3,13 +3,13 @@
 use core::fmt;
 use core::ops::Range;
 
-use proto::wedge::{MAX_DISKS, MAX_NETS, Start};
+use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start};
 use vmm_bus::outside::BlockInfo;
-use vmm_bus::{Balloon, Block, Net};
+use vmm_bus::{Balloon, Block, Messages, Net};
 use vmm_machine::{Host, Level, Model, Outside, Slots};
 
 use crate::shared::{self, event, shared};
-use crate::{balloon, device, disk, net, processes, report, sys};
+use crate::{balloon, device, disk, net, processes, report, share, sys};
 
 /// The outside as the virtual CPU reaches it.
 pub struct LinuxHost {
@@ -54,8 +54,8 @@ impl Host for LinuxHost {
     }
 }
 
-/// PCI functions of a machine: disks, then the source of random numbers, networks and the balloon.
-pub const MAX_FUNCTIONS: usize = MAX_DISKS + 2 + MAX_NETS;
+/// PCI functions of a machine: disks, then shared directories, the source of random numbers, networks and the balloon.
+pub const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + 2 + MAX_NETS;
 
 /// What a PCI function is connected to.
 pub enum Link {
@@ -67,6 +67,8 @@ pub enum Link {
     Balloon(balloon::Link),
     /// A stream of frames, or a tap device.
     Net(net::Link),
+    /// A server of files.
+    Share(share::Link),
 }
 
 impl Outside for Link {
@@ -91,6 +93,13 @@ impl Outside for Link {
         }
     }
 
+    fn messages(&mut self) -> Option<&mut dyn Messages> {
+        match self {
+            Self::Share(share) => Some(share),
+            _ => None,
+        }
+    }
+
     fn entropy(&mut self, to: &mut [u8]) -> bool {
         sys::random(to)
     }
@@ -100,20 +109,27 @@ impl Outside for Link {
 pub struct Filled {
     /// Of disks.
     pub disks: Range<usize>,
+    /// Of shared directories.
+    pub shares: Range<usize>,
     /// Of networks.
     pub nets: Range<usize>,
     /// Of the balloon.
-    pub balloon: Option<usize>,
+    pub balloon: Range<usize>,
 }
 
 /// Fills the slots of the bus.
 pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start) -> Filled {
     let disks = (start.disks as usize).min(MAX_DISKS);
+    let shares = (start.shares as usize).min(MAX_SHARES);
     let nets = (start.nets as usize).min(MAX_NETS);
     for number in 0..disks {
         let info = BlockInfo::of_file(&shared::disk(number));
         // There are as many slots.
         let _ = slots.add(Model::Block(info), Link::Disk(disk::Link::new(number)));
+    }
+    for number in 0..shares {
+        let tag = shared::share(number).tag;
+        let _ = slots.add(Model::P9(tag), Link::Share(share::Link::new(number)));
     }
     let _ = slots.add(Model::Entropy, Link::Entropy);
     for number in 0..nets {
@@ -123,5 +139,11 @@ pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start) -> Filled {
     }
     let balloon = balloon::Link::new(start);
     let balloon = balloon.and_then(|link| slots.add(Model::Balloon, Link::Balloon(link)).ok());
-    Filled { disks: 0..disks, nets: disks + 1..disks + 1 + nets, balloon }
+    let first_net = disks + shares + 1;
+    Filled {
+        disks: 0..disks,
+        shares: disks..disks + shares,
+        nets: first_net..first_net + nets,
+        balloon: balloon.map_or(0..0, |slot| slot..slot + 1),
+    }
 }

@@ -7,7 +7,9 @@ use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
 pub use proto::wedge::count;
-use proto::wedge::{Disk, Filters, MAX_DISKS, MAX_NETS, Net, Start, Statistics, layout};
+use proto::wedge::{
+    Disk, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, Statistics, layout,
+};
 use vmm_cpu::MAX_VCPUS;
 use wedge_core::mapped::Mapped;
 use wedge_x86::{CELL, Cell, PRIVATE};
@@ -63,6 +65,8 @@ pub mod event {
     pub const NET: u32 = 128;
     /// The power button is pressed.
     pub const POWER_BUTTON: u32 = 1 << 8;
+    /// Messages of shared directories are answered.
+    pub const SHARE: u32 = 1 << 9;
 }
 
 /// A value that only the process with the virtual CPU uses, or only the process whose own memory it is in.
@@ -249,8 +253,6 @@ pub struct Shared {
     pub output: Ring,
     /// To the guest.
     pub input: Ring,
-    /// Requests to disks.
-    pub disks: crate::disk::Queues,
     /// Frames of networks.
     pub nets: crate::net::Ports,
     /// The balloon.
@@ -350,6 +352,14 @@ pub fn net(number: usize) -> Net {
     // SAFETY: as above.
     let nets = unsafe { &*(at as *const [[u64; Net::WORDS]; MAX_NETS]) };
     nets.get(number).map(Net::from_words).unwrap_or_default()
+}
+
+/// What the loader says of a shared directory.
+pub fn share(number: usize) -> Share {
+    let at = layout::SHARED + layout::SHARES;
+    // SAFETY: as above.
+    let shares = unsafe { &*(at as *const [[u64; Share::WORDS]; MAX_SHARES]) };
+    shares.get(number).map(Share::from_words).unwrap_or_default()
 }
 
 /// Which process this is, and whether system calls are dispatched; in its own memory.

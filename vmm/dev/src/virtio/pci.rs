@@ -119,7 +119,7 @@ const fn class(kind: Kind) -> u32 {
         Kind::Net => 0x02_0000,
         Kind::Block => 0x01_8000,
         Kind::Console => 0x07_8000,
-        Kind::Entropy | Kind::Balloon => 0xff_0000,
+        Kind::Entropy | Kind::Balloon | Kind::P9 => 0xff_0000,
     }
 }
 

@@ -1,0 +1,178 @@
+//! What a process gives up before it serves: filters of system calls, access to files, descriptors.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use landlock::{
+    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, Ruleset, RulesetAttr,
+    RulesetCreatedAttr,
+};
+use linux_raw_sys::general as linux;
+use rustix::process::{
+    DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit,
+};
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+use seccompiler::SeccompCmpArgLen::Dword;
+use seccompiler::SeccompCmpOp::MaskedEq;
+use seccompiler::{
+    BackendError, BpfProgram, SeccompAction, SeccompCondition, SeccompFilter, SeccompRule,
+    TargetArch,
+};
+
+/// Memory that a process may have for itself.
+const OWN_MEMORY: u64 = 256 << 20;
+
+/// Descriptors that a process may have.
+const MOST_FILES: u64 = 1 << 16;
+
+/// Why a process does not serve.
+#[derive(Debug)]
+pub struct Failed(String);
+
+impl Failed {
+    /// With a reason.
+    pub fn new(what: &str, why: impl fmt::Display) -> Self {
+        Self(format!("{what}: {why}"))
+    }
+}
+
+impl fmt::Display for Failed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl From<io::Error> for Failed {
+    fn from(error: io::Error) -> Self {
+        Self::new("a process of the machine cannot be set up", error)
+    }
+}
+
+/// What a process does with files.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Files {
+    /// Reads below a folder.
+    Read,
+    /// Everything below a folder.
+    Change,
+}
+
+/// Gives up everything but files below a folder, and what this process has already.
+pub fn confine(folder: BorrowedFd<'_>, files: Files) -> Result<(), Failed> {
+    let failed = |error: rustix::io::Errno| Failed::new("limits of a process", error);
+    set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed)?;
+    let limit = Rlimit { current: Some(OWN_MEMORY), maximum: Some(OWN_MEMORY) };
+    setrlimit(Resource::Data, limit).map_err(failed)?;
+    // A guest keeps a descriptor for each name that it has looked at; each is memory of the host.
+    let most = getrlimit(Resource::Nofile).maximum.map_or(MOST_FILES, |most| most.min(MOST_FILES));
+    let limit = Rlimit { current: Some(most), maximum: Some(most) };
+    setrlimit(Resource::Nofile, limit).map_err(failed)?;
+    drop_capabilities().map_err(failed)?;
+    restrict_files(folder, files).map_err(|error| Failed::new("Landlock", error))?;
+    let filter = filter(files).map_err(|error| Failed::new("filter of system calls", error))?;
+    seccompiler::apply_filter(&filter).map_err(|error| Failed::new("filter of system calls", error))
+}
+
+/// An administrator's process is then one of a user who has these files: it gives none away, and reads none of others.
+fn drop_capabilities() -> rustix::io::Result<()> {
+    let none = CapabilitySet::empty();
+    set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
+}
+
+/// Hosts without Landlock leave it to the server and the filter.
+fn restrict_files(folder: BorrowedFd<'_>, files: Files) -> Result<(), landlock::RulesetError> {
+    let abi = ABI::V5;
+    let allowed = match files {
+        Files::Read => AccessFs::from_read(abi) & !AccessFs::Execute,
+        Files::Change => {
+            AccessFs::from_all(abi)
+                & !(AccessFs::Execute
+                    | AccessFs::MakeChar
+                    | AccessFs::MakeBlock
+                    | AccessFs::MakeSock
+                    | AccessFs::MakeFifo
+                    | AccessFs::IoctlDev)
+        }
+    };
+    let ruleset = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(abi))?
+        .handle_access(AccessNet::from_all(abi))?
+        .create()?
+        .add_rule(PathBeneath::new(folder, allowed))?;
+    ruleset.restrict_self().map(drop)
+}
+
+/// The calls of a server of files.
+fn filter(files: Files) -> Result<BpfProgram, BackendError> {
+    let any = |call: u32| (i64::from(call), Vec::new());
+    let always = [
+        linux::__NR_close,
+        linux::__NR_clock_gettime,
+        linux::__NR_exit_group,
+        linux::__NR_brk,
+        linux::__NR_fdatasync,
+        linux::__NR_fstat,
+        linux::__NR_fstatfs,
+        linux::__NR_fsync,
+        linux::__NR_getdents64,
+        linux::__NR_getrandom,
+        linux::__NR_lseek,
+        linux::__NR_madvise,
+        linux::__NR_mremap,
+        linux::__NR_munmap,
+        linux::__NR_newfstatat,
+        linux::__NR_pread64,
+        linux::__NR_read,
+        linux::__NR_readlinkat,
+        linux::__NR_rt_sigreturn,
+        linux::__NR_sigaltstack,
+        linux::__NR_statx,
+        linux::__NR_write,
+    ];
+    let changes = [
+        linux::__NR_fchmodat,
+        linux::__NR_fchownat,
+        linux::__NR_ftruncate,
+        linux::__NR_linkat,
+        linux::__NR_mkdirat,
+        linux::__NR_pwrite64,
+        linux::__NR_renameat,
+        linux::__NR_unlinkat,
+        linux::__NR_utimensat,
+    ];
+    let mut rules: BTreeMap<_, _> = always.into_iter().map(any).collect();
+    let condition = |argument, mask: u32, value: u32| {
+        SeccompCondition::new(argument, Dword, MaskedEq(mask.into()), value.into())
+    };
+    let mut allow = |call: u32, conditions| {
+        let rule = SeccompRule::new(conditions)?;
+        rules.entry(call.into()).or_insert_with(Vec::new).push(rule);
+        Ok::<_, BackendError>(())
+    };
+    for operation in [linux::FUTEX_WAIT, linux::FUTEX_WAKE] {
+        allow(linux::__NR_futex, vec![condition(1, !linux::FUTEX_PRIVATE_FLAG, operation)?])?;
+    }
+    // Of signals about descriptors, which go to processes of the same user, nothing.
+    let commands = [linux::F_DUPFD_CLOEXEC, linux::F_GETFD, linux::F_SETFD, linux::F_GETFL];
+    for command in commands {
+        allow(linux::__NR_fcntl, vec![condition(1, u32::MAX, command)?])?;
+    }
+    // Memory for the allocator, never code.
+    let own = linux::MAP_PRIVATE | linux::MAP_ANONYMOUS;
+    allow(linux::__NR_mmap, vec![condition(2, linux::PROT_EXEC, 0)?, condition(3, own, own)?])?;
+    match files {
+        Files::Read => {
+            let writes = linux::O_ACCMODE | linux::O_CREAT | linux::O_TRUNC;
+            allow(linux::__NR_openat, vec![condition(2, writes, linux::O_RDONLY)?])?;
+        }
+        Files::Change => {
+            rules.insert(linux::__NR_openat.into(), Vec::new());
+            rules.extend(changes.into_iter().map(any));
+        }
+    }
+    let (kill, allow) = (SeccompAction::KillProcess, SeccompAction::Allow);
+    SeccompFilter::new(rules, kill, allow, TargetArch::x86_64).and_then(BpfProgram::try_from)
+}

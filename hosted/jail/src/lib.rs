@@ -1,0 +1,13 @@
+//! Devices of hosted machines that are processes of their own: what such a process does and may do.
+//!
+//! A machine's virtual CPU leaves requests in memory that it shares with the process ([`proto::requests`]); a [`Worker`] takes them, one after
+//! the other, and answers. The guest can change that memory at any time, so requests are copied before they are looked at. Before the
+//! first request a process gives up what it does not need ([`confine`]): it ends, and the machine with it, if it asks for more.
+
+mod confine;
+mod share;
+mod worker;
+
+pub use confine::Failed;
+pub use share::{Share, serve_share};
+pub use worker::{Machine, Worker};

@@ -1,0 +1,118 @@
+//! Shared directories of `parador run`: what the user says of them, and folders opened for one machine.
+
+use crate::device;
+use crate::failure::{self, Failure};
+use crate::keyvalue;
+use crate::machine::Other;
+use rustix::fs::{CWD, Mode, OFlags, openat};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+
+/// Most bytes of a tag.
+const TAG: usize = 32;
+
+/// What the user says of a shared directory: `[[share]]`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Description {
+    /// A folder.
+    pub path: PathBuf,
+    /// Name by which the guest mounts it.
+    #[schemars(length(min = 1, max = 32))]
+    tag: Tag,
+    /// The guest only reads.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    ro: bool,
+}
+
+/// A name of a shared directory: 1 to 32 letters, digits and signs.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(try_from = "String")]
+struct Tag(String);
+
+impl TryFrom<String> for Tag {
+    type Error = String;
+
+    fn try_from(tag: String) -> Result<Self, String> {
+        match (1..=TAG).contains(&tag.len()) && tag.bytes().all(|byte| byte.is_ascii_graphic()) {
+            true => Ok(Self(tag)),
+            false => Err(format!("`{tag}` has not 1 to {TAG} letters, digits and signs")),
+        }
+    }
+}
+
+/// A shared directory, ready to be given to a machine.
+#[derive(Debug)]
+pub struct Share {
+    name: String,
+    folder: OwnedFd,
+    read_only: bool,
+    /// What the machine is told of it.
+    pub record: proto::wedge::Share,
+}
+
+/// Reads `DIR:TAG[,KEY=VALUE]...`.
+pub fn parse(text: &str) -> Result<Description, Failure> {
+    let (place, options) = text.split_once(',').unwrap_or((text, ""));
+    let parsed = match place.rsplit_once(':') {
+        Some((path, tag)) if !path.is_empty() => {
+            let comma = if options.is_empty() { "" } else { "," };
+            keyvalue::parse("--share", "path", &format!("{path},tag={tag}{comma}{options}"))
+        }
+        _ => {
+            let text = format!("--share {text}: it names no folder, or no tag");
+            Err(Failure::new(failure::BAD_CONFIG, text))
+        }
+    };
+    parsed.map_err(|failure| failure.help("write --share DIR:TAG or --share DIR:TAG,ro=on"))
+}
+
+impl Description {
+    /// Opens the folder.
+    pub fn open(&self) -> Result<Share, Failure> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder = openat(CWD, &self.path, flags, Mode::empty())
+            .map_err(|error| Failure::file("open folder", &self.path, &error.into()))?;
+        let Tag(name) = &self.tag;
+        let mut record = proto::wedge::Share::default();
+        record.tag[..name.len()].copy_from_slice(name.as_bytes());
+        Ok(Share { name: name.clone(), folder, read_only: self.ro, record })
+    }
+}
+
+impl Share {
+    /// Starts the process that serves it.
+    pub fn start(&self, machine: &device::Machine<'_>, queue: usize) -> Result<Other, Failure> {
+        let name = format!("shared directory {}", self.name);
+        device::start(machine, queue, self.read_only, self.folder.as_fd(), name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptions() {
+        let share =
+            |path: &str, tag: &str, ro| Description { path: path.into(), tag: Tag(tag.into()), ro };
+        assert_eq!(parse("a:b").unwrap(), share("a", "b", false));
+        assert_eq!(parse("/a:b:c,ro=on").unwrap(), share("/a:b", "c", true));
+        let long = format!("a:{}", "x".repeat(TAG + 1));
+        for text in ["", "a", "a:", ":b", "a:b,ro", "a:b,rw=on", "a:b c", &long] {
+            assert_eq!(parse(text).unwrap_err().code(), failure::BAD_CONFIG, "{text}");
+        }
+    }
+
+    #[test]
+    fn folders() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = |path: &str| parse(&format!("{path}:tag")).unwrap().open();
+        let share = open(folder.path().to_str().unwrap()).unwrap();
+        assert_eq!(&share.record.tag[..4], b"tag\0");
+        assert_eq!(open("/nowhere").unwrap_err().code(), failure::MISSING_FILE);
+        assert!(open("/proc/self/exe").is_err());
+    }
+}
