@@ -35,6 +35,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("balloon", hosted::balloon),
     ("cpus", hosted::cpus),
     ("share", hosted::share),
+    ("qcow2", hosted::qcow2),
     ("kills", hosted::kills),
     ("refusals", hosted::refusals),
     ("profile", hosted::profile),

@@ -21,8 +21,8 @@ use seccompiler::{
     TargetArch,
 };
 
-/// Memory that a process may have for itself.
-const OWN_MEMORY: u64 = 256 << 20;
+/// Memory that a process may have for itself: tables of an image with the largest clusters fit.
+const OWN_MEMORY: u64 = 512 << 20;
 
 /// Descriptors that a process may have.
 const MOST_FILES: u64 = 1 << 16;
@@ -51,16 +51,18 @@ impl From<io::Error> for Failed {
 }
 
 /// What a process does with files.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Files {
+#[derive(Clone, Copy, Debug)]
+pub enum Files<'a> {
+    /// Reads and writes the one that it has.
+    Own,
     /// Reads below a folder.
-    Read,
+    Read(BorrowedFd<'a>),
     /// Everything below a folder.
-    Change,
+    Change(BorrowedFd<'a>),
 }
 
-/// Gives up everything but files below a folder, and what this process has already.
-pub fn confine(folder: BorrowedFd<'_>, files: Files) -> Result<(), Failed> {
+/// Gives up everything but these files, and what this process has already.
+pub fn confine(files: Files<'_>) -> Result<(), Failed> {
     let failed = |error: rustix::io::Errno| Failed::new("limits of a process", error);
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed)?;
     let limit = Rlimit { current: Some(OWN_MEMORY), maximum: Some(OWN_MEMORY) };
@@ -70,7 +72,7 @@ pub fn confine(folder: BorrowedFd<'_>, files: Files) -> Result<(), Failed> {
     let limit = Rlimit { current: Some(most), maximum: Some(most) };
     setrlimit(Resource::Nofile, limit).map_err(failed)?;
     drop_capabilities().map_err(failed)?;
-    restrict_files(folder, files).map_err(|error| Failed::new("Landlock", error))?;
+    restrict_files(files).map_err(|error| Failed::new("Landlock", error))?;
     let filter = filter(files).map_err(|error| Failed::new("filter of system calls", error))?;
     seccompiler::apply_filter(&filter).map_err(|error| Failed::new("filter of system calls", error))
 }
@@ -82,31 +84,35 @@ fn drop_capabilities() -> rustix::io::Result<()> {
 }
 
 /// Hosts without Landlock leave it to the server and the filter.
-fn restrict_files(folder: BorrowedFd<'_>, files: Files) -> Result<(), landlock::RulesetError> {
+fn restrict_files(files: Files<'_>) -> Result<(), landlock::RulesetError> {
     let abi = ABI::V5;
     let allowed = match files {
-        Files::Read => AccessFs::from_read(abi) & !AccessFs::Execute,
-        Files::Change => {
-            AccessFs::from_all(abi)
+        Files::Own => None,
+        Files::Read(folder) => Some((folder, AccessFs::from_read(abi) & !AccessFs::Execute)),
+        Files::Change(folder) => {
+            let allowed = AccessFs::from_all(abi)
                 & !(AccessFs::Execute
                     | AccessFs::MakeChar
                     | AccessFs::MakeBlock
                     | AccessFs::MakeSock
                     | AccessFs::MakeFifo
-                    | AccessFs::IoctlDev)
+                    | AccessFs::IoctlDev);
+            Some((folder, allowed))
         }
     };
-    let ruleset = Ruleset::default()
+    let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(abi))?
         .handle_access(AccessNet::from_all(abi))?
-        .create()?
-        .add_rule(PathBeneath::new(folder, allowed))?;
+        .create()?;
+    if let Some((folder, allowed)) = allowed {
+        ruleset = ruleset.add_rule(PathBeneath::new(folder, allowed))?;
+    }
     ruleset.restrict_self().map(drop)
 }
 
-/// The calls of a server of files.
-fn filter(files: Files) -> Result<BpfProgram, BackendError> {
+/// The calls of a process of a device.
+fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
     let any = |call: u32| (i64::from(call), Vec::new());
     let always = [
         linux::__NR_close,
@@ -117,21 +123,25 @@ fn filter(files: Files) -> Result<BpfProgram, BackendError> {
         linux::__NR_fstat,
         linux::__NR_fstatfs,
         linux::__NR_fsync,
-        linux::__NR_getdents64,
         linux::__NR_getrandom,
+        // What a panic says.
+        linux::__NR_gettid,
         linux::__NR_lseek,
         linux::__NR_madvise,
         linux::__NR_mremap,
         linux::__NR_munmap,
-        linux::__NR_newfstatat,
         linux::__NR_pread64,
         linux::__NR_read,
-        linux::__NR_readlinkat,
+        // A wait goes on after the process was stopped.
+        linux::__NR_restart_syscall,
         linux::__NR_rt_sigreturn,
         linux::__NR_sigaltstack,
         linux::__NR_statx,
         linux::__NR_write,
     ];
+    let own =
+        [linux::__NR_fallocate, linux::__NR_ftruncate, linux::__NR_preadv, linux::__NR_pwritev];
+    let below = [linux::__NR_getdents64, linux::__NR_newfstatat, linux::__NR_readlinkat];
     let changes = [
         linux::__NR_fchmodat,
         linux::__NR_fchownat,
@@ -143,7 +153,12 @@ fn filter(files: Files) -> Result<BpfProgram, BackendError> {
         linux::__NR_unlinkat,
         linux::__NR_utimensat,
     ];
-    let mut rules: BTreeMap<_, _> = always.into_iter().map(any).collect();
+    let more = match files {
+        Files::Own => own.to_vec(),
+        Files::Read(_) => below.to_vec(),
+        Files::Change(_) => [&below[..], &changes, &[linux::__NR_openat]].concat(),
+    };
+    let mut rules: BTreeMap<_, _> = always.into_iter().chain(more).map(any).collect();
     let condition = |argument, mask: u32, value: u32| {
         SeccompCondition::new(argument, Dword, MaskedEq(mask.into()), value.into())
     };
@@ -161,17 +176,11 @@ fn filter(files: Files) -> Result<BpfProgram, BackendError> {
         allow(linux::__NR_fcntl, vec![condition(1, u32::MAX, command)?])?;
     }
     // Memory for the allocator, never code.
-    let own = linux::MAP_PRIVATE | linux::MAP_ANONYMOUS;
-    allow(linux::__NR_mmap, vec![condition(2, linux::PROT_EXEC, 0)?, condition(3, own, own)?])?;
-    match files {
-        Files::Read => {
-            let writes = linux::O_ACCMODE | linux::O_CREAT | linux::O_TRUNC;
-            allow(linux::__NR_openat, vec![condition(2, writes, linux::O_RDONLY)?])?;
-        }
-        Files::Change => {
-            rules.insert(linux::__NR_openat.into(), Vec::new());
-            rules.extend(changes.into_iter().map(any));
-        }
+    let kind = linux::MAP_PRIVATE | linux::MAP_ANONYMOUS;
+    allow(linux::__NR_mmap, vec![condition(2, linux::PROT_EXEC, 0)?, condition(3, kind, kind)?])?;
+    if let Files::Read(_) = files {
+        let writes = linux::O_ACCMODE | linux::O_CREAT | linux::O_TRUNC;
+        allow(linux::__NR_openat, vec![condition(2, writes, linux::O_RDONLY)?])?;
     }
     let (kill, allow) = (SeccompAction::KillProcess, SeccompAction::Allow);
     SeccompFilter::new(rules, kill, allow, TargetArch::x86_64).and_then(BpfProgram::try_from)

@@ -6,6 +6,7 @@
 
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 
 use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
@@ -14,7 +15,7 @@ use proto::requests::status;
 use proto::wedge::layout;
 
 use crate::confine::{Failed, Files, confine};
-use crate::worker::{Machine, Taken, Worker, split};
+use crate::worker::{Machine, Serve, Taken, Worker, split};
 
 /// Most bytes of a message: those that the library agrees upon with the driver.
 const MOST_MESSAGE: usize = 64 * 1024 + 24;
@@ -26,20 +27,26 @@ pub struct Share {
     pub read_only: bool,
 }
 
-/// Serves a shared directory, for as long as the process lives.
+/// Serves a shared directory, until `end`.
 ///
 /// # Errors
 /// The process cannot be set up.
-pub fn serve_share(machine: Machine, share: Share) -> Result<(), Failed> {
+pub fn serve_share(machine: Machine, share: Share, end: &AtomicBool) -> Result<(), Failed> {
     let worker = Worker::new(machine)?;
     // SAFETY: `parador run` starts the program with this descriptor, and nothing else of it uses it.
     let folder = unsafe { OwnedFd::from_raw_fd(layout::DISKS_FD as i32) };
     // The library wants a path whose last part is no link.
     let root = format!("/proc/self/fd/{}/.", layout::DISKS_FD);
     let mut guard = Guard::new(Path::new(&root), share)?;
-    let files = if share.read_only { Files::Read } else { Files::Change };
-    confine(folder.as_fd(), files)?;
-    Ok(worker.serve(|taken| answer(&mut guard, taken))?)
+    let folder = folder.as_fd();
+    confine(if share.read_only { Files::Read(folder) } else { Files::Change(folder) })?;
+    Ok(worker.serve(&mut guard, end)?)
+}
+
+impl Serve for Guard {
+    fn act(&mut self, taken: &Taken<'_>) -> u8 {
+        answer(self, taken)
+    }
 }
 
 /// Answers a message in guest memory.

@@ -2,14 +2,20 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::time::Duration;
 
 use proto::requests::{PARTS, Queue, Request, op};
 use proto::wedge::{MAX_QUEUES, layout};
+use rustix::fs::Timespec;
+use rustix::io::Errno;
 use rustix::thread::futex;
 use vmm_mem::GuestMemory;
 use vmm_mem::shared::SharedMemory;
+
+/// What a process writes to standard output when requests are served; anything else is why they are not.
+pub const READY: u8 = 0;
 
 /// What a process is told of its machine. It has the descriptors of [`layout`]: guest memory, shared memory and the doorbell.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -39,6 +45,8 @@ pub struct Taken<'a> {
     pub op: u32,
     /// Where its data is.
     pub parts: Vec<Part>,
+    /// First sector.
+    pub sector: u64,
     /// [`Request::count`].
     pub count: u32,
     request: &'a Request,
@@ -48,7 +56,7 @@ pub struct Taken<'a> {
 impl Taken<'_> {
     /// Copies bytes of guest memory: all of these parts, if they have no more than `most` bytes.
     pub fn read(&self, parts: &[Part], most: usize) -> Option<Vec<u8>> {
-        let length: usize = parts.iter().map(|part| part.1 as usize).sum();
+        let length = length(parts);
         if length > most {
             return None;
         }
@@ -73,11 +81,34 @@ impl Taken<'_> {
         Some(())
     }
 
+    /// Bytes of all parts.
+    pub fn length(&self) -> usize {
+        length(&self.parts)
+    }
+
     /// The length of an answer.
     pub fn set_answer(&self, length: u32) {
         self.request.answer.store(length, Relaxed);
     }
 }
+
+fn length(parts: &[Part]) -> usize {
+    parts.iter().map(|part| part.1 as usize).sum()
+}
+
+/// What a process does with requests.
+pub trait Serve {
+    /// Carries a request out; gives its status.
+    fn act(&mut self, taken: &Taken<'_>) -> u8;
+
+    /// No request has come for a moment since the last one, or none comes any more.
+    fn idle(&mut self) {}
+}
+
+/// How long a moment is.
+const MOMENT: Duration = Duration::from_millis(200);
+/// How often a process without requests looks whether it is to end, if it misses the signal.
+const PAUSE: Duration = Duration::from_secs(1);
 
 impl Worker {
     /// Takes the descriptors over and maps memory.
@@ -100,11 +131,12 @@ impl Worker {
         })
     }
 
-    /// Carries requests out with `act`, which gives the status of each, for as long as the process lives.
+    /// Says on standard output that requests are served, and serves them until `end`, which a signal sets.
     ///
     /// # Errors
     /// Guest memory makes no layout.
-    pub fn serve(mut self, mut act: impl FnMut(&Taken<'_>) -> u8) -> io::Result<()> {
+    pub fn serve(mut self, served: &mut impl Serve, end: &AtomicBool) -> io::Result<()> {
+        rustix::io::write(rustix::stdio::stdout(), &[READY])?;
         let offset = layout::QUEUES + (self.machine.queue * size_of::<Queue>()) as u64;
         let queue = self.shared.at(offset, size_of::<Queue>() as u64)?;
         // SAFETY: it lies in the mapping, which lives as long as `self`; it is page-aligned memory at a multiple of its size, and all of it
@@ -114,15 +146,22 @@ impl Worker {
         let hole = vmm_machine::layout_with_pci().hole_start;
         let ranges: Vec<_> = vmm_boot::ram_ranges(self.machine.memory, hole).collect();
         self.guest.with(ranges, |memory| {
-            let mut next = 0;
-            loop {
-                match queue.take(&mut next) {
-                    Some(id) => {
-                        finish(queue, id, act(&take(&queue.requests[id], memory)), doorbell)
-                    }
-                    None => queue.sleep(wait),
+            let (mut next, mut is_idle) = (0, true);
+            while !end.load(Relaxed) {
+                if let Some(id) = queue.take(&mut next) {
+                    finish(queue, id, served.act(&take(&queue.requests[id], memory)), doorbell);
+                    is_idle = false;
+                    continue;
+                }
+                let mut has_come = true;
+                let limit = if is_idle { PAUSE } else { MOMENT };
+                queue.sleep(|word, seen| has_come = wait(word, seen, limit));
+                if !has_come && !is_idle {
+                    served.idle();
+                    is_idle = true;
                 }
             }
+            served.idle();
         })
     }
 }
@@ -134,6 +173,7 @@ fn take<'a>(request: &'a Request, memory: &'a GuestMemory) -> Taken<'a> {
     Taken {
         op: request.op.load(Relaxed),
         parts: parts.map(|part| (part.address.load(Relaxed), part.length.load(Relaxed))).collect(),
+        sector: request.sector.load(Relaxed),
         count: request.count.load(Relaxed),
         request,
         memory,
@@ -150,9 +190,11 @@ fn finish(queue: &Queue, id: usize, status: u8, doorbell: BorrowedFd<'_>) {
     let _ = rustix::io::write(doorbell, &1_u64.to_ne_bytes());
 }
 
-fn wait(word: &AtomicU32, seen: u32) {
+/// `false`: nothing has come in this time.
+fn wait(word: &AtomicU32, seen: u32, limit: Duration) -> bool {
+    let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
     // An early return is allowed.
-    let _ = futex::wait(word, futex::Flags::empty(), seen, None);
+    futex::wait(word, futex::Flags::empty(), seen, Some(&limit)) != Err(Errno::TIMEDOUT)
 }
 
 /// Splits the parts of a message: what is to be read, and where the answer goes.

@@ -30,7 +30,7 @@ pub struct Config {
     /// The machine.
     #[command(flatten)]
     pub vm: Vm,
-    /// Disk: FILE, or path=FILE,ro=on,id=NAME,format=raw; up to four.
+    /// Disk: FILE, or path=FILE,ro=on,id=NAME,format=raw (or qcow2); up to four.
     #[arg(short, long = "disk", value_name = "DISK", value_parser = disk::parse)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub disk: Vec<disk::Description>,

@@ -4,15 +4,23 @@ use crate::failure::{self, Failure};
 use crate::machine::Other;
 use crate::supervise::{self, AtEnd};
 use command_fds::{CommandFdExt, FdMapping};
+use hosted_jail::{Failed, Image, Share};
 use proto::wedge::layout;
+use signal_hook::consts::{SIGTERM, SIGXFSZ};
+use signal_hook::flag;
 use std::env;
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::process::{ExitCode, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// First argument of such a start.
 const MARK: &str = "--device";
+/// Kinds of devices.
+const SHARE: &str = "share";
+const IMAGE: &str = "image";
 
 /// What all devices of a machine have.
 #[derive(Clone, Copy, Debug)]
@@ -23,18 +31,31 @@ pub struct Machine<'a> {
     pub descriptors: [BorrowedFd<'a>; 3],
 }
 
-/// Starts the process of a shared directory, which is called `name` in messages; its requests are in this queue.
+/// What a process serves.
+#[derive(Clone, Copy, Debug)]
+pub enum Device {
+    /// A folder.
+    Share(Share),
+    /// A qcow2 image.
+    Image(Image),
+}
+
+/// Starts the process of a device, which is called `name` in messages and has this descriptor; its requests are in this queue.
 pub fn start(
     machine: &Machine<'_>,
     queue: usize,
-    read_only: bool,
-    folder: BorrowedFd<'_>,
+    device: Device,
+    own: BorrowedFd<'_>,
     name: String,
 ) -> Result<Other, Failure> {
     let failed = |error: io::Error| Failure::os("start a process for a device", &error);
-    let mut command = supervise::command(OsStr::new("/proc/self/exe"), AtEnd::Kill)?;
+    let mut command = supervise::command(OsStr::new("/proc/self/exe"), AtEnd::Terminate)?;
     let numbers = [layout::MEMORY_FD, layout::SHARED_FD, layout::DOORBELL_FD];
-    let own = [(folder, layout::DISKS_FD)];
+    let own = [(own, layout::DISKS_FD)];
+    let (kind, read_only, sectors) = match device {
+        Device::Share(Share { read_only }) => (SHARE, read_only, 0),
+        Device::Image(Image { read_only, sectors }) => (IMAGE, read_only, sectors),
+    };
     let mut mappings = Vec::new();
     for (descriptor, number) in machine.descriptors.into_iter().zip(numbers).chain(own) {
         let parent_fd = descriptor.try_clone_to_owned().map_err(failed)?;
@@ -42,10 +63,11 @@ pub fn start(
     }
     command
         .arg(MARK)
-        .args([machine.memory.to_string(), queue.to_string(), read_only.to_string()])
+        .args([machine.memory.to_string(), queue.to_string(), kind.to_owned()])
+        .args([read_only.to_string(), sectors.to_string()])
         .env_clear()
         .stdin(Stdio::null())
-        // Nothing is written there: its end is the end of the process.
+        // There it says that it serves; its end is the end of the process.
         .stdout(Stdio::piped())
         .fd_mappings(mappings)
         .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
@@ -58,19 +80,42 @@ pub fn become_device() -> Option<ExitCode> {
     if arguments.next()? != MARK {
         return None;
     }
-    let mut number = || arguments.next()?.parse().ok();
-    let machine = number().zip(number());
-    let read_only = arguments.next().and_then(|word| word.parse().ok());
-    let served = match machine.zip(read_only) {
-        Some(((memory, queue), read_only)) => {
-            let machine = hosted_jail::Machine { memory, queue: queue as usize };
-            hosted_jail::serve_share(machine, hosted_jail::Share { read_only })
-        }
-        None => Ok(()),
+    let Some((machine, device)) = described(arguments) else {
+        eprintln!("parador: error: {MARK} is for internal use");
+        return Some(ExitCode::from(failure::INTERNAL));
     };
-    match served {
-        Ok(()) => eprintln!("parador: error: {MARK} is for internal use"),
-        Err(error) => eprintln!("parador: error: a device cannot be served: {error}"),
-    }
-    Some(ExitCode::from(failure::INTERNAL))
+    let end = Arc::new(AtomicBool::new(false));
+    // A limit of the size of files is an error, not the end.
+    let listens = flag::register(SIGTERM, end.clone())
+        .and_then(|_| flag::register(SIGXFSZ, Arc::default()))
+        .map_err(Failed::from);
+    let served = listens.and_then(|_| match device {
+        Device::Share(share) => hosted_jail::serve_share(machine, share, &end),
+        Device::Image(image) => hosted_jail::serve_image(machine, image, &end),
+    });
+    Some(match served {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Whoever has started this process says it.
+            print!("{error}");
+            ExitCode::from(failure::BAD_CONFIG)
+        }
+    })
+}
+
+/// What [`start`] says.
+fn described(
+    mut arguments: impl Iterator<Item = String>,
+) -> Option<(hosted_jail::Machine, Device)> {
+    let memory = arguments.next()?.parse().ok()?;
+    let queue = arguments.next()?.parse().ok()?;
+    let kind = arguments.next()?;
+    let read_only = arguments.next()?.parse().ok()?;
+    let sectors = arguments.next()?.parse().ok()?;
+    let device = match kind.as_str() {
+        SHARE => Device::Share(Share { read_only }),
+        IMAGE => Device::Image(Image { read_only, sectors }),
+        _ => return None,
+    };
+    Some((hosted_jail::Machine { memory, queue }, device))
 }

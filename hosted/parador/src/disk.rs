@@ -1,13 +1,16 @@
 //! Disks of `parador run`: what the user says of them, and files opened and locked for one machine.
 
+use crate::device;
 use crate::failure::{self, Failure};
 use crate::keyvalue;
+use crate::machine::Other;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -19,6 +22,8 @@ const SECTOR: u64 = 512;
 const PATIENCE: Duration = Duration::from_millis(500);
 /// First bytes of a qcow2 image (QEMU, `docs/interop/qcow2.txt`).
 const QCOW2: [u8; 4] = *b"QFI\xfb";
+/// Bytes that each version's header has.
+const HEADER: usize = 72;
 /// Bytes of a disk's name (VIRTIO 1.2, section 5.2.6).
 const NAME: usize = 20;
 
@@ -26,7 +31,7 @@ const NAME: usize = 20;
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Description {
-    /// A file of whole sectors of 512 bytes, or a block device.
+    /// A file of whole sectors of 512 bytes, a block device, or a qcow2 image.
     pub path: PathBuf,
     /// The guest only reads, and several machines may have the file.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -34,7 +39,7 @@ pub struct Description {
     /// Name for the guest [default: disk and its number].
     #[schemars(length(max = 20))]
     id: Option<Name>,
-    /// What is in the file; said, it stops the question whether it is a qcow2 image.
+    /// What is in the file [default: qcow2 if its name ends so, else raw]; said, it stops the question whether it is a qcow2 image.
     format: Option<Format>,
 }
 
@@ -44,6 +49,8 @@ pub struct Description {
 enum Format {
     /// The disk's sectors, one after another.
     Raw,
+    /// An image of QEMU's format.
+    Qcow2,
 }
 
 /// A disk's name: at most 20 bytes (VIRTIO 1.2, section 5.2.6).
@@ -69,6 +76,8 @@ pub struct Disk {
     pub file: File,
     /// What the machine is told of it.
     pub record: proto::wedge::Disk,
+    /// For messages.
+    path: PathBuf,
 }
 
 /// Reads `FILE[,KEY=VALUE]...` or `path=FILE[,KEY=VALUE]...`.
@@ -80,8 +89,8 @@ pub fn parse(text: &str) -> Result<Description, Failure> {
     })
     .map_err(|failure| {
         failure.help(
-            "write -d FILE or -d path=FILE,ro=on,id=NAME,format=raw; \
-             `qemu-img convert -O raw OLD NEW` converts other formats",
+            "write -d FILE or -d path=FILE,ro=on,id=NAME,format=raw or format=qcow2; \
+             `qemu-img convert -O qcow2 OLD NEW` converts other formats",
         )
     })
 }
@@ -106,19 +115,27 @@ impl Description {
             return Err(self.refuse("is no file and no block device"));
         }
         self.lock(&file)?;
-        let length = file.seek(SeekFrom::End(0)).map_err(|error| failed("measure disk", error))?;
+        let is_image = self.is_image();
+        if is_image && !kind.is_file() {
+            return Err(self.refuse("is no file, so no qcow2 image"));
+        }
+        let length = if is_image {
+            self.length_of_image(&mut file)?
+        } else {
+            file.seek(SeekFrom::End(0)).map_err(|error| failed("measure disk", error))?
+        };
         if length == 0 || !length.is_multiple_of(SECTOR) {
             let text = format!("has {length} bytes, which is no multiple of {SECTOR} above 0");
             return Err(self.refuse(&text).help("fill it up: `truncate -s %512 FILE`"));
         }
-        if self.format.is_none() {
+        if self.format.is_none() && !is_image {
             let mut start = [0; QCOW2.len()];
             let read = file.rewind().and_then(|()| file.read_exact(&mut start));
             read.map_err(|error| failed("read disk", error))?;
             if start == QCOW2 {
                 return Err(self
                     .refuse("looks like a qcow2 image")
-                    .help("convert it: `qemu-img convert -O raw OLD NEW`; or say format=raw"));
+                    .help("say format=qcow2 if it is one that you trust, format=raw if a guest has written that"));
             }
         }
         let mut serial = [0; NAME];
@@ -130,10 +147,53 @@ impl Description {
         let record = proto::wedge::Disk {
             sectors: length / SECTOR,
             read_only: self.ro,
-            is_elsewhere: false,
+            is_elsewhere: is_image,
             serial,
         };
-        Ok(Disk { file, record })
+        Ok(Disk { file, record, path: path.clone() })
+    }
+
+    /// Whether it is a qcow2 image, which nothing in the file decides: a guest that writes a header into its raw disk gets nothing by it.
+    pub fn is_image(&self) -> bool {
+        match self.format {
+            Some(format) => format == Format::Qcow2,
+            None => self.path.extension().is_some_and(|extension| extension == "qcow2"),
+        }
+    }
+
+    /// What the header of an image says. The rest of it is looked at in a process of its own.
+    fn length_of_image(&self, file: &mut File) -> Result<u64, Failure> {
+        let mut header = [0; HEADER];
+        match file.read_exact(&mut header) {
+            Ok(()) if header[..4] == QCOW2 => {}
+            Err(error) if error.kind() != ErrorKind::UnexpectedEof => {
+                return Err(Failure::file("read disk", &self.path, &error));
+            }
+            _ => {
+                return Err(self
+                    .refuse("is no qcow2 image")
+                    .help("say format=raw, or make one: `qemu-img create -f qcow2 FILE 10G`"));
+            }
+        }
+        let word = |at: usize| u32::from_be_bytes([0, 1, 2, 3].map(|byte| header[at + byte]));
+        let long = |at: usize| u64::from(word(at)) << 32 | u64::from(word(at + 4));
+        // Offset of the backing file's name, encryption, snapshots (QEMU, `docs/interop/qcow2.txt`).
+        if long(8) != 0 {
+            return Err(self
+                .refuse("is an image that needs another file")
+                .help("put the two together: `qemu-img convert -O qcow2 OLD NEW`"));
+        }
+        if word(32) != 0 {
+            return Err(self
+                .refuse("is an encrypted image")
+                .help("convert it: `qemu-img convert -O qcow2 OLD NEW`"));
+        }
+        if word(60) != 0 && !self.ro {
+            return Err(self
+                .refuse("is an image with snapshots, which are not written to")
+                .help("add ro=on, or convert it: `qemu-img convert -O qcow2 OLD NEW`"));
+        }
+        Ok(long(24))
     }
 
     /// The lock belongs to the open file: it lasts as long as any process of the machine has it.
@@ -166,6 +226,20 @@ impl Description {
     }
 }
 
+impl Disk {
+    /// Starts the process that serves it, if it is an image; its requests are in the queue of this number.
+    pub fn start(
+        &self,
+        machine: &device::Machine<'_>,
+        queue: usize,
+    ) -> Option<Result<Other, Failure>> {
+        let proto::wedge::Disk { sectors, read_only, is_elsewhere, .. } = self.record;
+        let image = device::Device::Image(hosted_jail::Image { read_only, sectors });
+        let name = format!("disk {}", self.path.display());
+        is_elsewhere.then(|| device::start(machine, queue, image, self.file.as_fd(), name))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -186,7 +260,7 @@ mod tests {
     fn bad_descriptions() {
         for (text, said) in [
             ("a,rw=on", "unknown key `rw`"),
-            ("a,format=qcow2", "qemu-img"),
+            ("a,format=vmdk", "qemu-img"),
             ("pth=a", "did you mean `path`?"),
             ("ro=on", "it has no `path`"),
             ("a,ro", "`ro` has no value"),
@@ -223,7 +297,41 @@ mod tests {
         std::fs::write(&path, image).unwrap();
         assert!(open("").unwrap_err().to_string().contains("qcow2"));
         assert!(open(",format=raw").is_ok());
+        images(folder.path());
         let folder = parse(folder.path().to_str().unwrap()).unwrap();
         assert!(folder.open(0).is_err());
+    }
+    fn images(folder: &Path) {
+        let path = folder.join("disk.qcow2");
+        let open = |more: &str| parse(&format!("{}{more}", path.display())).unwrap().open(1);
+        let write = |field: usize, value: u8| {
+            let mut header = [0; HEADER];
+            header[..4].copy_from_slice(&QCOW2);
+            // 16 MiB.
+            header[28] = 1;
+            header[field] |= value;
+            std::fs::write(&path, header).unwrap();
+        };
+        write(0, 0);
+        let disk = open("").unwrap();
+        assert_eq!((disk.record.sectors, disk.record.is_elsewhere), (1 << 15, true));
+        drop(disk);
+        for (field, said) in [
+            (1, "no qcow2 image"),
+            (15, "another file"),
+            (35, "encrypted"),
+            (63, "snapshots"),
+            (31, "bytes"),
+        ] {
+            write(field, 1);
+            let failure = open("").unwrap_err();
+            assert_eq!(failure.code(), failure::BAD_CONFIG);
+            assert!(failure.to_string().contains(said), "{said}: {failure}");
+        }
+        write(63, 1);
+        assert!(open(",ro=on").is_ok());
+        std::fs::write(&path, [0; 512]).unwrap();
+        assert!(open("").unwrap_err().to_string().contains("no qcow2 image"));
+        assert!(!open(",format=raw").unwrap().record.is_elsewhere);
     }
 }

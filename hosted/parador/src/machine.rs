@@ -7,17 +7,22 @@
 use crate::failure::{self, Failure};
 use crate::interrupt::ENDING;
 use crate::terminal::{Keys, Raw};
+use hosted_jail::READY;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::{Errno, read, write};
+use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::low_level::pipe;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
+/// Time that a process beside the machine has to write what it keeps.
+const AT_END: Duration = Duration::from_secs(10);
 /// Bytes of messages that are kept.
 const KEPT_MESSAGES: usize = 16 << 10;
 
@@ -66,20 +71,47 @@ pub struct Other {
 }
 
 impl Other {
-    /// Starts it, with a pipe as its output, which it does not write to. `name` is for messages.
+    /// Starts it, with a pipe as its output, and waits until it says there that it serves. `name` is for messages.
     pub fn start(name: String, command: &mut Command) -> Result<Self, Failure> {
         let started = command.process_group(0).spawn();
         let mut child = started.map_err(|error| Failure::program(&name, &error))?;
-        match child.stdout.take() {
-            Some(alive) => Ok(Self { name, child, alive }),
-            None => Err(Failure::new(failure::INTERNAL, format!("{name} has no pipe"))),
+        let Some(alive) = child.stdout.take() else {
+            return Err(Failure::new(failure::INTERNAL, format!("{name} has no pipe")));
+        };
+        let mut other = Self { name, child, alive };
+        let mut said = [READY];
+        match other.alive.read(&mut said) {
+            Ok(1) if said == [READY] => Ok(other),
+            _ => Err(other.refusal(said)),
         }
+    }
+
+    /// What it says instead, which begins with `first`.
+    fn refusal(mut self, first: [u8; 1]) -> Failure {
+        let mut said = first.to_vec();
+        // What can be read is what there is to say.
+        let _ = (&mut self.alive).take(KEPT_MESSAGES as u64).read_to_end(&mut said);
+        let text = String::from_utf8_lossy(&said).replace(char::is_control, "");
+        let (code, text) = match self.child.wait() {
+            Ok(status) if status.code() == Some(failure::BAD_CONFIG.into()) => {
+                (failure::BAD_CONFIG, text)
+            }
+            Ok(status) => (failure::INTERNAL, format!("its process has ended ({status}) {text}")),
+            Err(error) => (failure::INTERNAL, error.to_string()),
+        };
+        Failure::new(code, format!("{}: {}", self.name, text.trim()))
     }
 }
 
 impl Drop for Other {
     fn drop(&mut self) {
-        // As for the machine.
+        let deadline = Instant::now() + AT_END;
+        let id = Pid::from_child(&self.child);
+        // Fails if it has ended, which is what is wanted.
+        let _ = kill_process(id, Signal::TERM);
+        while Instant::now() < deadline && matches!(self.child.try_wait(), Ok(None)) {
+            thread::sleep(Duration::from_millis(2));
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

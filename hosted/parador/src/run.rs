@@ -139,13 +139,14 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
         || vm.sandbox == Some(Sandbox::Strict)
         || !config.net.is_empty()
         || !config.share.is_empty()
+        || config.disk.iter().any(disk::Description::is_image)
         || vm.is_controlled()
         || balloon;
     let parse = || Image::parse(bytes);
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
             let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --counters, --net, \
-                        --profile-writes, --protection, --sandbox strict, --share and --without are of processes";
+                        --profile-writes, --protection, --sandbox strict, --share, qcow2 images and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
         Backend::Kvm => match kvm::trial() {
@@ -320,15 +321,18 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             memory,
             descriptors: [prepared.memory.as_fd(), prepared.shared.as_fd(), doorbell.as_fd()],
         };
+        let images = disks.iter().enumerate();
+        let images = images.filter_map(|(queue, disk)| disk.start(&devices, queue));
         let served = (MAX_DISKS..).zip(&shares).map(|(queue, share)| share.start(&devices, queue));
-        let served = served.collect::<Result<Vec<_>, _>>()?;
+        let served = images.chain(served).collect::<Result<Vec<_>, _>>()?;
         let mut descriptors = vec![
             (prepared.memory, layout::MEMORY_FD),
             (prepared.shared, layout::SHARED_FD),
             (doorbell, layout::DOORBELL_FD),
             (theirs.into(), layout::CONTROL_FD),
         ];
-        for (disk, number) in disks.iter().zip(layout::DISKS_FD..) {
+        let numbered = disks.iter().zip(layout::DISKS_FD..);
+        for (disk, number) in numbered.filter(|(disk, _)| !disk.record.is_elsewhere) {
             descriptors.push((clone(&disk.file)?, number));
         }
         // What is on the other sides of networks ends with this start.

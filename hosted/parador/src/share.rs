@@ -86,7 +86,8 @@ impl Share {
     /// Starts the process that serves it.
     pub fn start(&self, machine: &device::Machine<'_>, queue: usize) -> Result<Other, Failure> {
         let name = format!("shared directory {}", self.name);
-        device::start(machine, queue, self.read_only, self.folder.as_fd(), name)
+        let share = device::Device::Share(hosted_jail::Share { read_only: self.read_only });
+        device::start(machine, queue, share, self.folder.as_fd(), name)
     }
 }
 

@@ -119,7 +119,7 @@ fn disks() {
     };
     run("a.img,rw=on", 65, "unknown key `rw`");
     run("path=a.img,fromat=raw", 65, "did you mean `format`?");
-    run("path=a.img,format=qcow2", 65, "qemu-img");
+    run("path=a.img,format=vmdk", 65, "qemu-img");
     let five = ["-d", "a", "-d", "b", "-d", "c", "-d", "d", "-d", "e"];
     refused(&folder, &[&["k"][..], &five].concat(), 64, "5 disks are more than 4");
     run("none.img", 66, "none.img");
