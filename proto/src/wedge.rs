@@ -340,6 +340,8 @@ pub mod control {
     pub const RESUME: u8 = b'r';
     /// The power button is pressed.
     pub const POWER_BUTTON: u8 = b'b';
+    /// From the device process only: there is a further process of the guest.
+    pub const MADE: u8 = b'n';
     /// From the device process only: the guest's first instruction comes now.
     pub const STARTED: u8 = b's';
 }
@@ -388,7 +390,8 @@ pub mod count {
     ];
 }
 
-/// Values of [`Start::log`]: the least grave messages that are printed.
+/// Values of [`Start::log`]: the least grave messages that are printed. A message of a machine's process is a line, `<LEVEL>TEXT`, on standard
+/// error.
 pub mod log {
     /// The machine cannot go on.
     pub const ERROR: u64 = 0;

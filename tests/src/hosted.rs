@@ -1,6 +1,7 @@
 //! Machines that are processes of this host: `parador run` with the kernel of `parador kernel build`. No QEMU.
 
 pub mod net;
+pub mod observed;
 
 use crate::previrt::Kernel;
 use crate::system::{artifacts, parador};
@@ -865,7 +866,7 @@ pub fn api() -> Result<()> {
     machine.told(&["top", "-n", "1"], 0, "running  up ")?;
     let socket = rig.path(Controlled::SOCKET);
     let second = end(rig.run().args(["--api-socket", Controlled::SOCKET]), "")?;
-    second.has(71, &["control socket of another machine"])?;
+    second.has(71, &["is a socket that another program serves"])?;
     let events =
         start(parador(rig.folder.path()).args(["ctl", "-s", Controlled::SOCKET, "events"]))?;
     machine.told(&["shutdown"], 0, "running")?;

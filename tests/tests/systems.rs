@@ -55,6 +55,9 @@ const HOSTED: &[(&str, Body)] = &[
     ("kvm-refused", kvm::refused),
     ("api", hosted::api),
     ("config", hosted::config),
+    ("json", hosted::observed::json),
+    ("serial", hosted::observed::serial),
+    ("perf-map", hosted::observed::perf_map),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.
 const STRESS_SECONDS: u32 = 10;

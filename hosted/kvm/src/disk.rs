@@ -9,7 +9,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use proto::wedge::Disk as Record;
+use proto::wedge::{Disk as Record, log};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use vmm_bus::Block;
@@ -91,7 +91,8 @@ impl Disk {
                 }
                 Err(Failure::Host(error)) => {
                     if !std::mem::replace(&mut state.told, true) {
-                        eprintln!("parador: disk {number}: the host refuses a request: {error}");
+                        let level = log::WARN;
+                        eprintln!("<{level}>disk {number}: the host refuses a request: {error}");
                     }
                     BlockStatus::Failed
                 }

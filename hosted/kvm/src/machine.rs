@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use hosted_vmm::confine;
 use kvm_ioctls::VcpuFd;
-use proto::wedge::{Disk as Record, MAX_DISKS};
+use proto::wedge::{Disk as Record, MAX_DISKS, log};
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
@@ -116,7 +116,7 @@ impl Host for KvmHost<'_> {
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
         if level.number() <= self.log {
-            eprintln!("parador: {text}");
+            eprintln!("<{}>{text}", level.number());
         }
     }
 
@@ -131,7 +131,7 @@ pub fn run() -> ! {
         Ok(never) => match never {},
         Err(error) => error,
     };
-    eprintln!("parador: {error}");
+    eprintln!("<{}>{error}", log::ERROR);
     process::exit(error.exit_code().into())
 }
 
@@ -242,7 +242,7 @@ fn power_on(
                     Ok(())
                 });
                 if let Err(error) = result {
-                    eprintln!("parador: {error}");
+                    eprintln!("<{}>{error}", log::ERROR);
                     process::exit(error.exit_code().into());
                 }
             }
@@ -318,7 +318,8 @@ fn describe(index: usize, vcpu: &mut KvmVcpu<'_>) {
             .map(|register| vcpu.get(register));
     let rsp = vcpu.gpr(Gpr::Rsp);
     eprintln!(
-        "parador: virtual processor {index} gave up: rip {rip:#x} rsp {rsp:#x} rflags {rflags:#x} \
-         cr0 {cr0:#x} cr2 {cr2:#x} cr3 {cr3:#x} cr4 {cr4:#x}"
+        "<{}>virtual processor {index} gave up: rip {rip:#x} rsp {rsp:#x} rflags {rflags:#x} \
+         cr0 {cr0:#x} cr2 {cr2:#x} cr3 {cr3:#x} cr4 {cr4:#x}",
+        log::WARN
     );
 }

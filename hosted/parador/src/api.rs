@@ -3,9 +3,10 @@
 //! One thread, one request for each connection. Connections, requests, their time and what listens to events are limited, so that a client
 //! that is slow, greedy or broken harms others as little as it harms the machine.
 
+use crate::console::listen;
 use crate::control::{Answer, Control, State, Vm, Wish};
 use crate::events::Line;
-use crate::failure::{self, Failure};
+use crate::failure::Failure;
 use crate::statistics::Statistics;
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use hyper::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING};
@@ -13,15 +14,12 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use rustix::fs::Mode;
 use schemars::{JsonSchema, SchemaGenerator};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::convert::Infallible;
 use std::fs;
-use std::io::ErrorKind;
-use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -57,19 +55,13 @@ impl Server {
     /// There is a file of this name that is no socket left over: code 71.
     pub fn start(path: &Path, control: Control) -> Result<Self, Failure> {
         let failed = |action: &str, error: &std::io::Error| Failure::file(action, path, error);
-        remove_stale(path)?;
-        // The socket has its mode from the beginning.
-        let former = rustix::process::umask(Mode::from_raw_mode(0o177));
-        let bound = UnixListener::bind(path);
-        rustix::process::umask(former);
-        let listener = bound.map_err(|error| failed("make the control socket", &error))?;
+        let listener = listen(path, "the control socket")?;
         let (end, ended) = oneshot::channel();
         let mut server = Self { path: path.to_owned(), end: Some(end), thread: None };
-        let runtime = listener
-            .set_nonblocking(true)
-            .and_then(|()| {
-                tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()
-            })
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build()
             .map_err(|error| failed("serve the control socket", &error))?;
         let thread = thread::Builder::new().name("api".to_owned());
         let thread = thread.spawn(move || runtime.block_on(serve(listener, control, ended)));
@@ -87,22 +79,6 @@ impl Drop for Server {
             // It only fails if the thread panicked, which has been reported then.
             let _ = thread.join();
         }
-    }
-}
-
-/// Removes a socket whose owner is gone.
-fn remove_stale(path: &Path) -> Result<(), Failure> {
-    let refuse =
-        |text: &str| Err(Failure::new(failure::OS_ERROR, format!("{} {text}", path.display())));
-    match fs::symlink_metadata(path) {
-        Err(_) => Ok(()),
-        Ok(found) if !found.file_type().is_socket() => refuse("is there already, and no socket")
-            .map_err(|failure: Failure| failure.help("remove it, or name another control socket")),
-        Ok(_) => match UnixStream::connect(path) {
-            Err(error) if error.kind() == ErrorKind::ConnectionRefused => fs::remove_file(path)
-                .map_err(|error| Failure::file("remove the old socket", path, &error)),
-            _ => refuse("is the control socket of another machine"),
-        },
     }
 }
 
@@ -379,7 +355,9 @@ pub fn openapi() -> Value {
 mod tests {
     use super::*;
     use crate::config::Config;
+    use crate::failure;
     use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
 
     #[test]
     fn the_description_is_in_the_specification() {
@@ -465,7 +443,7 @@ mod tests {
         let refused = || Server::start(&path, control()).err().unwrap();
         let server = Server::start(&path, control()).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert!(refused().to_string().contains("another machine"));
+        assert!(refused().to_string().contains("another program"));
         drop(server);
         assert!(!path.exists());
         // As after a kill.

@@ -4,9 +4,11 @@
 //! A key is a field here and nothing else: its text is the help of the option and the description in the JSON schema. Every field says
 //! nothing by default, so that a file and a command line can be merged; what is the case then, the code that uses it knows.
 
+use crate::console::Target;
 use crate::description::{self, Size};
 use crate::disk;
 use crate::failure::{self, Failure};
+use crate::messages::Format;
 use crate::net;
 use crate::problem::{Problem, Report};
 use crate::share;
@@ -94,6 +96,16 @@ pub struct Vm {
     /// Messages about the machine that are printed when it has ended [default: warn].
     #[arg(long, value_enum, value_name = "LEVEL")]
     pub log: Option<Log>,
+    /// What the serial line is connected to: stdio, pty, null, file=PATH, unix=PATH [default: stdio].
+    #[arg(long, value_name = "TARGET", value_parser = Target::parse)]
+    pub serial: Option<Target>,
+    /// Let profilers of the host find the functions of the guest's kernel: /tmp/perf-PID.map for each process of the machine.
+    #[arg(long)]
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub perf_map: bool,
+    /// How messages look: lines, or a JSON object a line [default: text].
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub log_format: Option<Format>,
     /// Control socket, which is made: see docs/spec/api.md.
     #[arg(long, value_name = "SOCKET")]
     pub api_socket: Option<PathBuf>,
@@ -350,14 +362,16 @@ impl Config {
 
     /// With paths that start at a folder.
     fn in_folder(mut self, folder: &Path) -> Self {
-        let Vm { kernel, initrd, profile_writes, api_socket, metrics, .. } = &mut self.vm;
+        let Vm { kernel, initrd, profile_writes, api_socket, metrics, serial, .. } = &mut self.vm;
+        let serial = serial.iter_mut().filter_map(Target::path_mut);
         let initrd = initrd.iter_mut().filter(|path| !is_busybox(path));
         let metrics = metrics.iter_mut().filter(|path| !is_stdout(path));
         let disks = self.disk.iter_mut().map(|disk| &mut disk.path);
         let shares = self.share.iter_mut().map(|share| &mut share.path);
         let switches = self.net.iter_mut().filter_map(|net| net.switch.as_mut());
         let files = kernel.iter_mut().chain(profile_writes).chain(api_socket);
-        for path in files.chain(initrd).chain(metrics).chain(disks).chain(switches).chain(shares) {
+        let paths = files.chain(initrd).chain(metrics).chain(serial);
+        for path in paths.chain(disks).chain(switches).chain(shares) {
             *path = folder.join(&*path);
         }
         self

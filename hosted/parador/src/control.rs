@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::events::{Event, Events};
 use crate::failure::Failure;
 use crate::machine::{End, Watched};
+use crate::perf::Maps;
 use crate::statistics::{self, Statistics};
 use hyper::body::Bytes;
 use proto::wedge::control as byte;
@@ -231,6 +232,8 @@ pub struct Supervisor<'a> {
     woken: &'a UnixStream,
     /// Readable when statistics are wanted, by a signal; and who writes them.
     asked: Option<(&'a UnixStream, &'a dyn Fn())>,
+    /// Maps for profilers.
+    maps: Option<&'a mut Maps>,
     /// To the device process; `None`: it has ended.
     device: Option<UnixStream>,
     /// Who waits for the device process, and for what.
@@ -244,8 +247,9 @@ impl<'a> Supervisor<'a> {
         woken: &'a UnixStream,
         device: UnixStream,
         asked: Option<(&'a UnixStream, &'a dyn Fn())>,
+        maps: Option<&'a mut Maps>,
     ) -> Self {
-        Self { control, woken, asked, device: Some(device), waiting: Vec::new() }
+        Self { control, woken, asked, maps, device: Some(device), waiting: Vec::new() }
     }
 
     fn wishes(&mut self) -> Option<End> {
@@ -293,6 +297,14 @@ impl<'a> Supervisor<'a> {
         }
     }
 
+    /// There is a further process.
+    fn made(&mut self) {
+        let process = self.control.known().process;
+        if let (Some(maps), Some(process)) = (&mut self.maps, process) {
+            maps.processes(statistics::children(process));
+        }
+    }
+
     /// The device process says something.
     fn told(&mut self) {
         let Some(device) = &self.device else { return };
@@ -306,6 +318,10 @@ impl<'a> Supervisor<'a> {
             Ok(length) => length,
         };
         for &byte in &bytes[..length] {
+            if byte == byte::MADE {
+                self.made();
+                continue;
+            }
             let mut known = self.control.known();
             let (state, event) = match byte {
                 byte::STARTED if known.start.is_none() => {

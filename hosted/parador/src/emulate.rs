@@ -2,6 +2,7 @@
 
 use crate::attach::Bus;
 use crate::check::Plan;
+use crate::console::Console;
 use crate::failure::{self, Failure};
 use crate::image::Image;
 use crate::machine::{self, End, Machine};
@@ -69,10 +70,11 @@ pub fn run(plan: &Plan, image: &Image, options: &Options) -> Result<u8, Failure>
     let start = Instant::now();
     let machine = Machine::start("QEMU", command)?;
     let limit = machine::deadline(options.timeout);
-    let (end, messages) = machine.serve(limit, &keys(&plan.console_clients()), None)?;
+    let (end, messages) =
+        machine.serve(limit, &keys(&plan.console_clients()), &mut Console::Stdio, None)?;
     let verdict = judge(&end);
     if verdict.show_log {
-        show("QEMU's messages", &messages, &options.qemu.display().to_string());
+        show("QEMU's messages", &messages.text(), &options.qemu.display().to_string());
         let log = fs::read(&options.log).unwrap_or_default();
         show(
             "end of the kernel's log",

@@ -20,6 +20,7 @@
 //! | 124 | `--timeout` reached |
 //! | 128+n | ended by signal n |
 
+use crate::messages::{self, Level, More};
 use crate::problem::Report;
 use std::fmt;
 use std::io;
@@ -61,6 +62,28 @@ pub fn meaning_of_end(code: u8) -> String {
         GUEST_RESET => "the guest reset its machine".to_owned(),
         _ => format!("the system ended with code {code}"),
     }
+}
+
+/// A word for an exit code, for programs.
+pub fn word(code: u8) -> Option<&'static str> {
+    Some(match code {
+        0 => "power-off",
+        1..=63 => "guest-code",
+        USAGE => "usage",
+        BAD_CONFIG => "bad-config",
+        MISSING_FILE => "missing-file",
+        UNAVAILABLE => "unavailable",
+        INTERNAL => "internal",
+        OS_ERROR => "os-error",
+        PERMISSION => "permission",
+        GUEST_PANIC => "guest-panic",
+        GUEST_FAULT => "guest-fault",
+        WATCHDOG => "watchdog",
+        GUEST_RESET => "guest-reset",
+        TIMEOUT => "timeout",
+        129.. => "signal",
+        _ => return None,
+    })
 }
 
 /// Why a command failed.
@@ -123,7 +146,18 @@ impl Failure {
 
     /// Prints to standard error.
     pub fn print(&self) {
-        eprint!("{self}");
+        if !messages::is_json() {
+            eprint!("{self}");
+            return;
+        }
+        let whole = self.to_string();
+        let (text, help) = match self {
+            Self::Simple { message, help, .. } => (message, help.as_deref()),
+            Self::Description(_) => (&whole, None),
+        };
+        let (code, reason) = (Some(self.code()), word(self.code()));
+        let more = More { help, code, reason };
+        messages::tell(Level::Error, &messages::one_line(text), more);
     }
 }
 

@@ -4,8 +4,11 @@
 //! machine dies with it (parent-death signal). It runs in a process group of its own, so signals from the terminal reach this
 //! program only.
 
+use crate::console::{Console, Input};
 use crate::failure::{self, Failure};
 use crate::interrupt::ENDING;
+use crate::messages::{self, Heard, Level};
+use crate::profile;
 use crate::terminal::{Keys, Raw};
 use hosted_jail::READY;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -13,7 +16,7 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::{Errno, read, write};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::low_level::pipe;
-use std::io::{self, Read, Write};
+use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -23,8 +26,8 @@ use std::time::{Duration, Instant};
 
 /// Time that a process beside the machine has to write what it keeps.
 const AT_END: Duration = Duration::from_secs(10);
-/// Bytes of messages that are kept.
-const KEPT_MESSAGES: usize = 16 << 10;
+/// Bytes of a refusal that are read.
+const REFUSAL: u64 = 16 << 10;
 
 /// How a machine ended.
 #[derive(Debug, PartialEq, Eq)]
@@ -90,7 +93,7 @@ impl Other {
     fn refusal(mut self, first: [u8; 1]) -> Failure {
         let mut said = first.to_vec();
         // What can be read is what there is to say.
-        let _ = (&mut self.alive).take(KEPT_MESSAGES as u64).read_to_end(&mut said);
+        let _ = (&mut self.alive).take(REFUSAL).read_to_end(&mut said);
         let text = String::from_utf8_lossy(&said).replace(char::is_control, "");
         let (code, text) = match self.child.wait() {
             Ok(status) if status.code() == Some(failure::BAD_CONFIG.into()) => {
@@ -172,27 +175,32 @@ impl Machine {
         mut self,
         deadline: Option<Instant>,
         keys: &str,
+        console: &mut Console,
         watched: Option<&mut dyn Watched>,
-    ) -> Result<(End, String), Failure> {
+    ) -> Result<(End, Heard), Failure> {
         let (Some(input), Some(output), Some(errors)) =
             (self.child.stdin.take(), self.child.stdout.take(), self.child.stderr.take())
         else {
             return Err(Failure::new(failure::INTERNAL, format!("{} has no pipes", self.name)));
         };
         set_nonblocking(input.as_fd())?;
-        let raw = Raw::enter();
+        let raw = if console.is_stdio() { Raw::enter() } else { None };
         if raw.is_some() {
-            eprint!("parador: {}\r\n", keys.replace('\n', "\r\n"));
+            if messages::is_json() {
+                messages::say(Level::Info, keys);
+            } else {
+                eprint!("parador: {}\r\n", keys.replace('\n', "\r\n"));
+            }
         }
         let mut traffic = Traffic {
             raw: raw.is_some(),
             keys: Keys::default(),
             input_open: true,
             pending: Vec::new(),
-            messages: Vec::new(),
+            messages: Heard::new(self.name, Some(profile::MARK)),
         };
         let pipes = [input.as_fd(), output.as_fd(), errors.as_fd()];
-        let stop = traffic.carry(&self.signals, &self.others, pipes, deadline, watched);
+        let stop = traffic.carry(&self.signals, &self.others, pipes, console, deadline, watched);
         drop(raw);
         let end = match stop? {
             Stop::End(end) => end,
@@ -210,7 +218,8 @@ impl Machine {
                 End::Exited(status)
             }
         };
-        Ok((end, String::from_utf8_lossy(&traffic.messages).into_owned()))
+        traffic.messages.end();
+        Ok((end, traffic.messages))
     }
 }
 
@@ -227,7 +236,7 @@ struct Traffic {
     input_open: bool,
     /// Keys that the machine has not taken yet; while there are any, no more are read.
     pending: Vec<u8>,
-    messages: Vec<u8>,
+    messages: Heard,
 }
 
 /// What is watched while a machine runs.
@@ -251,6 +260,7 @@ impl Traffic {
         signals: &[(i32, UnixStream)],
         others: &[Other],
         [input, output, errors]: [BorrowedFd<'_>; 3],
+        console: &mut Console,
         deadline: Option<Instant>,
         mut watched: Option<&mut dyn Watched>,
     ) -> Result<Stop, Failure> {
@@ -258,15 +268,12 @@ impl Traffic {
         while output_open || errors_open {
             // A descriptor reports hang-ups even if nothing is wanted from it; so only those that
             // matter now are listed.
+            let reads = self.input_open && self.pending.is_empty();
+            let keyboard = console.input().filter(|_| reads);
             let pipes = [
                 (output_open, Source::Output, output, PollFlags::IN),
                 (errors_open, Source::Errors, errors, PollFlags::IN),
-                (
-                    self.input_open && self.pending.is_empty(),
-                    Source::Keyboard,
-                    rustix::stdio::stdin(),
-                    PollFlags::IN,
-                ),
+                (keyboard.is_some(), Source::Keyboard, keyboard.unwrap_or(input), PollFlags::IN),
                 (!self.pending.is_empty(), Source::Input, input, PollFlags::OUT),
             ];
             let signals = signals
@@ -306,14 +313,14 @@ impl Traffic {
                 match source {
                     Source::Signal(signal) => return Ok(Stop::End(End::Signal(signal))),
                     Source::Other(number) => return Ok(Stop::Other(number)),
-                    Source::Output => match self.output(output)? {
+                    Source::Output => match pass(output, console)? {
                         Flow::Open => {}
                         Flow::Closed => output_open = false,
                         Flow::Ended(end) => return Ok(Stop::End(end)),
                     },
                     Source::Errors => errors_open = self.errors(errors)?,
                     Source::Keyboard => {
-                        if self.keyboard()? {
+                        if self.keyboard(console) {
                             return Ok(Stop::End(End::Keys));
                         }
                     }
@@ -330,43 +337,26 @@ impl Traffic {
         Ok(Stop::Closed)
     }
 
-    /// From the machine to standard output.
-    fn output(&mut self, from: BorrowedFd<'_>) -> Result<Flow, Failure> {
-        let mut buffer = [0; 4096];
-        let length = receive(from, &mut buffer)?;
-        if length == 0 {
-            return Ok(Flow::Closed);
-        }
-        let mut stdout = io::stdout().lock();
-        match stdout.write_all(&buffer[..length]).and_then(|()| stdout.flush()) {
-            Ok(()) => Ok(Flow::Open),
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-                Ok(Flow::Ended(End::OutputClosed))
-            }
-            Err(error) => Err(Failure::os("write to standard output", &error)),
-        }
-    }
-
-    /// Messages are kept for the end, where they do not disturb the console.
+    /// From the machine's standard error.
     fn errors(&mut self, from: BorrowedFd<'_>) -> Result<bool, Failure> {
         let mut buffer = [0; 4096];
         let length = receive(from, &mut buffer)?;
-        let room = KEPT_MESSAGES.saturating_sub(self.messages.len());
-        self.messages.extend_from_slice(&buffer[..length.min(room)]);
+        self.messages.bytes(&buffer[..length]);
         Ok(length != 0)
     }
 
-    /// From standard input. `true`: the user ends the machine.
-    fn keyboard(&mut self) -> Result<bool, Failure> {
+    /// From the console. `true`: the user ends the machine.
+    fn keyboard(&mut self, console: &mut Console) -> bool {
         let mut buffer = [0; 4096];
-        // A terminal that went away is the same as the end of a file.
-        let length = receive(rustix::stdio::stdin(), &mut buffer).unwrap_or(0);
-        self.input_open = length != 0;
-        if self.raw {
-            return Ok(self.keys.pass(&buffer[..length], &mut self.pending));
+        match console.read(&mut buffer) {
+            Input::Bytes(length) if self.raw => {
+                return self.keys.pass(&buffer[..length], &mut self.pending);
+            }
+            Input::Bytes(length) => self.pending.extend_from_slice(&buffer[..length]),
+            Input::Nothing => {}
+            Input::End => self.input_open = false,
         }
-        self.pending.extend_from_slice(&buffer[..length]);
-        Ok(false)
+        false
     }
 
     /// To the machine, as much as it takes.
@@ -398,6 +388,23 @@ enum Flow {
     Open,
     Closed,
     Ended(End),
+}
+
+/// From the machine to its console.
+fn pass(from: BorrowedFd<'_>, console: &mut Console) -> Result<Flow, Failure> {
+    let mut buffer = [0; 4096];
+    let length = receive(from, &mut buffer)?;
+    if length == 0 {
+        return Ok(Flow::Closed);
+    }
+    match console.write(&buffer[..length]) {
+        Ok(()) => Ok(Flow::Open),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+            Ok(Flow::Ended(End::OutputClosed))
+        }
+        Err(error) if console.is_stdio() => Err(Failure::os("write to standard output", &error)),
+        Err(error) => Err(Failure::os("write what the guest prints", &error)),
+    }
 }
 
 /// Reads what is there; 0 at the end of the file.

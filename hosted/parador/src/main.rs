@@ -11,6 +11,7 @@ mod channels;
 mod check;
 mod commands;
 mod config;
+mod console;
 mod control;
 mod ctl;
 mod description;
@@ -21,6 +22,7 @@ mod emulate;
 mod events;
 mod failure;
 mod fetch;
+mod foreign;
 mod graph;
 mod guest;
 mod image;
@@ -31,10 +33,12 @@ mod keyvalue;
 mod kvm;
 mod machine;
 mod machine_exit;
+mod messages;
 mod module;
 mod net;
 mod output;
 mod passt;
+mod perf;
 mod problem;
 mod profile;
 mod programs;
@@ -51,6 +55,7 @@ mod terminal;
 
 use clap::Parser;
 use clap::error::ErrorKind;
+use failure::Failure;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -62,22 +67,35 @@ fn main() -> ExitCode {
     if let Some(code) = becomes {
         return code;
     }
+    messages::set(messages::wanted(std::env::args_os()));
+    if let Err(failure) = foreign::check(std::env::args_os()) {
+        failure.print();
+        return ExitCode::from(failure.code());
+    }
     let arguments = match commands::Cli::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {
             // Values with a structure of their own say themselves what is wrong with them.
             let value = std::error::Error::source(&error);
-            if let Some(failure) = value.and_then(|value| value.downcast_ref::<failure::Failure>())
-            {
+            if let Some(failure) = value.and_then(|value| value.downcast_ref::<Failure>()) {
                 failure.print();
                 return ExitCode::from(failure.code());
             }
-            // Nothing can be done if the message itself cannot be printed.
-            let _ = error.print();
-            return ExitCode::from(match error.kind() {
-                ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => 0,
-                _ => failure::USAGE,
-            });
+            if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+                // Nothing can be done if the message itself cannot be printed.
+                let _ = error.print();
+                return ExitCode::SUCCESS;
+            }
+            if messages::is_json() {
+                let text = error.to_string();
+                let text = text.strip_prefix("error: ").unwrap_or(&text);
+                let text: Vec<_> =
+                    text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+                Failure::new(failure::USAGE, text.join("; ")).print();
+            } else {
+                let _ = error.print();
+            }
+            return ExitCode::from(failure::USAGE);
         }
     };
     match commands::run(arguments) {

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use hosted_vmm::Image;
 
 /// Beginning of the wedge's lines.
-const MARK: &str = "parador: profile ";
+pub const MARK: &str = "profile ";
 
 /// What a function did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,27 +23,19 @@ impl Counts {
     }
 }
 
-/// The report, and the messages that are none of it.
-pub fn report(messages: &str, image: &Image<'_>) -> (String, String) {
-    let (mut functions, mut rest) = (BTreeMap::<String, Counts>::new(), String::new());
-    for line in messages.lines() {
-        match line.strip_prefix(MARK).and_then(parse) {
-            Some((address, counts)) => {
-                let name = image.function_at(address).unwrap_or_else(|| "(module)".to_owned());
-                let sum = functions.entry(name).or_default();
-                for (sum, count) in sum.page_tables.iter_mut().zip(counts.page_tables) {
-                    *sum += count;
-                }
-                sum.descriptors += counts.descriptors;
-                sum.devices += counts.devices;
-            }
-            None => {
-                rest.push_str(line);
-                rest.push('\n');
-            }
+/// The report of such lines, which are without their beginning. Others are not understood, and left out.
+pub fn report(lines: &[String], image: &Image<'_>) -> String {
+    let mut functions = BTreeMap::<String, Counts>::new();
+    for (address, counts) in lines.iter().filter_map(|line| parse(line)) {
+        let name = image.function_at(address).unwrap_or_else(|| "(module)".to_owned());
+        let sum = functions.entry(name).or_default();
+        for (sum, count) in sum.page_tables.iter_mut().zip(counts.page_tables) {
+            *sum += count;
         }
+        sum.descriptors += counts.descriptors;
+        sum.devices += counts.devices;
     }
-    (table(&functions), rest)
+    table(&functions)
 }
 
 /// `0xADDRESS ANNOTATED PAGE_TABLES DESCRIPTORS DEVICES`.

@@ -4,6 +4,7 @@ use crate::api::Server;
 use crate::config::{
     Backend, Config, Log, Optimisation, Protection, Sandbox, Then, Vm, is_busybox, is_stdout,
 };
+use crate::console::Console;
 use crate::control::{Control, Supervisor};
 use crate::device;
 use crate::disk::{self, Disk};
@@ -13,8 +14,10 @@ use crate::initramfs;
 use crate::interrupt::Interruptible;
 use crate::kvm;
 use crate::machine::{self, End, Machine};
+use crate::messages::{self, Level, More, say};
 use crate::net::{self, Net};
 use crate::output::print;
+use crate::perf::Maps;
 use crate::profile;
 use crate::programs::Programs;
 use crate::share::{self, Share};
@@ -135,6 +138,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
     let for_processes = vm.counters
         || vm.profile_writes.is_some()
         || vm.protection.is_some()
+        || vm.perf_map
         || !vm.without.is_empty()
         || vm.sandbox == Some(Sandbox::Strict)
         || !config.net.is_empty()
@@ -146,7 +150,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
             let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --counters, --net, \
-                        --profile-writes, --protection, --sandbox strict, --share, qcow2 images and --without are of processes";
+                        --perf-map, --profile-writes, --protection, --sandbox strict, --share, qcow2 images and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
         Backend::Kvm => match kvm::trial() {
@@ -182,6 +186,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
 /// Runs the machine to its end and returns the exit code.
 pub fn run(options: &Options) -> Result<u8, Failure> {
     let config = options.merged()?;
+    messages::set(config.vm.log_format.unwrap_or_default());
     if options.dump_config {
         print(config.to_toml()?)?;
         return Ok(0);
@@ -226,6 +231,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Some(more) => format!("{first} {more}"),
         None => first.to_owned(),
     };
+    let target = vm.serial.clone().unwrap_or_default();
     let log = match vm.log.unwrap_or_default() {
         Log::Error => log::ERROR,
         Log::Warn => log::WARN,
@@ -244,7 +250,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             kvm::check(kernel, &bytes, initrd.len() as u64, memory)?;
             hosted_vmm::check_memory(memory).map_err(|error| refused(&error, kernel))?;
             if options.dry_run {
-                eprintln!("parador: {} would be run by KVM", kernel.display());
+                say(Level::Info, &format!("{} would be run by KVM", kernel.display()));
                 return Ok(0);
             }
             let machine = hosted_kvm::Machine {
@@ -254,12 +260,14 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
                 log,
                 disks: records.iter().map(|record| record.to_words()).collect(),
             };
+            let mut console = Console::open(&target)?;
             let command = kvm::command(&machine, &bytes, &initrd, disks)?;
             drop((bytes, initrd));
-            eprintln!("parador: back end `kvm`");
+            say(Level::Info, "back end `kvm`");
             let start = Instant::now();
-            let (end, messages) = Machine::start("kvm", command)?.serve(deadline, KEYS, None)?;
-            eprint!("{messages}");
+            let (end, messages) =
+                Machine::start("kvm", command)?.serve(deadline, KEYS, &mut console, None)?;
+            messages.print();
             let (code, text) = judge(&end);
             say_end(code, &text, start);
             return Ok(code);
@@ -288,13 +296,15 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Ok::<_, Failure>((prepared, nets))
     };
     let (mut prepared, mut nets) = prepare(&image)?;
+    let mut maps = if vm.perf_map { Some(Maps::new(&image)?) } else { None };
     // A machine runs for long, and needs it again only for a new start.
     drop(image);
     drop(bytes);
     if options.dry_run {
-        eprintln!("parador: {} would run in processes of this host", kernel.display());
+        say(Level::Info, &format!("{} would run in processes of this host", kernel.display()));
         return Ok(0);
     }
+    let mut console = Console::open(&target)?;
     let sink = vm.event_fd.map(event_sink).transpose()?;
     let metrics = vm.metrics.as_deref().map(metrics_sink).transpose()?;
     let (control, woken) = Control::new(config.clone(), memory, sink)?;
@@ -308,7 +318,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         }
     };
     let asked = metrics.as_ref().map(|_| asked()).transpose()?;
-    eprintln!("parador: back end `process`");
+    say(Level::Info, "back end `process`");
     loop {
         let start = Instant::now();
         let shown = (clone(&prepared.memory)?, clone(&prepared.shared)?);
@@ -349,18 +359,15 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         machine.add(served);
         control.started(machine.process(), shown, start);
         let asked = asked.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
-        let mut supervisor = Supervisor::new(&control, &woken, ours, asked);
-        let (end, messages) = machine.serve(deadline, KEYS, Some(&mut supervisor))?;
-        let messages = match &vm.profile_writes {
-            None => messages,
-            Some(path) => {
-                let (profile, rest) =
-                    with_image(kernel, |image| Ok(profile::report(&messages, image)))?;
-                fs::write(path, profile).map_err(|error| Failure::file("write", path, &error))?;
-                rest
-            }
-        };
-        eprint!("{messages}");
+        let mut supervisor = Supervisor::new(&control, &woken, ours, asked, maps.as_mut());
+        let (end, mut messages) =
+            machine.serve(deadline, KEYS, &mut console, Some(&mut supervisor))?;
+        if let Some(path) = &vm.profile_writes {
+            let lines = messages.take_marked();
+            let profile = with_image(kernel, |image| Ok(profile::report(&lines, image)))?;
+            fs::write(path, profile).map_err(|error| Failure::file("write", path, &error))?;
+        }
+        messages.print();
         let (code, text) = judge(&end);
         if code == failure::GUEST_PANIC {
             control.panicked();
@@ -370,7 +377,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             Then::Code(code) => code,
             Then::Reset => {
                 control.reset(code);
-                eprintln!("parador: {text}; the machine starts anew");
+                say(Level::Info, &format!("{text}; the machine starts anew"));
                 (prepared, nets) = with_image(kernel, prepare)?;
                 continue;
             }
@@ -395,7 +402,9 @@ fn with_image<T>(
 /// Says how a machine has ended.
 fn say_end(code: u8, text: &str, start: Instant) {
     let seconds = start.elapsed().as_secs_f64();
-    eprintln!("parador: {text} (exit code {code}, {seconds:.1} s)");
+    let more = More { code: Some(code), reason: failure::word(code), help: None };
+    let level = if code == 0 { Level::Info } else { Level::Warn };
+    messages::tell(level, &format!("{text} (exit code {code}, {seconds:.1} s)"), more);
 }
 
 /// What follows an end with this code.

@@ -76,13 +76,10 @@ pub fn cpu(process: Option<u32>) -> Cpu {
             (milliseconds(usage.user_time()), milliseconds(usage.system_time()));
         return Cpu { processes: 0, user_ms, system_ms };
     };
-    let children = format!("/proc/{process}/task/{process}/children");
-    let children = fs::read_to_string(children).unwrap_or_default();
-    let children = children.split_whitespace().filter_map(|number| number.parse().ok());
     let per_second = clock_ticks_per_second().max(1);
     let milliseconds = |ticks: u64| ticks.saturating_mul(1000) / per_second;
     let mut cpu = Cpu::default();
-    for (number, process) in std::iter::once(process).chain(children).enumerate() {
+    for (number, process) in std::iter::once(process).chain(children(process)).enumerate() {
         // One that has ended in the meantime is counted by the first one.
         let Some([user, system, others_user, others_system]) = times(process) else { continue };
         cpu.processes += 1;
@@ -94,6 +91,15 @@ pub fn cpu(process: Option<u32>) -> Cpu {
         }
     }
     cpu
+}
+
+/// The children of a process, as far as the host tells.
+pub fn children(process: u32) -> impl Iterator<Item = u32> {
+    let children = format!("/proc/{process}/task/{process}/children");
+    let children = fs::read_to_string(children).unwrap_or_default();
+    let numbers: Vec<_> =
+        children.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    numbers.into_iter()
 }
 
 /// Of a process and of its children that have ended, in ticks (proc_pid_stat(5): fields 14 to 17).

@@ -1,6 +1,7 @@
 //! Progress on standard error: on a terminal a line that moves, elsewhere plain lines.
 
 use crate::failure::Failure;
+use crate::messages::{self, Level};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
@@ -21,7 +22,7 @@ pub struct Step {
 impl Steps {
     /// Progress for the current standard error.
     pub fn new() -> Self {
-        Self { terminal: stderr().is_terminal() }
+        Self { terminal: stderr().is_terminal() && !messages::is_json() }
     }
 
     /// Does a step. What `work` returns beside its value is printed as the step's result.
@@ -36,7 +37,11 @@ impl Steps {
         step.bar.finish_and_clear();
         let (value, result) = outcome?;
         let seconds = start.elapsed().as_secs_f64();
-        eprintln!("  {name:<NAME_WIDTH$} {result} ({seconds:.1} s)");
+        if messages::is_json() {
+            messages::say(Level::Info, &format!("{name}: {result} ({seconds:.1} s)"));
+        } else {
+            eprintln!("  {name:<NAME_WIDTH$} {result} ({seconds:.1} s)");
+        }
         Ok(value)
     }
 

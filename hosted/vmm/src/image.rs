@@ -108,6 +108,25 @@ impl<'a> Image<'a> {
         (linked - found.address() < 1 << 16).then(|| found.name().unwrap_or_default().to_owned())
     }
 
+    /// The functions of the moved image by address: address, bytes, name. Of those without a size it is the room up to the next.
+    pub fn functions(&self) -> Vec<(u64, u64, String)> {
+        let functions =
+            self.file.symbols().filter(|symbol| symbol.kind() == object::SymbolKind::Text);
+        let mut all: Vec<_> = functions
+            .filter_map(|symbol| {
+                Some((moved(symbol.address()), symbol.size(), symbol.name().ok()?.to_owned()))
+            })
+            .collect();
+        all.sort();
+        let next: Vec<u64> = all.iter().skip(1).map(|function| function.0).collect();
+        for (function, next) in all.iter_mut().zip(next) {
+            if function.1 == 0 {
+                function.1 = next - function.0;
+            }
+        }
+        all
+    }
+
     /// Where the table of sites is once the image is moved, and its length.
     pub fn sites(&self) -> (u64, u64) {
         (moved(self.sites.0), self.sites.1)

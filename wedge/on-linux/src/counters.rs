@@ -2,10 +2,10 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use proto::wedge::option;
+use proto::wedge::{log, option};
 use wedge_sites::Kind;
 
-use crate::report::say;
+use crate::report::say_at;
 use crate::shared::{Vcpu, count, statistics, vcpus};
 use crate::sites::FUNCTION;
 
@@ -23,13 +23,13 @@ pub fn print() {
                 FUNCTION => "functions",
                 _ => Kind::from_number(number).map_or("unknown", Kind::name),
             };
-            say(format_args!("{count:>10} {name}"));
+            say_at(log::INFO, format_args!("{count:>10} {name}"));
         }
     }
     for (counter, name) in count::NAMES.iter().enumerate() {
         let count = sum(&|vcpu| statistics(vcpu).counters[counter].load(Relaxed));
-        say(format_args!("{count:>10} {name}"));
+        say_at(log::INFO, format_args!("{count:>10} {name}"));
     }
     let calls: u64 = vcpus().iter().map(Vcpu::calls).sum();
-    say(format_args!("{calls:>10} calls without a signal"));
+    say_at(log::INFO, format_args!("{calls:>10} calls without a signal"));
 }

@@ -38,6 +38,8 @@ impl Device {
         let guest = guests.and_then(|guests| guests.get_mut(number));
         if let Some(guest) = guest.filter(|guest| **guest == 0) {
             *guest = processes::make(vcpu, number, &self.filters)?;
+            // Nobody to tell if it cannot be written.
+            let _ = sys::write(layout::CONTROL_FD, &[control::MADE]);
         }
         Ok(())
     }

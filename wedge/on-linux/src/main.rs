@@ -59,7 +59,7 @@ extern "C" fn begin() -> ! {
         }
         Err((what, error)) => {
             // The host's memory is what is most often missing.
-            report::say(format_args!("{what}: error {}", error.0));
+            report::say_at(log::ERROR, format_args!("{what}: error {}", error.0));
             sys::exit(report::HOST)
         }
     }
@@ -107,7 +107,8 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
         if !refused.is_empty() {
             let is_needed = start.options & option::STRICT != 0;
             if is_needed || start.log >= log::INFO {
-                report::say(format_args!("the host lets no process have {refused}"));
+                let level = if is_needed { log::ERROR } else { log::INFO };
+                report::say_at(level, format_args!("the host lets no process have {refused}"));
             }
             if is_needed {
                 sys::exit(report::UNAVAILABLE);

@@ -45,7 +45,7 @@ impl Host for LinuxHost {
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
         if level.number() <= self.log {
-            report::say(text);
+            report::say_at(level.number(), text);
         }
     }
 

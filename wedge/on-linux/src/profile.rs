@@ -12,13 +12,13 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use hw_x86::paging::entry;
 use linux_raw_sys::general as linux;
-use proto::wedge::{layout, option};
+use proto::wedge::{layout, log, option};
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 
 use crate::memory::PAGE;
-use crate::report::{fatal, say};
+use crate::report::{fatal, say_at};
 use crate::shared::Slot;
 use crate::sys;
 
@@ -261,7 +261,10 @@ pub fn print() {
             let [page_tables, descriptors, devices] =
                 [0, 1, 2].map(|what: usize| place.counts[what].load(Relaxed));
             let annotated = place.annotated.load(Relaxed);
-            say(format_args!("profile {rip:#x} {annotated} {page_tables} {descriptors} {devices}"));
+            say_at(
+                log::INFO,
+                format_args!("profile {rip:#x} {annotated} {page_tables} {descriptors} {devices}"),
+            );
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use core::fmt::{self, Write};
 
-use proto::wedge::layout;
+use proto::wedge::{layout, log};
 
 use crate::sys;
 
@@ -28,11 +28,16 @@ impl Write for Line {
     }
 }
 
-/// Prints one line.
+/// Prints one line of something that is not as it should be.
 pub fn say(text: fmt::Arguments<'_>) {
+    say_at(log::WARN, text);
+}
+
+/// Prints one line, of a level of [`log`].
+pub fn say_at(level: u64, text: fmt::Arguments<'_>) {
     let mut line = Line { bytes: [0; 512], used: 0 };
     // It never fails; a line that is too long is cut.
-    let _ = writeln!(line, "parador: {text}");
+    let _ = writeln!(line, "<{level}>{text}");
     // Nobody to tell if it cannot be written.
     let _ = sys::write(layout::ERRORS_FD, &line.bytes[..line.used]);
 }
@@ -40,7 +45,7 @@ pub fn say(text: fmt::Arguments<'_>) {
 /// Prints why the machine cannot go on, and ends it.
 #[cold]
 pub fn fatal(text: fmt::Arguments<'_>) -> ! {
-    say(text);
+    say_at(log::ERROR, text);
     crate::processes::finish(INTERNAL)
 }
 

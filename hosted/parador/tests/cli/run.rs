@@ -35,6 +35,34 @@ fn command_lines() {
 }
 
 #[test]
+fn spellings_of_others() {
+    let folder = Folder::new("");
+    refused(&folder, &["-kernel", "k"], 64, "did you mean -k FILE?");
+    refused(&folder, &["k", "-append", "quiet"], 64, "did you mean -p TEXT?");
+    refused(&folder, &["k", "-hda", "disk"], 64, "did you mean -d FILE?");
+    refused(&folder, &["k", "--serial", "tty"], 64, "none of stdio");
+}
+
+#[test]
+fn messages_for_programs() {
+    let folder = Folder::new("");
+    let said = |arguments: &[&str]| -> Value {
+        let output = folder.parador(&["run"]).args(arguments).output().unwrap();
+        let value: Value = serde_json::from_slice(&output.stderr).unwrap();
+        assert_eq!(value["code"], code(&output));
+        assert_eq!((&value["level"], &value["source"]), (&"error".into(), &"parador".into()));
+        assert!(value["time"].as_str().unwrap().ends_with('Z'));
+        value
+    };
+    let missing = said(&["vmlinux", "--log-format", "json"]);
+    assert_eq!(missing["reason"], "missing-file");
+    assert!(missing["help"].as_str().unwrap().contains("parador kernel build"));
+    assert_eq!(said(&["vmlinux", "--log-format=json", "--nonsense"])["reason"], "usage");
+    folder.write("vm.toml", b"[vm]\nlog-format = \"json\"\nkernel = \"none\"\n");
+    assert_eq!(said(&["--config", "vm.toml"])["reason"], "missing-file");
+}
+
+#[test]
 fn kernels() {
     let folder = Folder::new("");
     let process = ["vmlinux", "--backend", "process"];

@@ -1,0 +1,115 @@
+//! Maps of the guest's kernel for profilers of the host: `/tmp/perf-PID.map`, a function a line (`tools/perf/Documentation/jit-interface.txt`
+//! in Linux).
+//!
+//! All processes of a machine have the kernel at the same addresses, so all maps are one file with a name for each process, none of which
+//! replaces anything of others. The names go with the machine.
+
+use crate::failure::Failure;
+use crate::messages::{Level, say};
+use hosted_vmm::Image;
+use rustix::process::geteuid;
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use tempfile::NamedTempFile;
+
+/// Where profilers look, whatever the environment says.
+const FOLDER: &str = "/tmp";
+
+/// The maps of a machine. Dropping them removes them.
+pub struct Maps {
+    file: NamedTempFile,
+    paths: BTreeSet<PathBuf>,
+    told: bool,
+}
+
+impl Maps {
+    /// Writes down the functions of a kernel, for no process yet.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn new(image: &Image<'_>) -> Result<Self, Failure> {
+        let written =
+            NamedTempFile::with_prefix_in("parador-perf-", FOLDER).and_then(|mut file| {
+                file.write_all(text(&image.functions()).as_bytes())?;
+                Ok(file)
+            });
+        let failed = |error| Failure::file("write a map for perf in", Path::new(FOLDER), &error);
+        Ok(Self { file: written.map_err(failed)?, paths: BTreeSet::new(), told: false })
+    }
+
+    /// The machine whose first process this is has these processes.
+    pub fn processes(&mut self, processes: impl Iterator<Item = u32>) {
+        for process in processes {
+            let path = Path::new(FOLDER).join(format!("perf-{process}.map"));
+            if self.paths.contains(&path) {
+                continue;
+            }
+            match link(self.file.path(), &path) {
+                Ok(()) => drop(self.paths.insert(path)),
+                Err(error) if !self.told => {
+                    self.told = true;
+                    let text = format!("no map for perf, {}: {error}", path.display());
+                    say(Level::Warn, &text);
+                }
+                Err(_) => {}
+            }
+        }
+    }
+}
+
+impl Drop for Maps {
+    fn drop(&mut self) {
+        for path in &self.paths {
+            // If somebody has removed it, that was wanted.
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Gives the file one more name. What an earlier process of this number has left of the same user's goes.
+fn link(file: &Path, path: &Path) -> io::Result<()> {
+    match fs::hard_link(file, path) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+            let found = fs::symlink_metadata(path)?;
+            if !found.is_file() || found.uid() != geteuid().as_raw() {
+                return Err(error);
+            }
+            fs::remove_file(path)?;
+            fs::hard_link(file, path)
+        }
+        linked => linked,
+    }
+}
+
+/// Address, size, name.
+fn text(functions: &[(u64, u64, String)]) -> String {
+    let mut text = String::new();
+    for (address, size, name) in functions {
+        // Strings take everything.
+        let _ = writeln!(text, "{address:x} {size:x} {name}");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_given_once_and_taken_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let [file, path] = ["file", "perf-1.map"].map(|name| folder.path().join(name));
+        fs::write(&file, text(&[(0x4100_0000, 16, "start".to_owned())])).unwrap();
+        for _ in 0..2 {
+            link(&file, &path).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), "41000000 10 start\n");
+        }
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("elsewhere", &path).unwrap();
+        assert_eq!(link(&file, &path).unwrap_err().kind(), ErrorKind::AlreadyExists);
+    }
+}
