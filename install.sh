@@ -6,7 +6,7 @@ cd "$(dirname "$0")"
 
 # Emulated machine, boot image, guest kernels, root file systems, a network of machines and a way into them; a C compiler links host
 # programs and builds the guests' driver for channels and a kernel, with tools that need the others.
-packages="bc binutils bison busybox-static ca-certificates cpio debootstrap diffutils e2fsprogs flex gcc git grub-common
+packages="bc binutils bison busybox-static ca-certificates cpio debootstrap diffutils e2fsprogs flex gcc gdb git grub-common
     grub-pc-bin kmod libc6-dev libelf-dev make mtools openssh-client passt qemu-system-x86 qemu-utils user-mode-linux xorriso
     xz-utils"
 

@@ -82,6 +82,8 @@ pub mod layout {
     pub const QUEUES: u64 = 0x02c0_0000;
     /// Where [`Statistics`](super::Statistics) are in the shared memory, one of each virtual CPU after another.
     pub const STATISTICS: u64 = 0x02ef_0000;
+    /// Where [`Debug`](super::debug::Debug) is in the shared memory.
+    pub const DEBUG: u64 = 0x02ef_8000;
     /// Where [`Filters`](super::Filters) are in the shared memory.
     pub const FILTERS: u64 = 0x02f0_0000;
 }
@@ -340,6 +342,12 @@ pub mod control {
     pub const RESUME: u8 = b'r';
     /// The power button is pressed.
     pub const POWER_BUTTON: u8 = b'b';
+    /// The virtual CPUs stop, for a debugger.
+    pub const HALT: u8 = b'h';
+    /// Those that a debugger lets go on do so.
+    pub const GO: u8 = b'g';
+    /// From the device process only: a virtual CPU has stopped for a debugger.
+    pub const HALTED: u8 = b'H';
     /// From the device process only: there is a further process of the guest.
     pub const MADE: u8 = b'n';
     /// From the device process only: the guest's first instruction comes now.
@@ -359,8 +367,92 @@ pub struct Statistics {
 /// One for each virtual CPU.
 const _: () = assert!(
     layout::STATISTICS + (crate::system::MAX_VCPUS * size_of::<Statistics>()) as u64
-        <= layout::FILTERS
+        <= layout::DEBUG
 );
+
+/// What a debugger and the virtual CPUs leave for each other. A guest can change it: the debugger shows it and believes nothing.
+pub mod debug {
+    use super::layout;
+    use crate::system::MAX_VCPUS;
+    use core::sync::atomic::{AtomicU32, AtomicU64};
+
+    /// Most breakpoints.
+    pub const BREAKPOINTS: usize = 64;
+    /// The instruction that is put where one is: `INT3`.
+    pub const BREAKPOINT: u8 = 0xcc;
+
+    /// Of all virtual CPUs.
+    #[derive(Debug)]
+    #[repr(C)]
+    pub struct Debug {
+        /// Not 0: they shall stop.
+        pub wanted: AtomicU32,
+        /// One has stopped: not 0 until the device process has told the debugger.
+        pub news: AtomicU32,
+        /// Linear addresses of breakpoints; 0: none.
+        pub breakpoints: [AtomicU64; BREAKPOINTS],
+        /// Each of them.
+        pub vcpus: [Vcpu; MAX_VCPUS],
+    }
+
+    /// Of one virtual CPU.
+    #[derive(Debug)]
+    #[repr(C)]
+    pub struct Vcpu {
+        /// Not 0: it has stopped, and waits for a command.
+        pub halted: AtomicU32,
+        /// Why it stopped last.
+        pub reason: AtomicU32,
+        /// How often it has stopped.
+        pub halts: AtomicU32,
+        /// What it shall do.
+        pub command: AtomicU32,
+        /// Its registers while it has stopped.
+        pub registers: [AtomicU64; register::COUNT],
+    }
+
+    /// Values of [`Vcpu::reason`].
+    pub mod reason {
+        /// Somebody wanted it.
+        pub const WANTED: u32 = 0;
+        /// It is at a breakpoint.
+        pub const BREAKPOINT: u32 = 1;
+        /// It has carried out an instruction.
+        pub const STEP: u32 = 2;
+    }
+
+    /// Values of [`Vcpu::command`].
+    pub mod command {
+        /// Wait.
+        pub const WAIT: u32 = 0;
+        /// Go on.
+        pub const GO: u32 = 1;
+        /// Carry an instruction out, and stop.
+        pub const STEP: u32 = 2;
+    }
+
+    /// Indices of [`Vcpu::registers`]. General registers come first, as instructions encode them.
+    pub mod register {
+        /// Instruction pointer.
+        pub const RIP: usize = 16;
+        /// Flags.
+        pub const RFLAGS: usize = 17;
+        /// Registers up to here can be changed.
+        pub const CHANGEABLE: usize = 18;
+        /// Selectors.
+        pub const CS: usize = 18;
+        /// See above.
+        pub const SS: usize = 19;
+        /// Page-table root.
+        pub const CR3: usize = 20;
+        /// Root by which addresses of the kernel's image are translated.
+        pub const KERNEL_ROOT: usize = 21;
+        /// How many there are.
+        pub const COUNT: usize = 22;
+    }
+
+    const _: () = assert!(layout::DEBUG + size_of::<Debug>() as u64 <= layout::FILTERS);
+}
 
 /// Indices of [`Statistics::counters`].
 pub mod count {
@@ -415,6 +507,8 @@ pub mod option {
     pub const PROFILE: u64 = 1 << 3;
     /// The machine's processes give up names of files, networks and whatever else the host lets them.
     pub const SANDBOX: u64 = 1 << 5;
+    /// A debugger may stop the virtual CPUs.
+    pub const DEBUG: u64 = 1 << 11;
     /// With [`SANDBOX`]: the machine ends if the host refuses any of it.
     pub const STRICT: u64 = 1 << 6;
     /// A fault fills in one page, and a flush drops everything.

@@ -1,5 +1,6 @@
 //! Machines that are processes of this host: `parador run` with the kernel of `parador kernel build`. No QEMU.
 
+pub mod debugger;
 pub mod net;
 pub mod observed;
 

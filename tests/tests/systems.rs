@@ -55,6 +55,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("kvm-refused", kvm::refused),
     ("api", hosted::api),
     ("config", hosted::config),
+    ("gdb", hosted::debugger::session),
     ("json", hosted::observed::json),
     ("serial", hosted::observed::serial),
     ("perf-map", hosted::observed::perf_map),

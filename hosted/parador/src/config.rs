@@ -5,6 +5,7 @@
 //! nothing by default, so that a file and a command line can be merged; what is the case then, the code that uses it knows.
 
 use crate::console::Target;
+use crate::debugger::Place;
 use crate::description::{self, Size};
 use crate::disk;
 use crate::failure::{self, Failure};
@@ -99,6 +100,9 @@ pub struct Vm {
     /// What the serial line is connected to: stdio, pty, null, file=PATH, unix=PATH [default: stdio].
     #[arg(long, value_name = "TARGET", value_parser = Target::parse)]
     pub serial: Option<Target>,
+    /// Wait for a debugger (GDB): unix=SOCKET, or tcp=:PORT on the loopback address; with `,wait` the guest waits for it, too.
+    #[arg(long, value_name = "PLACE", value_parser = Place::parse)]
+    pub gdb: Option<Place>,
     /// Let profilers of the host find the functions of the guest's kernel: /tmp/perf-PID.map for each process of the machine.
     #[arg(long)]
     #[serde(skip_serializing_if = "std::ops::Not::not")]
@@ -362,7 +366,9 @@ impl Config {
 
     /// With paths that start at a folder.
     fn in_folder(mut self, folder: &Path) -> Self {
-        let Vm { kernel, initrd, profile_writes, api_socket, metrics, serial, .. } = &mut self.vm;
+        let Vm { kernel, initrd, profile_writes, api_socket, metrics, serial, gdb, .. } =
+            &mut self.vm;
+        let gdb = gdb.iter_mut().filter_map(Place::path_mut);
         let serial = serial.iter_mut().filter_map(Target::path_mut);
         let initrd = initrd.iter_mut().filter(|path| !is_busybox(path));
         let metrics = metrics.iter_mut().filter(|path| !is_stdout(path));
@@ -370,7 +376,7 @@ impl Config {
         let shares = self.share.iter_mut().map(|share| &mut share.path);
         let switches = self.net.iter_mut().filter_map(|net| net.switch.as_mut());
         let files = kernel.iter_mut().chain(profile_writes).chain(api_socket);
-        let paths = files.chain(initrd).chain(metrics).chain(serial);
+        let paths = files.chain(initrd).chain(metrics).chain(serial).chain(gdb);
         for path in paths.chain(disks).chain(switches).chain(shares) {
             *path = folder.join(&*path);
         }

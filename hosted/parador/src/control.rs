@@ -50,6 +50,10 @@ pub enum Wish {
     Reset,
     /// The power button is pressed.
     Shutdown,
+    /// Virtual CPUs stop for the debugger.
+    Halt,
+    /// They go on, as it has said.
+    Go,
     /// The machine ends, whatever the guest does.
     End,
 }
@@ -72,6 +76,18 @@ struct Known {
     memory: Option<(File, File)>,
     events: Events,
     wishes: VecDeque<(Wish, oneshot::Sender<Answer>)>,
+    /// Wakes the debugger.
+    debugger: Option<UnixStream>,
+}
+
+impl Known {
+    /// Something may have happened that the debugger wants to know.
+    fn news(&self) {
+        if let Some(debugger) = &self.debugger {
+            // If the pipe is full, it will look in any case.
+            let _ = write(debugger, &[0]);
+        }
+    }
 }
 
 /// A handle on a machine; all handles are of the same one.
@@ -124,6 +140,7 @@ impl Control {
             memory: None,
             events: Events::new(sink),
             wishes: VecDeque::new(),
+            debugger: None,
         };
         Ok((Self(Arc::new(Inner { known: Mutex::new(known), wake, config, size })), woken))
     }
@@ -144,6 +161,23 @@ impl Control {
         known.events.happened(Event::Started { process });
     }
 
+    /// A debugger is told by this of what happens.
+    pub fn debugger(&self, news: UnixStream) {
+        self.known().debugger = Some(news);
+    }
+
+    /// Where the machine is in its life.
+    pub fn state(&self) -> State {
+        self.known().state
+    }
+
+    /// Its memory, and the memory of the wedge; `None`: it has ended, or is still to come.
+    pub fn memory(&self) -> Option<(File, File)> {
+        let known = self.known();
+        let (memory, shared) = known.memory.as_ref().filter(|_| known.process.is_some())?;
+        memory.try_clone().and_then(|memory| Ok((memory, shared.try_clone()?))).ok()
+    }
+
     /// The machine has ended, with this code, and is started anew.
     pub fn reset(&self, code: u8) {
         let mut known = self.known();
@@ -156,6 +190,7 @@ impl Control {
     pub fn ended(&self, code: u8, reason: &str) {
         let mut known = self.known();
         known.state = State::Ended;
+        known.news();
         known.process = None;
         known.wishes.clear();
         known.events.happened(Event::Ended { code, reason: reason.to_owned() });
@@ -269,6 +304,8 @@ impl<'a> Supervisor<'a> {
                     let _ = answer.send(Ok(State::Starting));
                     return Some(End::Reset);
                 }
+                (Wish::Halt, State::Starting | State::Running | State::Paused) => byte::HALT,
+                (Wish::Go, State::Starting | State::Running | State::Paused) => byte::GO,
                 (Wish::Pause, State::Running) => byte::PAUSE,
                 (Wish::Resume, State::Paused) => byte::RESUME,
                 (Wish::Shutdown, State::Running) => byte::POWER_BUTTON,
@@ -329,6 +366,16 @@ impl<'a> Supervisor<'a> {
                     known.start = Some(start);
                     (State::Running, Event::Running { start_ms: milliseconds(start) })
                 }
+                byte::HALTED => {
+                    known.news();
+                    continue;
+                }
+                byte::HALT | byte::GO => {
+                    let state = known.state;
+                    drop(known);
+                    self.answer(byte, state);
+                    continue;
+                }
                 byte::PAUSE => (State::Paused, Event::Paused),
                 byte::RESUME => (State::Running, Event::Resumed),
                 byte::POWER_BUTTON => (known.state, Event::ShutdownRequested),
@@ -337,10 +384,15 @@ impl<'a> Supervisor<'a> {
             known.state = state;
             known.events.happened(event);
             drop(known);
-            if let Some(index) = self.waiting.iter().position(|waiting| waiting.0 == byte) {
-                // Who has gone away in the meantime wants no answer.
-                let _ = self.waiting.swap_remove(index).1.send(Ok(state));
-            }
+            self.answer(byte, state);
+        }
+    }
+
+    /// Answers who has wanted this of the device process.
+    fn answer(&mut self, byte: u8, state: State) {
+        if let Some(index) = self.waiting.iter().position(|waiting| waiting.0 == byte) {
+            // Who has gone away in the meantime wants no answer.
+            let _ = self.waiting.swap_remove(index).1.send(Ok(state));
         }
     }
 }

@@ -14,6 +14,7 @@ mod config;
 mod console;
 mod control;
 mod ctl;
+mod debugger;
 mod description;
 mod device;
 mod disk;

@@ -6,6 +6,7 @@ use crate::config::{
 };
 use crate::console::Console;
 use crate::control::{Control, Supervisor};
+use crate::debugger::{self, Debugger, Kernel, Place, Ram};
 use crate::device;
 use crate::disk::{self, Disk};
 use crate::failure::{self, Failure};
@@ -98,6 +99,7 @@ impl Options {
 /// Bits of [`option`], as the wedge is told.
 fn bits(vm: &Vm) -> u64 {
     let counters = if vm.counters { option::COUNTERS } else { 0 };
+    let debug = if vm.gdb.is_some() { option::DEBUG } else { 0 };
     let profile = if vm.profile_writes.is_some() { option::PROFILE } else { 0 };
     let sandbox = match vm.sandbox.unwrap_or_default() {
         Sandbox::On => option::SANDBOX,
@@ -109,7 +111,7 @@ fn bits(vm: &Vm) -> u64 {
         // Whatever is done in place goes to programs and back without the wedge.
         Protection::Remap => option::REMAP | option::NO_FAST_PATHS | option::NO_CALL_SITES,
     };
-    let all = counters | profile | sandbox | protection;
+    let all = counters | profile | debug | sandbox | protection;
     vm.without.iter().fold(all, |bits, optimisation| {
         bits | match optimisation {
             Optimisation::FastSites => option::NO_FAST_PATHS,
@@ -139,6 +141,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
         || vm.profile_writes.is_some()
         || vm.protection.is_some()
         || vm.perf_map
+        || vm.gdb.is_some()
         || !vm.without.is_empty()
         || vm.sandbox == Some(Sandbox::Strict)
         || !config.net.is_empty()
@@ -149,7 +152,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
     let parse = || Image::parse(bytes);
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
-            let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --counters, --net, \
+            let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --counters, --gdb, --net, \
                         --perf-map, --profile-writes, --protection, --sandbox strict, --share, qcow2 images and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
@@ -296,6 +299,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Ok::<_, Failure>((prepared, nets))
     };
     let (mut prepared, mut nets) = prepare(&image)?;
+    let debugged = vm.gdb.as_ref().map(|place| (place, Kernel::new(&image)));
     let mut maps = if vm.perf_map { Some(Maps::new(&image)?) } else { None };
     // A machine runs for long, and needs it again only for a new start.
     drop(image);
@@ -310,6 +314,11 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let (control, woken) = Control::new(config.clone(), memory, sink)?;
     let socket = vm.api_socket.as_deref();
     let server = socket.map(|path| Server::start(path, control.clone())).transpose()?;
+    let debugger = debugged.map(|(place, kernel)| {
+        let ram = Ram { low: prepared.low, size: memory };
+        Debugger::start(place, control.clone(), kernel, (vcpus, ram))
+    });
+    let debugger = debugger.transpose()?;
     let write_metrics = || {
         if let Some(mut file) = metrics.as_ref() {
             // What has been counted is not worth ending a machine for.
@@ -355,6 +364,9 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         command
             .fd_mappings(descriptors.collect())
             .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
+        if vm.gdb.as_ref().is_some_and(Place::waits) {
+            debugger::make_wait(&shown.1)?;
+        }
         let mut machine = Machine::start(WEDGE, command)?;
         machine.add(served);
         control.started(machine.process(), shown, start);
@@ -385,7 +397,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         say_end(code, &text, start);
         control.ended(code, &text);
         write_metrics();
-        drop(server);
+        drop((server, debugger));
         return Ok(code);
     }
 }

@@ -127,6 +127,31 @@ impl<'a> Image<'a> {
         all
     }
 
+    /// The sites of the moved image by address: address, and bytes that belong together once they are rewritten.
+    pub fn site_places(&self) -> Vec<(u64, u64)> {
+        let mut all = Vec::new();
+        for section in self.file.sections() {
+            let name = section.name().unwrap_or_default();
+            if !matches!(wedge_sites::section(name), Some(Ok(Table::Sites))) {
+                continue;
+            }
+            // `parse` has seen that it is sound.
+            let data = section.data().unwrap_or_default();
+            if let Ok(sites) = Sites::parse(data, section.address()) {
+                all.extend(sites.iter().map(|site| (moved(site.address), site.padded.into())));
+            }
+        }
+        all.sort_unstable();
+        all
+    }
+
+    /// First address of the moved image's first segment, where its code is.
+    pub fn start(&self) -> u64 {
+        let mut segments = self.file.elf_program_headers().iter();
+        let first = segments.find(|segment| segment.p_type.get(ENDIAN) == elf::PT_LOAD);
+        moved(first.map_or(LINKED, |segment| segment.p_vaddr.get(ENDIAN)))
+    }
+
     /// Where the table of sites is once the image is moved, and its length.
     pub fn sites(&self) -> (u64, u64) {
         (moved(self.sites.0), self.sites.1)

@@ -54,6 +54,8 @@ pub struct Machine<'a> {
 pub struct Prepared {
     /// Guest memory, for [`layout::MEMORY_FD`].
     pub memory: OwnedFd,
+    /// Bytes of it that are below 4 GiB, which come first; the others are from there on.
+    pub low: u64,
     /// Shared memory, for [`layout::SHARED_FD`].
     pub shared: OwnedFd,
 }
@@ -120,7 +122,7 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     let (Ok(memory), Ok(shared)) = descriptors else {
         return Err(Error::Lacking("descriptors left"));
     };
-    Ok(Prepared { memory, shared })
+    Ok(Prepared { memory, low: machine.memory.min(chips.hole_start), shared })
 }
 
 fn fill(

@@ -9,7 +9,7 @@ use vmm_cpu::MAX_VCPUS;
 use crate::processes::{self, KICK};
 use crate::report::{HOST, say};
 use crate::shared::{RING, SLOTS, event, shared, vcpus};
-use crate::{disk, net, sys};
+use crate::{debug, disk, net, sys};
 
 const READABLE: u16 = linux::POLLIN as u16;
 
@@ -92,6 +92,9 @@ impl Device {
                 // Nobody to tell if it cannot be written.
                 let _ = sys::write(layout::CONTROL_FD, &[control::STARTED]);
             }
+            if debug::shared().news.swap(0, SeqCst) != 0 {
+                let _ = sys::write(layout::CONTROL_FD, &[control::HALTED]);
+            }
             let room = shared.input.room();
             let [rung, typed, told] = wait([
                 Some(layout::DOORBELL_FD),
@@ -119,7 +122,7 @@ impl Device {
                             // There is room: more than half of the ring.
                             shared.input.put(byte);
                         }
-                        self.tell(event::CONSOLE);
+                        self.tell(0, event::CONSOLE);
                     }
                 }
             }
@@ -132,7 +135,9 @@ impl Device {
             // By the host's kernel, whatever the guest does with its processes. Disks finish what they have begun.
             control::PAUSE => self.signal_all(linux::SIGSTOP),
             control::RESUME => self.signal_all(linux::SIGCONT),
-            control::POWER_BUTTON => self.tell(event::POWER_BUTTON),
+            control::POWER_BUTTON => self.tell(0, event::POWER_BUTTON),
+            control::HALT => self.halt(),
+            control::GO => debug::shared().vcpus.iter().for_each(|vcpu| sys::wake(&vcpu.command)),
             _ => return,
         }
         let _ = sys::write(layout::CONTROL_FD, &[what]);
@@ -145,13 +150,22 @@ impl Device {
         }
     }
 
-    /// Tells the first virtual CPU of an event.
-    fn tell(&self, what: u32) {
+    /// Tells a virtual CPU of an event.
+    fn tell(&self, index: usize, what: u32) {
         // If somebody else has told it, it knows.
-        if let Some(vcpu) = vcpus().first()
+        if let Some(vcpu) = vcpus().get(index)
             && vcpu.events().fetch_or(what, SeqCst) & what == 0
         {
-            self.kick(0);
+            self.kick(index);
+        }
+    }
+
+    /// Stops the virtual CPUs that have not stopped yet, for the debugger.
+    fn halt(&self) {
+        for (index, vcpu) in debug::shared().vcpus.iter().enumerate() {
+            if vcpu.halted.load(SeqCst) == 0 {
+                self.tell(index, event::DEBUG);
+            }
         }
     }
 
@@ -200,7 +214,7 @@ impl Device {
                 continue;
             }
             // The serial line may have had to wait for room.
-            self.tell(event::CONSOLE);
+            self.tell(0, event::CONSOLE);
         }
     }
 

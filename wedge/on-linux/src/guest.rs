@@ -10,6 +10,7 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 use hw_x86::cpuid::{extended_b, extended_c, features_c, leaf};
 use hw_x86::paging::{cr0, cr4, entry};
 use linux_raw_sys::general as linux;
+use proto::wedge::debug::reason;
 use proto::wedge::{Start, layout, option};
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
@@ -18,6 +19,7 @@ use vmm_cpu::walk::Intent;
 use vmm_cpu::{Backend, Event, Exit, Gpr, MAX_VCPUS, MemoryFault, Reg, Seg, TscClock};
 use vmm_machine::{Outcome, Pause, Pc, PcConfig, Slots};
 use vmm_mem::GuestMemory;
+use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
 use wedge_x86::{Cause, Stub, decode_all};
 
@@ -27,7 +29,7 @@ use crate::shared::{
     cell, count, event, events, has, mine, own_statistics, shared, start, vcpu, vcpus,
 };
 use crate::sites::{FUNCTION, Sites, put_back, write_code};
-use crate::{calls, processes, profile, report, signal};
+use crate::{calls, debug, processes, profile, report, signal};
 
 /// Error code of a page fault: the access was a write.
 const WRITE: u64 = 1 << 1;
@@ -96,6 +98,21 @@ pub struct LinuxVcpu<'m> {
     rewrites_calls: bool,
     /// `STAR` as entry code knows it.
     star: u64,
+    /// A debugger may stop it.
+    debugs: bool,
+    /// For the debugger, it carries out one instruction and stops.
+    step: DebugStep,
+}
+
+/// Where a step for the debugger is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum DebugStep {
+    /// There is none.
+    None,
+    /// The instruction is to be carried out.
+    Wanted,
+    /// It has been.
+    Done,
 }
 
 /// The host's side of the virtual CPU's effects.
@@ -217,11 +234,39 @@ enum Step {
 impl LinuxVcpu<'_> {
     /// Runs the guest's code until it stops, and sees to what the processor itself does then.
     fn step(&mut self) -> Step {
-        match processes::enter(&self.ram) {
+        let cause = processes::enter(&self.ram);
+        if self.step != DebugStep::None {
+            // No part of the guest's own flags, which an instruction may store.
+            cpu().frame.rflags &= !rflags::TF;
+        }
+        match cause {
             Cause::Events => Step::On,
             Cause::Site(stub) => self.site(stub),
             Cause::Signal => self.signal(),
         }
+    }
+
+    /// Stops for the debugger.
+    fn halt(&mut self, why: u32) {
+        let step = debug::halt(cpu(), why);
+        self.step = if step { DebugStep::Wanted } else { DebugStep::None };
+    }
+
+    /// Carries out one instruction of the guest for the debugger. Nothing comes between but what the instruction itself leads to.
+    fn debug_step(&mut self) -> Step {
+        let cpu = cpu();
+        let held = events().swap(0, SeqCst);
+        let rip = cpu.frame.rip;
+        cpu.attention = 0;
+        cpu.frame.rflags |= rflags::TF;
+        let step = self.step();
+        events().fetch_or(held, SeqCst);
+        // It is carried out again once what it needs has been mapped.
+        let is_on = cpu.frame.rip != rip || self.event.is_some() || matches!(step, Step::Exit(_));
+        if self.step == DebugStep::Wanted && is_on {
+            self.step = DebugStep::Done;
+        }
+        step
     }
 
     /// The virtual CPU has had its start-up message: it is in real mode, at Linux' trampoline. It goes on where that leads to: what
@@ -380,6 +425,16 @@ impl LinuxVcpu<'_> {
             }
             linux::SIGILL => self.refused(Event::exception(vector::UNDEFINED)),
             linux::SIGTRAP if signal.vector == u64::from(vector::BREAKPOINT) => {
+                if self.debugs && cpu.cpl == 0 {
+                    match debug::trap(cpu, &self.memory) {
+                        debug::Trap::Its => {
+                            self.halt(reason::BREAKPOINT);
+                            return Step::On;
+                        }
+                        debug::Trap::Gone => return Step::On,
+                        debug::Trap::Guests => {}
+                    }
+                }
                 match cpu.deliver_software(&self.memory, vector::BREAKPOINT, 1) {
                     Ok(()) => Step::On,
                     Err(exit) => Step::Exit(exit),
@@ -389,6 +444,11 @@ impl LinuxVcpu<'_> {
                 let number = signal.vector as u8;
                 if number == vector::DEBUG && self.profiles && profile::is_stepping() {
                     profile::stepped(cpu, &self.memory);
+                    return Step::On;
+                }
+                if number == vector::DEBUG && self.step != DebugStep::None {
+                    // A jump to itself is a step, too.
+                    self.step = DebugStep::Done;
                     return Step::On;
                 }
                 if number == vector::DEBUG {
@@ -673,7 +733,18 @@ impl Backend for LinuxVcpu<'_> {
                     Step::Exit(exit) => return exit,
                 }
             }
-            let pending = events().load(SeqCst);
+            if self.step == DebugStep::Done {
+                if self.event.is_some() {
+                    // The step ends where the guest handles what it has led to.
+                    let event = core::mem::take(&mut self.event);
+                    if let Err(exit) = cpu().deliver(&self.memory, event) {
+                        return exit;
+                    }
+                }
+                self.halt(reason::STEP);
+            }
+            let steps = self.step == DebugStep::Wanted;
+            let pending = if steps { 0 } else { events().load(SeqCst) };
             if pending != 0 {
                 events().fetch_and(!pending, SeqCst);
                 let others = pending & !event::TIMER;
@@ -698,7 +769,7 @@ impl Backend for LinuxVcpu<'_> {
                     return exit;
                 }
             }
-            if cpu().interrupt_flag != 0 {
+            if cpu().interrupt_flag != 0 && !steps {
                 match self.window {
                     Window::Nothing => {}
                     Window::Exit => {
@@ -727,7 +798,8 @@ impl Backend for LinuxVcpu<'_> {
             }
             // SAFETY: only entry code uses it, on the way to the guest.
             unsafe { (*cell()).dispatch = dispatch };
-            if let Step::Exit(exit) = self.step() {
+            let step = if steps { self.debug_step() } else { self.step() };
+            if let Step::Exit(exit) = step {
                 return exit;
             }
         }
@@ -832,11 +904,16 @@ fn drive(all: &All<'_>, index: usize) -> ! {
         faulted: None,
         rewrites_calls: start.options & option::NO_CALL_SITES == 0,
         star: 0,
+        debugs: start.options & option::DEBUG != 0,
+        step: DebugStep::None,
     };
     crate::shared::vcpu().deadline.store(u64::MAX, Relaxed);
     if index == 0 {
         shared().started.store(1, SeqCst);
         processes::ring();
+        if vcpu.debugs && debug::is_wanted() {
+            vcpu.halt(reason::WANTED);
+        }
     }
     loop {
         let events = match machine.run(&mut state, &mut vcpu, &mut host) {
@@ -854,6 +931,9 @@ fn drive(all: &All<'_>, index: usize) -> ! {
         }
         if events & event::POWER_BUTTON != 0 {
             machine.press_power_button(&mut host);
+        }
+        if events & event::DEBUG != 0 && vcpu.debugs && debug::is_wanted() {
+            vcpu.halt(reason::WANTED);
         }
         if events & event::CONSOLE != 0 {
             machine.input(Some(&state), &mut host);

@@ -11,6 +11,7 @@ mod balloon;
 mod calls;
 mod clock;
 mod counters;
+mod debug;
 mod device;
 mod disk;
 mod guest;

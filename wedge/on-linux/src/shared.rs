@@ -67,6 +67,8 @@ pub mod event {
     pub const POWER_BUTTON: u32 = 1 << 8;
     /// Messages of shared directories are answered.
     pub const SHARE: u32 = 1 << 9;
+    /// A debugger wants it to stop.
+    pub const DEBUG: u32 = 1 << 10;
 }
 
 /// A value that only the process with the virtual CPU uses, or only the process whose own memory it is in.

@@ -1,0 +1,147 @@
+//! The guest's kernel under GDB.
+
+use super::observed::wait;
+use super::{Rig, start};
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+
+/// What GDB prints when it does this with the kernel of the machine that listens there.
+fn gdb(rig: &Rig, commands: &[&str]) -> Result<String> {
+    gdb_at(rig, "gdb", commands)
+}
+
+fn gdb_at(rig: &Rig, place: &str, commands: &[&str]) -> Result<String> {
+    let mut command = Command::new("timeout");
+    command.args(["60", "gdb", "-nx", "-batch"]).arg(rig.kernel()).current_dir(rig.folder());
+    let target = format!("target remote {place}");
+    for line in ["set pagination off", &target].iter().chain(commands) {
+        command.args(["-ex", line]);
+    }
+    let output = command.stdin(Stdio::null()).output().context("cannot start gdb")?;
+    let text = [output.stdout, output.stderr].concat();
+    Ok(String::from_utf8_lossy(&text).into_owned())
+}
+
+fn has(text: &str, wanted: &[&str]) -> Result<()> {
+    let missing = wanted.iter().find(|wanted| !text.contains(**wanted));
+    ensure!(missing.is_none(), "`{}` did not appear:\n{text}", missing.unwrap_or(&""));
+    Ok(())
+}
+
+/// It ends so, having printed this.
+fn ends(mut child: Child, code: i32, wanted: &[&str]) -> Result<()> {
+    drop(child.stdin.take());
+    let output = child.wait_with_output().context("cannot wait for parador")?;
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text);
+    ensure!(output.status.code() == Some(code), "{}:\n{text}", output.status);
+    has(&text, wanted)?;
+    ensure!(!text.contains("Oops") && !text.contains("BUG:"), "{text}");
+    Ok(())
+}
+
+/// A kernel stops at its first instruction, at breakpoints and after single instructions; memory and registers can be read and changed; it
+/// goes on with and without a debugger.
+pub fn session() -> Result<()> {
+    let rig = Rig::new()?;
+    for cpus in ["1", "2"] {
+        let mut run = rig.run();
+        run.args(["-c", cpus, "--gdb", "unix=gdb,wait"]);
+        run.args(["-p", "parador.run=\"sync; echo has synced; exit 3\""]);
+        let child = start(&mut run)?;
+        wait(|| rig.folder().join("gdb").exists().then_some(()))?;
+        let first = gdb(
+            &rig,
+            &[
+                "info symbol $rip",
+                "x/s &linux_banner",
+                "break *__x64_sys_sync",
+                "continue",
+                "backtrace 2",
+                "x/2i $rip",
+                "stepi",
+                "stepi",
+                "info symbol $rip",
+                "print/x *(int*)&jiffies != 0",
+                "delete",
+                "detach",
+            ],
+        )?;
+        has(
+            &first,
+            &[
+                "x86_64_start_kernel",
+                "Linux version 6.",
+                "Breakpoint 1, 0x",
+                "in __x64_sys_sync ()",
+                "in do_syscall_64 ()",
+                "$1 = 0x1",
+                "detached",
+            ],
+        )?;
+        ends(child, 3, &["has synced"])?;
+    }
+    // One that runs is interrupted and changed; the debugger comes twice, and leaves without a word.
+    let mut child = start(rig.run().args(["--gdb", "unix=gdb"]))?;
+    let mut input = child.stdin.take().context("no input")?;
+    input.write_all(b"echo ready; while :; do sync; done\n").context("cannot write")?;
+    let mut output = child.stdout.take().context("no output")?;
+    let mut printed = String::new();
+    wait(|| {
+        let mut bytes = [0; 4096];
+        let count = output.read(&mut bytes).ok()?;
+        printed.push_str(&String::from_utf8_lossy(&bytes[..count]));
+        printed.contains("\nready").then_some(())
+    })?;
+    for _ in 0..2 {
+        let text = gdb(
+            &rig,
+            &[
+                "set var *(unsigned*)&panic_timeout = 0x1234",
+                "print/x *(unsigned*)&panic_timeout",
+                "break *ksys_sync",
+                "continue",
+                "continue",
+                "print $_siginfo",
+                "info threads",
+                "kill",
+            ],
+        )?;
+        has(&text, &["$1 = 0x1234", "Breakpoint 1, 0x", "in ksys_sync ()"])?;
+    }
+    child.kill().and_then(|()| child.wait()).context("cannot end parador")?;
+    interrupt(&rig)
+}
+
+/// Ctrl-C stops all virtual CPUs, also idle ones; a machine that ends ends the session. At a TCP port.
+fn interrupt(rig: &Rig) -> Result<()> {
+    const INTERRUPT: &str = "python import os, signal, threading; \
+                             threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()";
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    let port = free.context("no free port")?.port();
+    let mut run = rig.run();
+    run.args(["-c", "2", "--gdb", &format!("tcp=:{port},wait")]);
+    run.args(["-p", "parador.run=\"sleep 2; exit 4\""]);
+    let child = start(&mut run)?;
+    let inode = |line: &str| line.contains(&format!("0100007F:{port:04X} 00000000:0000 0A"));
+    wait(|| fs::read_to_string("/proc/net/tcp").ok()?.lines().any(inode).then_some(()))?;
+    let place = format!("127.0.0.1:{port}");
+    let text = gdb_at(
+        rig,
+        &place,
+        &[
+            "break *do_idle",
+            "continue",
+            "delete",
+            INTERRUPT,
+            "continue",
+            "info threads",
+            "continue",
+        ],
+    )?;
+    has(&text, &["received signal SIGINT", "Thread 1.2", "exited"])?;
+    ends(child, 4, &[])
+}
