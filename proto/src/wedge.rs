@@ -8,7 +8,7 @@ use core::sync::atomic::AtomicU64;
 /// First word of the record: "PARADORW".
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PARADORW");
 /// Version of the record.
-pub const VERSION: u64 = 5;
+pub const VERSION: u64 = 6;
 
 /// Where things are in the address space of a process, and descriptors that it inherits. The part above the guest's programs is like
 /// Linux' own upper half; the image and its modules are where 32-bit sign-extended addresses reach.
@@ -51,6 +51,9 @@ pub mod layout {
     pub const GUEST_END: u64 = 0x7000_0000_0000;
     /// All guest-physical memory, as the wedge uses it.
     pub const WINDOW: u64 = GUEST_END;
+    /// Copies of the pages that programs of one virtual CPU execute, where memory is protected by keys: as long as guest memory. Behind that
+    /// in its descriptor, those of one virtual CPU after the other.
+    pub const COPIES: u64 = 0x7400_0000_0000;
 
     /// Descriptor of what is typed.
     pub const INPUT_FD: u32 = 0;
@@ -198,6 +201,10 @@ record! {
     early_gdt,
     /// Guest-physical address of the page table that it begins with.
     initial_cr3,
+    /// Linear addresses of the kernel's code: first, and first behind.
+    code,
+    /// See above.
+    code_end,
     /// Options: see [`option`].
     options,
     /// Number of disks.
@@ -519,6 +526,9 @@ pub mod option {
     pub const REMAP: u64 = 1 << 9;
     /// All signals of a guest process go through one that traces it.
     pub const TRACED: u64 = 1 << 10;
+    /// Protection keys keep programs out of their kernel; the descriptor of guest memory has copies behind it ([`layout::COPIES`](super::layout::COPIES)).
+    /// Not together with [`REMAP`].
+    pub const KEYS: u64 = 1 << 12;
 }
 
 #[cfg(test)]

@@ -146,7 +146,7 @@ fn fill(tree: &Path, host: &Path) -> Result<()> {
 }
 
 /// A folder with Debian's current kernel and the modules of KVM, fetched once.
-fn debian_kernel() -> Result<PathBuf> {
+pub fn debian_kernel() -> Result<PathBuf> {
     let shown = succeed(Command::new("apt-cache").args(["show", "--no-all-versions", PACKAGE]))?;
     let package = shown
         .lines()
@@ -213,7 +213,7 @@ pub fn refused() -> Result<()> {
 }
 
 /// Runs a program to its end and returns what it printed.
-fn succeed(command: &mut Command) -> Result<String> {
+pub fn succeed(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("cannot start {command:?}"))?;
     let text = String::from_utf8_lossy(&output.stdout).replace('\r', "");
     let errors = String::from_utf8_lossy(&output.stderr);

@@ -10,6 +10,7 @@
 pub mod afterburn;
 pub mod debian;
 pub mod hosted;
+pub mod keys;
 pub mod kvm;
 pub mod previrt;
 pub mod sandbox;

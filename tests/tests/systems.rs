@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use libtest_mimic::{Arguments, Failed, Trial};
 use parador_tests::scenario::{Backend, Scenario, Step};
 use parador_tests::system::{Machine, parador};
-use parador_tests::{afterburn, debian, hosted, kvm, previrt, sandbox, userland};
+use parador_tests::{afterburn, debian, hosted, keys, kvm, previrt, sandbox, userland};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -59,6 +59,8 @@ const HOSTED: &[(&str, Body)] = &[
     ("json", hosted::observed::json),
     ("serial", hosted::observed::serial),
     ("perf-map", hosted::observed::perf_map),
+    ("protection", keys::protection),
+    ("protection-choices", keys::choices),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.
 const STRESS_SECONDS: u32 = 10;

@@ -61,9 +61,13 @@ pub const GROUPS: &[Group] = &[
 
 const HOST_PACKAGE: &str = "parador";
 
-/// Programs for Linux guests, and their sources: a test of the driver for channels; everything that programs ask of a kernel.
-const LINUX_PROGRAMS: [(&str, &str); 2] =
-    [("linux-check-com", "check_com.c"), ("linux-stress", "stress.c")];
+/// Programs for Linux guests, and their sources: a test of the driver for channels; everything that programs ask of a kernel; what they must
+/// not get of it.
+const LINUX_PROGRAMS: [(&str, &str); 3] = [
+    ("linux-check-com", "check_com.c"),
+    ("linux-stress", "stress.c"),
+    ("linux-attack", "attack.c"),
+];
 
 /// `cargo xtask build [PACKAGE...]`.
 pub fn build(arguments: &[String]) -> Result<()> {

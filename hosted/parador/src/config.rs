@@ -73,7 +73,7 @@ pub struct Vm {
     /// How to run the guest [default: auto].
     #[arg(long, value_enum)]
     pub backend: Option<Backend>,
-    /// How to keep the guest's kernel from the guest's programs [default: none].
+    /// How to keep the guest's kernel from the guest's programs [default: auto].
     #[arg(long, value_enum, value_name = "HOW")]
     pub protection: Option<Protection>,
     /// End the machine after this time, as in 60s, with exit code 124.
@@ -202,6 +202,23 @@ pub enum Backend {
     Process,
 }
 
+/// How a guest's kernel is kept from the guest's programs.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Protection {
+    /// By protection keys where the host has them; else not at all, which is said.
+    #[default]
+    Auto,
+    /// By the processor's protection keys.
+    Keys,
+    /// Not at all: programs can change their kernel.
+    None,
+    /// It is not mapped while programs run: slow, and against accidents only.
+    Remap,
+}
+
 /// How far the machine's processes are shut in, beside their filters of system calls.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
@@ -215,19 +232,6 @@ pub enum Sandbox {
     Off,
     /// Wholly, or the machine does not start.
     Strict,
-}
-
-/// How a guest's kernel is kept from the guest's programs.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
-)]
-#[serde(rename_all = "kebab-case")]
-pub enum Protection {
-    /// Not at all: programs can change their kernel.
-    #[default]
-    None,
-    /// It is not mapped while programs run: slow, and against accidents only.
-    Remap,
 }
 
 /// What is printed of the machine itself.

@@ -85,9 +85,9 @@ fn examine() -> Report {
         processor(),
         present(
             "protection keys",
-            line_of("/proc/cpuinfo", "flags").is_some_and(|flags| has_word(&flags, "ospke")),
+            hosted_vmm::has_keys(),
             State::Absent,
-            "a kernel closed to its programs, later",
+            "a guest's kernel closed to its programs",
         ),
         kvm(),
         dispatch(),

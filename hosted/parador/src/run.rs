@@ -96,6 +96,29 @@ impl Options {
     }
 }
 
+/// Whether protection keys keep the guest's kernel from its programs; if they were wanted and do not, why.
+fn keys(vm: &Vm) -> Result<(bool, Option<&'static str>), Failure> {
+    let lacking = if vm.profile_writes.is_some() {
+        Some("`--profile-writes` changes the rights of its memory")
+    } else if vm.without.contains(&Optimisation::Functions) {
+        Some("`--without functions` lets it change its code unseen")
+    } else if !hosted_vmm::has_keys() {
+        Some("this host has no protection keys")
+    } else {
+        None
+    };
+    match (vm.protection.unwrap_or_default(), lacking) {
+        (Protection::None | Protection::Remap, _) => Ok((false, None)),
+        (Protection::Auto, lacking) => Ok((lacking.is_none(), lacking)),
+        (Protection::Keys, None) => Ok((true, None)),
+        (Protection::Keys, Some(why)) => {
+            let text = format!("programs of the guest cannot be kept from its kernel: {why}");
+            let failure = Failure::new(failure::UNAVAILABLE, text);
+            Err(failure.help("`--protection none` runs a guest whose programs are trusted"))
+        }
+    }
+}
+
 /// Bits of [`option`], as the wedge is told.
 fn bits(vm: &Vm) -> u64 {
     let counters = if vm.counters { option::COUNTERS } else { 0 };
@@ -107,7 +130,7 @@ fn bits(vm: &Vm) -> u64 {
         Sandbox::Strict => option::SANDBOX | option::STRICT,
     };
     let protection = match vm.protection.unwrap_or_default() {
-        Protection::None => 0,
+        Protection::Auto | Protection::Keys | Protection::None => 0,
         // Whatever is done in place goes to programs and back without the wedge.
         Protection::Remap => option::REMAP | option::NO_FAST_PATHS | option::NO_CALL_SITES,
     };
@@ -139,11 +162,11 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
     let balloon = vm.balloon.is_some_and(|balloon| balloon.0.is_some());
     let for_processes = vm.counters
         || vm.profile_writes.is_some()
-        || vm.protection.is_some()
         || vm.perf_map
         || vm.gdb.is_some()
         || !vm.without.is_empty()
         || vm.sandbox == Some(Sandbox::Strict)
+        || matches!(vm.protection, Some(Protection::Keys | Protection::Remap))
         || !config.net.is_empty()
         || !config.share.is_empty()
         || config.disk.iter().any(disk::Description::is_image)
@@ -153,7 +176,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
             let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --counters, --gdb, --net, \
-                        --perf-map, --profile-writes, --protection, --sandbox strict, --share, qcow2 images and --without are of processes";
+                        --perf-map, --profile-writes, --protection keys or remap, --sandbox strict, --share, qcow2 images and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
         Backend::Kvm => match kvm::trial() {
@@ -276,6 +299,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             return Ok(code);
         }
     };
+    let (keys, open) = keys(vm)?;
     let wedge = wedge(options.artifacts.as_deref())?;
     let prepare = |image: &Image<'_>| {
         let mut nets = open_nets(&config.net)?;
@@ -286,7 +310,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             vcpus,
             initrd: initrd.as_deref(),
             command_line: &command_line(COMMAND_LINE),
-            options: bits(vm),
+            options: bits(vm) | if keys { option::KEYS } else { 0 },
             log,
             balloon,
             disks: &records,
@@ -307,6 +331,9 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     if options.dry_run {
         say(Level::Info, &format!("{} would run in processes of this host", kernel.display()));
         return Ok(0);
+    }
+    if let Some(why) = open {
+        eprintln!("parador: programs of this guest can reach its kernel: {why}");
     }
     let mut console = Console::open(&target)?;
     let sink = vm.event_fd.map(event_sink).transpose()?;

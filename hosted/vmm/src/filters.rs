@@ -114,6 +114,8 @@ fn guest() -> Result<Rules, BackendError> {
         &[
             linux::__NR_munmap,
             linux::__NR_mprotect,
+            linux::__NR_pkey_mprotect,
+            linux::__NR_sigaltstack,
             linux::__NR_timer_settime,
             linux::__NR_rt_sigreturn,
             linux::__NR_getrandom,
@@ -186,7 +188,6 @@ fn device(traced: bool) -> Result<Rules, BackendError> {
             linux::__NR_close_range,
             linux::__NR_prctl,
             linux::__NR_seccomp,
-            linux::__NR_sigaltstack,
             linux::__NR_rt_sigaction,
             linux::__NR_rt_sigprocmask,
         ],
@@ -399,8 +400,8 @@ mod tests {
                 fourth == PRIVATE_ANONYMOUS_FIXED
                     || fourth & !POPULATE == SHARED_FIXED && fifth == layout::MEMORY_FD
             }
-            // mprotect, munmap, rt_sigreturn, sched_yield, restart_syscall, timer_settime, exit_group, getrandom
-            10 | 11 | 15 | 24 | 219 | 223 | 231 | 318 => true,
+            // mprotect, munmap, rt_sigreturn, sched_yield, sigaltstack, restart_syscall, timer_settime, exit_group, getrandom, pkey_mprotect
+            10 | 11 | 15 | 24 | 131 | 219 | 223 | 231 | 318 | 329 => true,
             // futex: wait, wake
             202 => matches!(second, 0 | 1),
             // timer_create: CLOCK_MONOTONIC

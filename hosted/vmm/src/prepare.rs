@@ -4,9 +4,7 @@ use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::os::fd::OwnedFd;
 
 use hw_x86::paging::{entry, xcr0};
-use proto::wedge::{
-    Disk, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, layout, option,
-};
+use proto::wedge::{Disk, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, layout, option};
 use vmm_boot::Rest;
 use vmm_mem::shared::SharedMemory;
 use vmm_mem::{GuestMemory, PAGE_SIZE};
@@ -75,7 +73,9 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     }
     let chips = vmm_machine::layout_with_pci();
     let host = |action| move |error| Error::Host(action, error);
-    let mut memory = SharedMemory::new("parador-guest", machine.memory)
+    // For each virtual CPU, copies of what programs execute are behind guest memory.
+    let copies = if machine.options & option::KEYS != 0 { machine.vcpus.into() } else { 0 };
+    let mut memory = SharedMemory::new("parador-guest", machine.memory * (1 + copies))
         .map_err(host("make the guest's memory"))?;
     let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, chips.hole_start).collect();
     let (sites, sites_length) = image.sites();
@@ -183,6 +183,8 @@ fn fill(
     start.gdt_limit = memory.read::<u16>(descriptor).map_err(failed)?.into();
     start.gdt = memory_word(memory, descriptor + 2).map_err(failed)?;
     let words = [
+        (&mut start.code, "_text"),
+        (&mut start.code_end, "_etext"),
         (&mut start.initial_code, "initial_code"),
         (&mut start.initial_stack, "initial_stack"),
         (&mut start.initial_gs, "initial_gs"),
@@ -221,6 +223,16 @@ pub fn check_memory(wanted: u64) -> Result<(), Error> {
 /// [`Error::Lacking`]
 pub fn check_host() -> Result<u64, Error> {
     check_processor(__cpuid(1).ecx, rustix::param::linux_hwcap().1)
+}
+
+/// Whether the processor and the host's kernel have protection keys (`OSPKE`; SDM vol. 2, CPUID), and no encoding of instructions that the
+/// wedge does not search for (`APX_F`; Intel's APX Architecture Specification, 3.1.4.1).
+pub fn has_keys() -> bool {
+    const OSPKE: u32 = 1 << 4;
+    const APX: u32 = 1 << 21;
+    let features = __cpuid_count(7, 0);
+    let has_apx = features.eax >= 1 && __cpuid_count(7, 1).edx & APX != 0;
+    features.ecx & OSPKE != 0 && !has_apx
 }
 
 /// What the wedge cannot do without, of `CPUID` leaf 1 (`ECX`) and what the host's kernel says (`AT_HWCAP2`); gives the extended state

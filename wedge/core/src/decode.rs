@@ -126,6 +126,11 @@ pub enum Op {
     Verr(Operand),
     Verw(Operand),
     Int(u8),
+    /// `XRSTOR`; `marked`: as `UD1`, which a back end has made of it.
+    Xrstor {
+        area: Address,
+        marked: bool,
+    },
     /// `VMCALL`, `VMMCALL`.
     Hypercall,
     /// Exists on no processor that this one is like.
@@ -441,6 +446,13 @@ fn two_bytes(
             }
             let rm = mod_rm(&mut reader, found)?;
             Op::Invpcid { kind: rm.reg, descriptor: rm.memory()? }
+        }
+        code @ (0xae | 0xb9) => {
+            let rm = mod_rm(&mut reader, found)?;
+            match (rm.group, rm.rm) {
+                (5, Operand::Memory(area)) => Op::Xrstor { area, marked: code == 0xb9 },
+                _ => return Err(DecodeError::Unknown),
+            }
         }
         // XSAVES, XRSTORS: CPUID does not offer them.
         0xc7 => {

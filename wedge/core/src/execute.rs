@@ -244,7 +244,13 @@ impl VirtualCpu {
             Op::Rdpmc => return Ok(Outcome::Exit(Exit::Protected)),
             Op::Hypercall => return Ok(Outcome::Exit(Exit::Hypercall)),
             // CPUID says that they do not exist.
-            Op::Stac | Op::Clac | Op::Monitor | Op::Mwait | Op::Undefined | Op::Sysexit => {
+            Op::Stac
+            | Op::Clac
+            | Op::Monitor
+            | Op::Mwait
+            | Op::Undefined
+            | Op::Xrstor { .. }
+            | Op::Sysexit => {
                 return Err(UNDEFINED.into());
             }
             Op::Lar { register, from } | Op::Lsl { register, from } => {
@@ -374,7 +380,8 @@ impl VirtualCpu {
     }
 
     /// The linear address of a memory operand of an instruction that is `length` long.
-    fn address(&self, host: &mut impl Host, at: Address, length: usize) -> u64 {
+    /// The linear address of a memory operand of an instruction of this length at the instruction pointer.
+    pub fn address(&self, host: &mut impl Host, at: Address, length: usize) -> u64 {
         let mut linear = i64::from(at.displacement) as u64;
         if at.relative {
             linear = linear.wrapping_add(self.frame.rip).wrapping_add(length as u64);

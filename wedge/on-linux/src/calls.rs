@@ -16,10 +16,12 @@ use linux_raw_sys::general as linux;
 use proto::wedge::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
+use wedge_x86::{CLOSED, READABLE};
 
 use crate::memory::{PAGE, leaf};
 use crate::shared::mine;
 use crate::sys::{self, Backing, Errno};
+use crate::{code, keys};
 
 /// Slots: its third byte is `INT`, its fourth the vector.
 const SLOTS: u64 = 0x74cd_0000;
@@ -67,7 +69,11 @@ pub fn set_up() -> Result<(), Errno> {
     let length = SLOTS_LENGTH + u64::from(MOST) * STUB;
     let rights = linux::PROT_READ | linux::PROT_WRITE | linux::PROT_EXEC;
     // SAFETY: the range is set aside for this.
-    unsafe { sys::map(SLOTS, length, rights, Backing::Own) }
+    unsafe { sys::map(SLOTS, length, rights, Backing::Own) }?;
+    // Jumps of programs go through slots.
+    let data = linux::PROT_READ | linux::PROT_WRITE;
+    keys::close(SLOTS, SLOTS_LENGTH, data, READABLE)?;
+    keys::close(STUBS, length - SLOTS_LENGTH, rights, CLOSED)
 }
 
 /// A program has made a system call by signal; the instruction pointer is behind it.
@@ -93,10 +99,10 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
         return None;
     }
     let found = leaf(memory, cpu.paging(page, true).cr3, page)?;
-    if found.writable || !found.executable {
+    let frame = found.address + (page & (found.size - 1));
+    if found.writable || !found.executable || keys::are_on() && !code::is_copy_of(page, frame) {
         return None;
     }
-    let frame = found.address + (page & (found.size - 1));
     let mut bytes = [0; LENGTH + 1];
     memory.read_slice(frame + (start - page) - 1, &mut bytes).ok()?;
     let [before, code @ ..] = bytes;
@@ -110,6 +116,11 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
     if !suits || calls.used == MOST {
         return None;
     }
+    // What a program chooses, numbers and addresses, must not make another instruction there.
+    let stub_code = stub_code(STUBS + STUB * u64::from(calls.used), first, behind);
+    if code::find(&stub_code, 0).is_some() {
+        return None;
+    }
     let slot = SLOTS + 8 * u64::from(calls.used);
     let stub = STUBS + STUB * u64::from(calls.used);
     if !calls.pages.contains(&page) {
@@ -118,7 +129,8 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
         *free = page;
     }
     calls.used += 1;
-    write_stub(stub, first, behind);
+    // SAFETY: stubs are this process's own memory, and this one is not used yet.
+    unsafe { (stub as *mut [u8; STUB as usize]).write(stub_code) };
     // SAFETY: slots are this process's own memory.
     unsafe { (slot as *mut u64).write(stub) };
     let mut jump = [0xff, 0x24, 0x25, 0, 0, 0, 0];
@@ -135,7 +147,11 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
 /// Puts a copy of a page in the place of its mapping.
 fn copy(page: u64, frame: u64, memory: &GuestMemory) -> Option<()> {
     let mut bytes = [0; PAGE as usize];
-    memory.read_slice(frame, &mut bytes).ok()?;
+    match keys::are_on() {
+        // As it is mapped.
+        true => code::read(frame, &mut bytes)?,
+        false => memory.read_slice(frame, &mut bytes).ok()?,
+    }
     let rights = linux::PROT_READ | linux::PROT_WRITE;
     // SAFETY: a page of a program of the guest is mapped there; the guest does not run.
     unsafe {
@@ -145,13 +161,14 @@ fn copy(page: u64, frame: u64, memory: &GuestMemory) -> Option<()> {
     Some(())
 }
 
-fn protect(page: u64, rights: u32) -> Result<(), Errno> {
+/// Changes the rights of a page that this process alone has.
+pub fn protect(page: u64, rights: u32) -> Result<(), Errno> {
     // SAFETY: the page is a copy of a program's.
     unsafe { sys::call(linux::__NR_mprotect, [page, PAGE, rights.into(), 0, 0, 0]).map(drop) }
 }
 
 /// The first instruction, `mov rcx, behind`, and a jump to the wedge.
-fn write_stub(at: u64, first: &[u8], behind: u64) {
+fn stub_code(at: u64, first: &[u8], behind: u64) -> [u8; STUB as usize] {
     let mut code = [0xcc; STUB as usize];
     code[..5].copy_from_slice(first);
     code[5..7].copy_from_slice(&[0x48, 0xb9]);
@@ -159,14 +176,18 @@ fn write_stub(at: u64, first: &[u8], behind: u64) {
     code[15] = 0xe9;
     let distance = wedge_x86::call_entry().wrapping_sub(at + 20) as u32;
     code[16..20].copy_from_slice(&distance.to_le_bytes());
-    // SAFETY: stubs are this process's own memory, and this one is not used yet.
-    unsafe { (at as *mut [u8; STUB as usize]).write(code) };
+    code
 }
 
 /// Whether a call was rewritten at an address, of which the second part is `int` at `rip`.
 pub fn is_rewritten(rip: u64) -> bool {
     let page = rip & !(PAGE - 1);
     page != 0 && calls().pages.contains(&page)
+}
+
+/// Whether there is the code of a rewritten call.
+pub fn is_stub(rip: u64) -> bool {
+    (STUBS..STUBS + u64::from(MOST) * STUB).contains(&rip)
 }
 
 /// Whether this process has a copy of a page of its own.
@@ -180,7 +201,7 @@ pub fn is_current(page: u64, frame: u64, memory: &GuestMemory) -> bool {
     /// Bytes that are compared at once.
     const CHUNK: usize = 64;
     let mut bytes = [0; PAGE as usize];
-    if memory.read_slice(frame, &mut bytes).is_err() {
+    if memory.read_slice(frame, &mut bytes).is_err() || keys::are_on() && !code::close(&mut bytes) {
         return false;
     }
     // SAFETY: the copy is this process's own memory, readable, and nobody writes to it now.

@@ -6,6 +6,7 @@ use linux_raw_sys::general as linux;
 use proto::wedge::{Filters, MAX_DISKS, MAX_QUEUES, control, layout};
 use vmm_cpu::MAX_VCPUS;
 
+use crate::memory::Ram;
 use crate::processes::{self, KICK};
 use crate::report::{HOST, say};
 use crate::shared::{RING, SLOTS, event, shared, vcpus};
@@ -16,6 +17,7 @@ const READABLE: u16 = linux::POLLIN as u16;
 /// The device process. It believes nothing of what is in shared memory, which the guest can change: numbers of processes are its own.
 pub struct Device {
     filters: Filters,
+    ram: Ram,
     /// By virtual CPU and slot; 0: none.
     guests: [[u32; SLOTS]; MAX_VCPUS],
     disks: [u32; disk::MAX_WORKERS],
@@ -26,10 +28,11 @@ impl Device {
     /// With the processes of disks and networks, and without any of the guest.
     pub fn new(
         filters: Filters,
+        ram: Ram,
         disks: [u32; disk::MAX_WORKERS],
         nets: [u32; net::MAX_WORKERS],
     ) -> Self {
-        Self { filters, guests: [[0; SLOTS]; MAX_VCPUS], disks, nets }
+        Self { filters, ram, guests: [[0; SLOTS]; MAX_VCPUS], disks, nets }
     }
 
     /// Makes the process of a slot of a virtual CPU, if it has none.
@@ -37,7 +40,7 @@ impl Device {
         let guests = self.guests.get_mut(vcpu);
         let guest = guests.and_then(|guests| guests.get_mut(number));
         if let Some(guest) = guest.filter(|guest| **guest == 0) {
-            *guest = processes::make(vcpu, number, &self.filters)?;
+            *guest = processes::make(vcpu, number, self.ram, &self.filters)?;
             // Nobody to tell if it cannot be written.
             let _ = sys::write(layout::CONTROL_FD, &[control::MADE]);
         }
@@ -79,7 +82,7 @@ impl Device {
             // Workers of other programs cannot tell the virtual CPU themselves.
             for number in 0..MAX_QUEUES {
                 if disk::queue(number).rung.swap(0, SeqCst) != 0 {
-                    self.tell(if number < MAX_DISKS { event::DISK } else { event::SHARE });
+                    self.tell(0, if number < MAX_DISKS { event::DISK } else { event::SHARE });
                 }
             }
             if let Some(code) = dead_child() {

@@ -29,7 +29,7 @@ use crate::shared::{
     cell, count, event, events, has, mine, own_statistics, shared, start, vcpu, vcpus,
 };
 use crate::sites::{FUNCTION, Sites, put_back, write_code};
-use crate::{calls, debug, processes, profile, report, signal};
+use crate::{calls, code, debug, extended, keys, processes, profile, report, signal};
 
 /// Error code of a page fault: the access was a write.
 const WRITE: u64 = 1 << 1;
@@ -202,7 +202,7 @@ fn cpu() -> &'static mut VirtualCpu {
 }
 
 /// Makes the processor forget what it has fetched: code was written by another address than its own (APM vol. 2, 7.6.1).
-fn serialize() {
+pub fn serialize() {
     // SAFETY: `IRET` to the next instruction, with the stack, flags and segments of now.
     unsafe {
         core::arch::asm!(
@@ -234,10 +234,20 @@ enum Step {
 impl LinuxVcpu<'_> {
     /// Runs the guest's code until it stops, and sees to what the processor itself does then.
     fn step(&mut self) -> Step {
+        let steps = keys::are_on() && code::begin_step(cpu());
         let cause = processes::enter(&self.ram);
         if self.step != DebugStep::None {
             // No part of the guest's own flags, which an instruction may store.
             cpu().frame.rflags &= !rflags::TF;
+        }
+        if steps {
+            let signal = vcpu().signal.get();
+            let trapped = matches!(cause, Cause::Signal)
+                && signal.number == linux::SIGTRAP
+                && signal.vector == u64::from(vector::DEBUG);
+            if code::end_step(cpu(), &self.memory, trapped) {
+                return Step::On;
+            }
         }
         match cause {
             Cause::Events => Step::On,
@@ -338,6 +348,9 @@ impl LinuxVcpu<'_> {
             }
             let mut back = [0; 8];
             cpu.read(&self.memory, cpu.frame.gpr[4], &mut back).ok()?;
+            if keys::are_on() {
+                code::close_poke(cpu, &self.memory, to, bytes);
+            }
             write_code(cpu, &self.memory, to, bytes)?;
             Some(u64::from_le_bytes(back))
         });
@@ -483,6 +496,10 @@ impl LinuxVcpu<'_> {
                 return Step::On;
             }
         }
+        if intent == Intent::Fetch && cpu.cpl == 0 && memory::fill_image(cpu, &self.memory, linear)
+        {
+            return Step::On;
+        }
         if !memory::is_filled_in(linear) {
             // Outside of everything, or a right of the image and the direct map, which have all rights.
             count(count::FAULTS);
@@ -511,6 +528,8 @@ impl LinuxVcpu<'_> {
                 let (write, fetch) = (intent == Intent::Write, intent == Intent::Fetch);
                 Step::Exit(Exit::MemoryFault(MemoryFault { gpa, write, fetch, walk: false }))
             }
+            Fault::Sequence if code::open_steps(cpu, &self.memory) => Step::On,
+            Fault::Sequence => self.refused(Event::exception(vector::UNDEFINED)),
             Fault::Full(error) => {
                 report::say(format_args!("the host cannot map guest memory: error {error}"));
                 Step::Exit(Exit::HostError(error as u64))
@@ -547,6 +566,20 @@ impl LinuxVcpu<'_> {
         }
         let decoded = wedge_core::decode(&bytes[..read.unwrap_or(0)]);
         match decoded {
+            Ok(Instruction { op: wedge_core::Op::Xrstor { area, marked }, length, .. })
+                if keys::are_on() && (cpu.cpl == 0 || !marked) =>
+            {
+                let linear = cpu.address(&mut Effects, area, length);
+                let mask = self.xcr0;
+                match extended::carry_out(cpu, &self.memory, linear, mask) {
+                    Ok(()) => cpu.frame.rip += length as u64,
+                    Err(extended::Refused::Fault(fault)) => self.event = cpu.page_fault(fault),
+                    Err(extended::Refused::Protection) => {
+                        self.event = Event::exception_code(vector::PROTECTION, 0);
+                    }
+                }
+                Step::On
+            }
             Ok(instruction) if cpu.cpl == 0 || is_for_programs(&instruction) => {
                 count(count::UNRECORDED);
                 let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);
@@ -796,8 +829,16 @@ impl Backend for LinuxVcpu<'_> {
                     (*cell()).kernel = kernel;
                 }
             }
+            if dispatch != 0 && keys::are_on() && !shared().closed.load(Relaxed) {
+                // Before its first program the kernel has no more to do with its code than that.
+                code::close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
+                shared().closed.store(true, Relaxed);
+            }
             // SAFETY: only entry code uses it, on the way to the guest.
-            unsafe { (*cell()).dispatch = dispatch };
+            unsafe {
+                (*cell()).dispatch = dispatch;
+                (*cell()).close = dispatch & u8::from(keys::are_on());
+            }
             let step = if steps { self.debug_step() } else { self.step() };
             if let Step::Exit(exit) = step {
                 return exit;

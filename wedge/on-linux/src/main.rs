@@ -10,11 +10,14 @@
 mod balloon;
 mod calls;
 mod clock;
+mod code;
 mod counters;
 mod debug;
 mod device;
 mod disk;
+mod extended;
 mod guest;
+mod keys;
 mod memory;
 mod monitor;
 mod net;
@@ -71,8 +74,11 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
     let shared = Backing::Shared(layout::SHARED_FD, 0);
     // SAFETY: nothing is at these addresses yet.
     unsafe {
-        let rights = data | linux::PROT_EXEC;
-        sys::map(layout::SHARED, layout::SHARED_LENGTH, rights, shared)
+        sys::map(layout::SHARED, layout::SHARED_LENGTH, data, shared)
+            .map_err(|error| ("cannot map the machine's shared memory", error))?;
+        // What a guest prints is there, too: only stubs are code.
+        let stubs = Backing::Shared(layout::SHARED_FD, layout::STUBS - layout::SHARED);
+        sys::map(layout::STUBS, layout::STUBS_LENGTH, data | linux::PROT_EXEC, stubs)
             .map_err(|error| ("cannot map the machine's shared memory", error))?;
         sys::map(layout::PRIVATE, PRIVATE_LENGTH, data, Backing::Own)
             .map_err(|error| ("cannot map memory", error))?;
@@ -80,11 +86,16 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
     let Some(start) = shared::start() else {
         return Err(("the loader's record is of another version", Errno(0)));
     };
-    Ram::new(&start).map().map_err(|error| ("cannot map guest memory", error))?;
+    shared::shared().options.store(start.options, Relaxed);
+    if keys::are_on() {
+        keys::set_up().map_err(|error| ("the host gives no protection keys", error))?;
+        keys::close_shared().map_err(|error| ("the host cannot protect memory", error))?;
+    }
+    let ram = Ram::new(&start);
+    ram.map(&start).map_err(|error| ("cannot map guest memory", error))?;
     let khz = clock::tsc_khz();
     let shared = shared::shared();
     shared.vcpus.store(start.vcpus as u32, Relaxed);
-    shared.options.store(start.options, Relaxed);
     shared.tsc_khz.store(khz, Relaxed);
     shared.unix_at_zero.store(clock::unix_at_zero(khz), Relaxed);
     // SAFETY: no memory is touched.
@@ -124,7 +135,7 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
     sys::close(layout::DISKS_FD, layout::CONTROL_FD - 1)
         .and_then(|()| sys::close(layout::CONTROL_FD + 1, u32::MAX))
         .map_err(|error| ("the host closes no descriptors", error))?;
-    let mut device = Device::new(filters, disks, nets);
+    let mut device = Device::new(filters, ram, disks, nets);
     for vcpu in 0..shared::vcpus().len() {
         device.make(vcpu, 0).map_err(|error| ("the host makes no process", error))?;
     }

@@ -15,10 +15,11 @@ use vmm_cpu::walk::{Intent, PageFault};
 use vmm_mem::{GuestMemory, Window};
 use wedge_core::VirtualCpu;
 use wedge_core::mapped::{Mapped, Piece};
+use wedge_x86::CLOSED;
 
 use crate::shared::{EVERYTHING, FLUSHES, Slot, count, has, mine, vcpu};
 use crate::sys::{self, Backing};
-use crate::{calls, profile};
+use crate::{calls, code, keys, profile};
 
 /// Page size.
 pub const PAGE: u64 = 4096;
@@ -43,6 +44,11 @@ impl Ram {
         Self { low, high: start.memory - low }
     }
 
+    /// Bytes of it.
+    pub fn length(&self) -> u64 {
+        self.low + self.high
+    }
+
     /// Where guest-physical memory is in the descriptor, and how much follows.
     pub fn offset(&self, address: u64) -> Option<(u64, u64)> {
         if address < self.low {
@@ -53,9 +59,17 @@ impl Ram {
     }
 
     /// Maps what is always there.
-    pub fn map(&self) -> Result<(), sys::Errno> {
+    pub fn map(&self, start: &Start) -> Result<(), sys::Errno> {
         self.map_at(layout::WINDOW)?;
-        self.open()
+        self.open()?;
+        let data = linux::PROT_READ | linux::PROT_WRITE;
+        for base in [layout::DIRECT, layout::WINDOW] {
+            keys::close(base, self.low, data, CLOSED)?;
+            keys::close(base + FOUR_GIB, self.high, data, CLOSED)?;
+        }
+        keys::close(layout::IMAGE, self.image(), data, CLOSED)?;
+        let code = page_end(start.code_end) - start.code;
+        keys::close(start.code, code, data | linux::PROT_EXEC, CLOSED)
     }
 
     /// All of guest memory at an address.
@@ -95,6 +109,19 @@ impl Ram {
         }
     }
 
+    /// Maps the copies of a virtual CPU, if there are any.
+    pub fn map_copies(&self, index: usize) -> Result<(), sys::Errno> {
+        if !keys::are_on() {
+            return Ok(());
+        }
+        let all = linux::PROT_READ | linux::PROT_WRITE;
+        let length = self.length();
+        let copies = Backing::Shared(layout::MEMORY_FD, code::copies(length, index));
+        // SAFETY: the range is set aside for them.
+        unsafe { sys::map(layout::COPIES, length, all, copies) }?;
+        keys::close(layout::COPIES, length, all, CLOSED)
+    }
+
     /// As the VMM library knows it.
     pub fn memory(&self) -> Option<GuestMemory> {
         let window = |base, length| {
@@ -106,6 +133,10 @@ impl Ram {
         // SAFETY: `map` has mapped both in every process, for as long as it lives, and no Rust object is there.
         unsafe { GuestMemory::new(&windows[..used]) }.ok()
     }
+}
+
+fn page_end(address: u64) -> u64 {
+    address.next_multiple_of(PAGE)
 }
 
 /// A page as the guest's tables have it.
@@ -193,6 +224,8 @@ pub enum Fault {
     Device(u64),
     /// Nothing: it is mapped now.
     Filled,
+    /// A page of code that must not be executed ([`code`]).
+    Sequence,
     /// The host has no room for the mapping.
     Full(i32),
 }
@@ -230,12 +263,18 @@ pub fn fill(
         profile::watch_walk(memory, slot(), paging.cr3, linear);
     }
     let Some(leaf) = leaf(memory, paging.cr3, linear) else { return Fault::Filled };
-    let is_alone = profile::is_on() || has(option::NO_BATCHES);
+    let is_alone = profile::is_on() || has(option::NO_BATCHES) || needs_look(&leaf);
     if leaf.size == PAGE && how == Fill::Around && !is_alone {
         return fill_around(ram, memory, linear & !(PAGE - 1), &leaf);
     }
+    if let Some(fault) = fill_code(ram, memory, linear, intent, &leaf) {
+        return fault;
+    }
     let size = leaf.size.min(LARGE);
     let first = linear & !(size - 1);
+    if leaf.executable && is_kernel(linear) && keys::are_on() {
+        code::close_kernel(cpu, memory, first, first + size);
+    }
     let base = leaf.address + (first & (leaf.size - 1));
     let whole = ram.offset(base).filter(|&(_, left)| left >= size);
     let (linear, offset, size) = match whole {
@@ -249,13 +288,69 @@ pub fn fill(
     if size > PAGE {
         slot().large.store(true, Relaxed);
     }
-    map(linear, size, leaf.rights(), offset)
+    map(linear, size, rights_in_place(linear, &leaf), offset)
+}
+
+/// With keys: what can be executed is looked at.
+fn needs_look(leaf: &Leaf) -> bool {
+    leaf.executable && keys::are_on()
+}
+
+/// With keys: whether it is a page of a program that may be executed.
+fn is_code(linear: u64, leaf: &Leaf) -> bool {
+    leaf.executable && is_program(linear) && keys::are_on()
+}
+
+/// The rights of a mapping of guest memory itself.
+fn rights_in_place(linear: u64, leaf: &Leaf) -> u32 {
+    let rights = leaf.rights();
+    if is_code(linear, leaf) { rights & !linux::PROT_EXEC } else { rights }
+}
+
+/// With keys, fills in what is executed, from copies. A page that is written, too, is either. `None`: it is no such access.
+fn fill_code(
+    ram: &Ram,
+    memory: &GuestMemory,
+    linear: u64,
+    intent: Intent,
+    leaf: &Leaf,
+) -> Option<Fault> {
+    if !is_code(linear, leaf) || intent == Intent::Write {
+        return None;
+    }
+    if leaf.writable && intent != Intent::Fetch {
+        return None;
+    }
+    let page = linear & !(PAGE - 1);
+    let (run, base, size) = if leaf.size == PAGE {
+        let (before, behind) = joined(ram, memory, page, leaf)?;
+        (page - before, leaf.address - before, before + PAGE + behind)
+    } else {
+        // Some pages of a large one, which a flush drops as a whole.
+        const PIECE: u64 = AROUND * PAGE;
+        slot().large.store(true, Relaxed);
+        let run = linear & !(PIECE - 1);
+        (run, leaf.address + (run & (leaf.size - 1)), PIECE)
+    };
+    count(count::FILLS);
+    // If a page before it ends the run, the page alone.
+    for (start, length) in [(run, size), (page, PAGE)] {
+        let address = base + (start - run);
+        let (offset, left) = ram.offset(address)?;
+        match code::map(memory, start, length.min(left), address, offset) {
+            Err(error) => return Some(Fault::Full(error.0)),
+            Ok(end) if end > page => return Some(Fault::Filled),
+            Ok(_) => {}
+        }
+    }
+    (intent == Intent::Fetch).then_some(Fault::Sequence)
 }
 
 /// Maps what begins in guest memory at an offset of its descriptor.
 fn map(linear: u64, size: u64, rights: u32, offset: u64) -> Fault {
     count(count::FILLS);
     calls::forget(linear, linear + size);
+    code::forget(linear, linear + size);
     let end = linear + size;
     for attempt in 0..2 {
         // SAFETY: `reachable` by the guest only: nothing of this program is there.
@@ -268,23 +363,35 @@ fn map(linear: u64, size: u64, rights: u32, offset: u64) -> Fault {
     }
     if is_program(linear) {
         mapped().add(Piece { start: linear, end, offset, rights });
+        return Fault::Filled;
     }
-    Fault::Filled
+    match keys::close(linear, size, rights, CLOSED) {
+        Ok(()) => Fault::Filled,
+        Err(error) => Fault::Full(error.0),
+    }
 }
 
-fn mapped() -> &'static mut Mapped<PIECES> {
+/// What this process has mapped for programs.
+pub fn mapped() -> &'static mut Mapped<PIECES> {
     // SAFETY: it is in the process's own memory, and only its one thread uses it, outside of signal handlers. Each use ends before the next
     // begins.
     unsafe { &mut *mine().mapped.at() }
 }
 
-/// Fills in a page and those around it that are in one piece with it: in the same table, in guest memory, and with the same rights. They count as
-/// accessed.
+/// Fills in a page and those around it that are in one piece with it.
 fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fault {
+    let Some((offset, _)) = ram.offset(leaf.address) else { return Fault::Device(leaf.address) };
+    let Some((before, behind)) = joined(ram, memory, linear, leaf) else { return Fault::Filled };
+    map(linear - before, before + PAGE + behind, leaf.rights(), offset - before)
+}
+
+/// Bytes before and behind a page that are in one piece with it: in the same table, in guest memory, and with the same rights. They count as
+/// accessed.
+fn joined(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Option<(u64, u64)> {
     /// Bits in which the entries of a piece are equal.
     const SAME: u64 = entry::PRESENT | entry::WRITE | entry::USER | entry::DIRTY | entry::NX;
     let index = linear / PAGE % AROUND;
-    let Some((offset, _)) = ram.offset(leaf.address) else { return Fault::Device(leaf.address) };
+    let (offset, _) = ram.offset(leaf.address)?;
     // `step` pages on; in two's complement, so also back. Other virtual CPUs may change the entries.
     let joins = |step: u64| {
         let at = leaf.at.wrapping_add(step.wrapping_mul(8));
@@ -300,10 +407,9 @@ fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fau
                     && access(memory, at, value)
             })
     };
-    let before = (1..=index).take_while(|&step| joins(step.wrapping_neg())).count();
-    let behind = (1..AROUND - index).take_while(|&step| joins(step)).count();
-    let before = before as u64 * PAGE;
-    map(linear - before, before + PAGE + behind as u64 * PAGE, leaf.rights(), offset - before)
+    let before = (1..=index).take_while(|&step| joins(step.wrapping_neg())).count() as u64;
+    let behind = (1..AROUND - index).take_while(|&step| joins(step)).count() as u64;
+    Some((before * PAGE, behind * PAGE))
 }
 
 /// Whether a guest may have something filled in here: not what is always mapped, and not the wedge.
@@ -311,7 +417,8 @@ pub fn is_filled_in(linear: u64) -> bool {
     is_program(linear) || is_kernel(linear)
 }
 
-fn is_program(linear: u64) -> bool {
+/// Whether an address is a program's.
+pub fn is_program(linear: u64) -> bool {
     linear < layout::TASK_SIZE && !(layout::IMAGE..layout::LOW_END).contains(&linear)
 }
 
@@ -329,6 +436,7 @@ pub fn slot() -> &'static Slot {
 fn unmap(start: u64, end: u64) {
     calls::forget(start, end);
     mapped().remove(start, end);
+    code::forget(start, end);
     // SAFETY: the callers give ranges of the guest only. It fails only for want of the host's memory, when a mapping has to be split.
     let result = unsafe { sys::unmap(start, end - start) };
     if result.is_err() {
@@ -342,14 +450,54 @@ pub fn drop_programs() {
     unmap(0, layout::IMAGE);
     unmap(layout::LOW_END, layout::TASK_SIZE);
     mapped().clear();
+    crate::signal::forget_frames();
     slot().large.store(false, Relaxed);
     slot().stale.store(false, Relaxed);
 }
 
+/// Drops pages of a program in this process.
+pub fn drop_range(start: u64, end: u64) {
+    if is_program(start) && is_program(end - 1) {
+        unmap(start, end);
+    }
+}
+
+/// With keys: the kernel executes its image outside of its code, where it may do so until it says otherwise.
+pub fn fill_image(cpu: &VirtualCpu, memory: &GuestMemory, linear: u64) -> bool {
+    if !keys::are_on() || !(layout::IMAGE..layout::IMAGE + layout::IMAGE_LENGTH).contains(&linear) {
+        return false;
+    }
+    let page = linear & !(PAGE - 1);
+    let root = cpu.paging(linear, false).cr3;
+    if !leaf(memory, root, page).is_some_and(|leaf| leaf.executable) {
+        return false;
+    }
+    code::close_kernel(cpu, memory, page, page + PAGE);
+    mine().image.store(true, Relaxed);
+    let rights = linux::PROT_READ | linux::PROT_WRITE | linux::PROT_EXEC;
+    keys::close(page, PAGE, rights, CLOSED).is_ok()
+}
+
 fn drop_kernel() {
+    if mine().image.swap(false, Relaxed) {
+        close_image();
+    }
     unmap(layout::MODULES, layout::MODULES_END);
     unmap(layout::FIXMAP, layout::LOW_END);
     unmap(layout::VMALLOC, layout::GUEST_END);
+}
+
+/// Nothing but the kernel's code can be executed in its image.
+fn close_image() {
+    let Some(start) = crate::shared::start() else { return };
+    let image = Ram::new(&start).low.min(layout::IMAGE_LENGTH);
+    let end = page_end(start.code_end);
+    let rights = linux::PROT_READ | linux::PROT_WRITE;
+    for (from, to) in [(layout::IMAGE, start.code), (end, layout::IMAGE + image)] {
+        if let Err(error) = keys::close(from, to - from, rights, CLOSED) {
+            crate::report::fatal(format_args!("the host cannot close the image: {error:?}"));
+        }
+    }
 }
 
 fn drop_all() {
@@ -398,17 +546,27 @@ fn drop_stale(start: u64, end: u64) -> bool {
         while at < last {
             let leaf = leaf(&memory, root, at);
             let size = leaf.map_or(PAGE, |leaf| leaf.size);
-            let next = last.min((at & !(size - 1)) + size);
             let offset = piece.offset + (at - piece.start);
-            let wanted = leaf.map_or(0, |leaf| leaf.still_allows(&ram, &memory, at, offset));
             // A copy is of code, which nobody writes.
+            let copied = code::original(&ram, offset);
+            let unit = if copied.is_some() { PAGE } else { size };
+            let next = last.min((at & !(unit - 1)) + unit);
+            let wanted = leaf
+                .map_or(0, |leaf| leaf.still_allows(&ram, &memory, at, copied.unwrap_or(offset)));
             let is_old = |leaf: Leaf| {
-                size == PAGE && calls::has_copy(at) && !calls::is_current(at, leaf.address, &memory)
+                let address = leaf.address + (at & (size - 1));
+                if calls::has_copy(at) {
+                    unit == PAGE && !calls::is_current(at, address, &memory)
+                } else {
+                    copied.is_some_and(|offset| !code::is_current(&memory, address, offset))
+                }
             };
             let change = match wanted & piece.rights {
                 rights if rights & linux::PROT_READ == 0 || leaf.is_some_and(is_old) => {
                     Some(Change::Drop)
                 }
+                // It is for what can be executed.
+                rights if copied.is_some() && rights != piece.rights => Some(Change::Drop),
                 rights if rights != piece.rights => Some(Change::Narrow(rights)),
                 _ => None,
             };
@@ -462,6 +620,37 @@ fn narrow(start: u64, end: u64, rights: u32) {
     }
 }
 
+/// The beginning or the end of a copy has changed: no process of this virtual CPU may go on executing it beside what it has mapped before or
+/// behind.
+pub fn copy_changed(offset: u64) {
+    let vcpu = vcpu();
+    let number = vcpu.renewals.load(Relaxed);
+    vcpu.renewed[number as usize % FLUSHES].store(offset, Relaxed);
+    vcpu.renewals.store(number + 1, Relaxed);
+    follow_copies();
+}
+
+/// Drops in this process the copies that have changed since it had the virtual CPU.
+fn follow_copies() {
+    let (vcpu, slot) = (vcpu(), slot());
+    let now = vcpu.renewals.load(Relaxed);
+    let seen = slot.renewals.swap(now, Relaxed);
+    if now != seen && (now - seen > FLUSHES as u64 || !mapped().is_complete()) {
+        drop_programs();
+        return;
+    }
+    for number in seen..now {
+        let offset = vcpu.renewed[number as usize % FLUSHES].load(Relaxed);
+        let has_it = |piece: &&Piece| {
+            (piece.offset..piece.offset + (piece.end - piece.start)).contains(&offset)
+        };
+        while let Some(piece) = mapped().pieces().iter().find(has_it).copied() {
+            let at = piece.start + (offset - piece.offset);
+            unmap(at, at + PAGE);
+        }
+    }
+}
+
 /// The kernel's mapping of an address is to be forgotten by all processes of this virtual CPU; [`EVERYTHING`]: of any.
 pub fn kernel_changed(linear: u64) {
     let vcpu = vcpu();
@@ -495,8 +684,10 @@ pub fn follow() {
         }
     }
     slot.followed.store(now, Relaxed);
+    follow_copies();
     if slot.stale.load(Relaxed) {
         count(count::FLUSHES);
+        crate::signal::forget_frames();
         if drop_stale(0, layout::TASK_SIZE) {
             slot.stale.store(false, Relaxed);
         } else {

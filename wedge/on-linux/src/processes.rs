@@ -22,7 +22,7 @@ use crate::shared::{
     shared, stack_top, vcpu, vcpu_offset, vcpus,
 };
 use crate::sys::{self, Backing, Errno};
-use crate::{monitor, report, signal};
+use crate::{extended, keys, monitor, report, signal};
 
 /// Signal by which the device process tells of events.
 pub const KICK: u32 = 34;
@@ -137,7 +137,7 @@ fn save(vcpu: &Vcpu) {
 fn restore(vcpu: &Vcpu) {
     // SAFETY: `save` has filled the area; the bases are the guest's, and this program uses neither.
     unsafe {
-        asm!("xrstor64 [{}]", in(reg) vcpu.extended.0.at(), in("eax") u32::MAX, in("edx") u32::MAX);
+        extended::load(vcpu.extended.0.at() as u64, u64::MAX);
         asm!("wrfsbase {}", in(reg) vcpu.fs_base.get(), options(nomem, nostack));
         asm!("wrgsbase {}", in(reg) vcpu.gs_base.get(), options(nomem, nostack));
     }
@@ -167,7 +167,7 @@ pub fn finish(code: u8) -> ! {
 }
 
 /// Makes the process of slot `number` of a virtual CPU; gives its id. For the device process.
-pub fn make(vcpu: usize, number: usize, filters: &Filters) -> Result<u32, Errno> {
+pub fn make(vcpu: usize, number: usize, ram: Ram, filters: &Filters) -> Result<u32, Errno> {
     // Its first turn may come before it has looked.
     let turn = vcpus()[vcpu].slots[number].turn.load(SeqCst);
     let child = fork()?;
@@ -175,7 +175,7 @@ pub fn make(vcpu: usize, number: usize, filters: &Filters) -> Result<u32, Errno>
         return Ok(child);
     }
     let parent = if has(option::TRACED) { monitor::begin() } else { Ok(device()) };
-    match parent.and_then(|parent| become_guest(vcpu, number, turn, parent, filters)) {
+    match parent.and_then(|parent| become_guest(vcpu, number, turn, parent, ram, filters)) {
         Ok(never) => match never {},
         Err(error) => {
             report::say(format_args!("a process for the guest cannot be set up: {error:?}"));
@@ -190,6 +190,7 @@ fn become_guest(
     number: usize,
     turn: u32,
     parent: u32,
+    ram: Ram,
     filters: &Filters,
 ) -> Result<core::convert::Infallible, Errno> {
     // SAFETY: nothing of this program is there; what the child inherited was the device process's.
@@ -199,6 +200,9 @@ fn become_guest(
         let own = Backing::Shared(layout::SHARED_FD, vcpu_offset(index));
         sys::map(OWN_VCPU, VCPU_LENGTH, rights, own)?;
     }
+    keys::close_own()?;
+    ram.map_copies(index)?;
+    extended::learn();
     mine().slot.store(number as u32, Relaxed);
     mine().vcpu.store(index as u32, Relaxed);
     crate::calls::set_up()?;
@@ -315,6 +319,10 @@ pub fn become_worker(fd: u32, filters: &Filters, which: usize) -> Result<(), Err
 
 /// Goes to the guest until it stops.
 pub fn enter(ram: &Ram) -> Cause {
+    if keys::are_on() {
+        // The kernel goes on to programs without the wedge.
+        signal::scrub();
+    }
     // SAFETY: this process has the virtual CPU, and the guest does not run.
     let is_program = unsafe { (*cell()).cpu.cpl == 3 };
     let is_closed = is_program && has(option::REMAP);

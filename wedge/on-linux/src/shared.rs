@@ -12,7 +12,7 @@ use proto::wedge::{
 };
 use vmm_cpu::MAX_VCPUS;
 use wedge_core::mapped::Mapped;
-use wedge_x86::{CELL, Cell, PRIVATE};
+use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
 
 /// Most address spaces that have a process of their own, for each virtual CPU.
 pub const SLOTS: usize = 64;
@@ -36,13 +36,14 @@ pub const OWN_VCPU: u64 = CELL;
 const SHARED_STRUCT: u64 = OWN_VCPU + VCPU_LENGTH;
 /// Stack of a process that has not the virtual CPU.
 pub const PRIVATE_STACK_TOP: u64 = layout::PRIVATE + 0x2_0000;
-const _: () = assert!(size_of::<Mine>() <= 0x1_8000);
+const _: () =
+    assert!(size_of::<Mine>() <= 0x1_8000 && CROSSING == SIGNAL_STACK + SIGNAL_STACK_LENGTH);
 /// Stack of signal handlers.
 pub const SIGNAL_STACK: u64 = layout::PRIVATE + 0x2_0000;
 /// Its length.
 pub const SIGNAL_STACK_LENGTH: u64 = 0x2_0000;
 /// Length of a process's own memory.
-pub const PRIVATE_LENGTH: u64 = 0x4_0000;
+pub const PRIVATE_LENGTH: u64 = 0x5_0000;
 
 const _: () = assert!(CELL == layout::SHARED + 0x1000 && PRIVATE == layout::PRIVATE);
 const _: () = assert!(SHARED_STRUCT + size_of::<Shared>() as u64 <= VCPUS);
@@ -131,6 +132,8 @@ pub struct Slot {
     pub protected: AtomicU64,
     /// Changes of the kernel's mappings that it has followed.
     pub followed: AtomicU64,
+    /// Changes of copies that it has followed.
+    pub renewals: AtomicU64,
 }
 
 /// Bytes from one process to another.
@@ -207,6 +210,10 @@ pub struct Vcpu {
     pub changes: AtomicU64,
     /// The last of them: an address, or [`EVERYTHING`].
     pub changed: [AtomicU64; FLUSHES],
+    /// Copies of code whose beginning or end has changed so far.
+    pub renewals: AtomicU64,
+    /// The last of them: offsets in the descriptor of guest memory.
+    pub renewed: [AtomicU64; FLUSHES],
     /// The processes.
     pub slots: [Slot; SLOTS],
 }
@@ -251,6 +258,8 @@ pub struct Shared {
     pub tsc_khz: AtomicU64,
     /// Wall-clock time when the counter was 0, in seconds since 1970.
     pub unix_at_zero: AtomicU64,
+    /// The kernel's code has been looked at, and may be executed beside programs.
+    pub closed: AtomicBool,
     /// From the guest.
     pub output: Ring,
     /// To the guest.
@@ -377,10 +386,20 @@ pub struct Mine {
     pub armed: AtomicU64,
     /// Its timer, plus 1.
     pub timer: AtomicU32,
+    /// Something of the kernel's image can be executed beside its code.
+    pub image: AtomicBool,
+    /// Bytes of the signal stack, from its top on, that signals have used.
+    pub frames: AtomicU64,
+    /// What of them the next program must not see: see `signal::scrub`.
+    pub scrubs: AtomicU8,
     /// Its rewritten system calls.
     pub calls: Owned<crate::calls::Calls>,
     /// What it has mapped for programs.
     pub mapped: Owned<Mapped<{ crate::memory::PIECES }>>,
+    /// Its pages of code.
+    pub code: Owned<crate::code::Code>,
+    /// How the host's processor lays out extended state.
+    pub parts: Owned<crate::extended::Parts>,
 }
 
 /// The process's own memory.

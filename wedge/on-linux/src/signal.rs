@@ -3,22 +3,22 @@
 //! A handler that finds the guest running puts its registers into the frame and leaves for the wedge, without returning from the signal: no
 //! signal is ever masked, so there is nothing to return to. If it finds the wedge, it leaves an event.
 
-use core::arch::{asm, naked_asm};
+use core::arch::naked_asm;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
 use proto::wedge::layout;
-use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
+use wedge_core::{VirtualCpu, vector};
 use wedge_x86::Unwound;
 
 use crate::processes::{KICK, TIMER};
-use crate::report;
 use crate::shared::{
     SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, event, events, mine, shared, vcpu,
 };
 use crate::sys::{self, Errno};
+use crate::{extended, keys, report};
 
 /// `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/sigcontext.h`).
 #[repr(C)]
@@ -52,11 +52,15 @@ const DEBUG: u64 = 1;
 
 /// Makes signals come to this process's handler, and system calls of programs too.
 pub fn set_up() -> Result<(), Errno> {
-    let stack = [SIGNAL_STACK, 0, SIGNAL_STACK_LENGTH];
+    let stack = &STACKS[usize::from(keys::are_on())];
     // SAFETY: the stack is this process's own memory and used for nothing else.
     unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_NODEFER | linux::SA_RESTORER;
-    let action = [handler as *const () as u64, flags.into(), restore as *const () as u64, 0];
+    let handler = match keys::are_on() {
+        true => wedge_x86::keyed_handler(),
+        false => handler as *const () as u64,
+    };
+    let action = [handler, flags.into(), restore as *const () as u64, 0];
     for number in SYNCHRONOUS.into_iter().chain([KICK, TIMER]) {
         let arguments = [number.into(), action.as_ptr() as u64, 0, 8, 0, 0];
         // SAFETY: the handler keeps to the rules of signal handlers.
@@ -78,6 +82,63 @@ pub fn set_up() -> Result<(), Errno> {
     unsafe { sys::call(linux::__NR_prctl, arguments) }.map(drop)
 }
 
+/// The stack of signal handlers. With keys the host takes it away while a handler runs (`SS_AUTODISARM`, sigaltstack(2)), until that
+/// returns or [`leave`]s: whatever a program's stack pointer is, its signal is at the top, and what interrupts a handler is below it.
+static STACKS: [[u64; 3]; 2] =
+    [[SIGNAL_STACK, 0, SIGNAL_STACK_LENGTH], [SIGNAL_STACK, 1 << 31, SIGNAL_STACK_LENGTH]];
+
+/// Gives up a handler: the guest was running, and its registers are in the frame.
+///
+/// # Safety
+/// Nothing on the signal stack is needed any longer.
+unsafe fn leave() -> ! {
+    // SAFETY: the guest was running; the stack is this process's own memory and used for nothing else.
+    unsafe {
+        if keys::are_on() {
+            wedge_x86::leave_after(linux::__NR_sigaltstack, STACKS[1].as_ptr() as u64)
+        }
+        wedge_x86::leave()
+    }
+}
+
+/// A signal has left a frame with this context.
+fn note_frame(context: u64) {
+    // Below it is only what the host's handlers are called with.
+    let page = context & !0xfff;
+    if (SIGNAL_STACK..SIGNAL_STACK + SIGNAL_STACK_LENGTH).contains(&page) {
+        mine().frames.fetch_max(SIGNAL_STACK + SIGNAL_STACK_LENGTH - page, Relaxed);
+    }
+}
+
+/// What signals have left is another's than the next program's.
+pub fn forget_frames() {
+    mine().scrubs.store(ALL, Relaxed);
+}
+
+/// Values of [`crate::shared::Mine::scrubs`]: only a handler that found no program has left something; any may have.
+const KERNEL: u8 = 1;
+const ALL: u8 = 2;
+
+/// Before the guest goes on, with keys: a program finds nothing of others where its signals come.
+pub fn scrub() {
+    /// Most that handlers use of their own stack.
+    const HANDLER: usize = 0x2000;
+    let mine = mine();
+    let scrubs = mine.scrubs.swap(0, Relaxed);
+    if scrubs == 0 {
+        return;
+    }
+    let length = mine.frames.swap(0, Relaxed).min(SIGNAL_STACK_LENGTH);
+    let handler = if scrubs == ALL { HANDLER } else { 0 };
+    for (end, length) in [
+        (SIGNAL_STACK + SIGNAL_STACK_LENGTH, length as usize),
+        (wedge_x86::HANDLER_STACK_TOP, handler),
+    ] {
+        // SAFETY: nobody uses these stacks now: a handler that interrupts this is done when it goes on.
+        unsafe { core::ptr::write_bytes((end - length as u64) as *mut u8, 0, length) };
+    }
+}
+
 #[unsafe(naked)]
 unsafe extern "sysv64" fn restore() {
     naked_asm!("mov eax, {}", "syscall", const linux::__NR_rt_sigreturn)
@@ -89,7 +150,12 @@ unsafe extern "sysv64" fn handler() {
     naked_asm!("push 2", "popfq", "jmp {}", sym on_signal)
 }
 
+#[unsafe(export_name = "parador_wedge_signal")]
 extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
+    if keys::are_on() {
+        note_frame(context as u64);
+        mine().scrubs.fetch_max(KERNEL, Relaxed);
+    }
     // System calls from here on are the host's.
     mine().private.dispatch.store(0, Relaxed);
     let synchronous = SYNCHRONOUS.contains(&number);
@@ -126,9 +192,122 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     cpu.frame.rflags = context.rflags;
     let (vector, code, address) = (context.vector, context.code, context.address);
     vcpu.signal.set(Signal { number, vector, code, address });
-    restore_extended(context.extended);
+    extended::restore(context.extended as u64, u64::MAX);
     // SAFETY: the guest was running.
-    unsafe { wedge_x86::leave() }
+    unsafe { leave() }
+}
+
+/// A signal that has found a program running, with keys: entry code is on a stack of its own. The program may also have jumped to the
+/// handler, with anything for a context; then what it says of itself must be nothing that it could not have done.
+#[unsafe(export_name = "parador_wedge_program_signal")]
+extern "sysv64" fn on_program_signal(number: u32, _: *const u8, context: *const Context) -> ! {
+    let vcpu = vcpu();
+    // SAFETY: this process has the virtual CPU, and a program was running.
+    let cpu = unsafe { &mut (*cell()).cpu };
+    let end = SIGNAL_STACK + SIGNAL_STACK_LENGTH;
+    let (window, window_end) = wedge_x86::keyed_handler_window();
+    let (mut number, mut at) = (number, context as u64);
+    let (context, mut signal) = loop {
+        let last = end - size_of::<Context>() as u64;
+        if !at.is_multiple_of(8) || !(SIGNAL_STACK..=last).contains(&at) {
+            cpu.frame.gpr = [0; 16];
+            cpu.frame.rip = wedge_x86::keyed_handler();
+            cpu.frame.rflags = rflags::IF | 2;
+            let vector = vector::UNDEFINED.into();
+            vcpu.signal.set(Signal { number: linux::SIGILL, vector, code: 0, address: 0 });
+            // SAFETY: a program was running.
+            unsafe { leave() }
+        }
+        note_frame(at);
+        // SAFETY: it is on the signal stack, and nobody writes there.
+        let context = unsafe { (at as *const Context).read() };
+        let signal = sound(number, &context);
+        if SYNCHRONOUS.contains(&signal.number) {
+            break (context, signal);
+        }
+        leave_event(signal.number);
+        if !(window..window_end).contains(&context.rip) {
+            break (context, signal);
+        }
+        // It has interrupted the beginning of another signal's handler, farther up on the stack.
+        let [r8, rdi, rdx] = [0, 8, 12].map(|register: usize| context.registers[register]);
+        let outer = if context.rip == window { rdx } else { r8 };
+        (number, at) = (rdi as u32, if outer > at { outer } else { 0 });
+    };
+    for (value, place) in context.registers.iter().zip(ORDER) {
+        cpu.frame.gpr[place] = *value;
+    }
+    cpu.frame.rip = context.rip;
+    cpu.frame.rflags = context.rflags;
+    find_crossing(cpu, &mut signal);
+    cpu.frame.rflags = cpu.frame.rflags & u64::from(wedge_x86::PROGRAM_FLAGS) | rflags::IF | 2;
+    vcpu.signal.set(signal);
+    let extended = context.extended as u64;
+    if (at..end).contains(&extended) && extended.is_multiple_of(64) {
+        extended::restore(extended, end - extended);
+    }
+    // SAFETY: a program was running.
+    unsafe { leave() }
+}
+
+/// The signal as a program can get it.
+fn sound(number: u32, context: &Context) -> Signal {
+    const PAGE_FAULT: u64 = vector::PAGE_FAULT as u64;
+    const PROTECTION: u64 = vector::PROTECTION as u64;
+    let is_sound = match number {
+        linux::SIGSYS | linux::SIGILL => true,
+        linux::SIGFPE => matches!(context.vector, 0 | 16 | 19),
+        linux::SIGTRAP => matches!(context.vector, 1 | 3),
+        linux::SIGBUS => matches!(context.vector, 17 | PAGE_FAULT),
+        linux::SIGSEGV => matches!(context.vector, 4 | 5 | 11..=14),
+        TIMER => true,
+        _ => false,
+    };
+    let code = match context.vector {
+        // Write, fetch; of a program.
+        PAGE_FAULT => context.code & 0x12 | 4,
+        11..=PROTECTION => context.code & 0xffff,
+        _ => 0,
+    };
+    let number = if is_sound { number } else { KICK };
+    Signal { number, vector: context.vector, code, address: context.address }
+}
+
+/// If the program was on its way, where its registers are and what the signal means.
+fn find_crossing(cpu: &mut VirtualCpu, signal: &mut Signal) {
+    let rip = cpu.frame.rip;
+    // SAFETY: it is this process's own memory, mapped as long as it lives.
+    let crossing = unsafe { (wedge_x86::CROSSING as *const wedge_x86::Crossing).read_volatile() };
+    let frame = &mut cpu.frame;
+    let (start, end) = wedge_x86::crossing();
+    if (start..end).contains(&rip) {
+        frame.gpr[0] = crossing.rax;
+        frame.gpr[1] = crossing.rcx;
+        frame.gpr[2] = crossing.rdx;
+        frame.gpr[4] = crossing.rsp;
+        (frame.rip, frame.rflags) = (crossing.rip, crossing.rflags);
+        return;
+    }
+    let [start, switched, saved, end] = wedge_x86::call_gate();
+    if (start..end).contains(&rip) {
+        if rip >= switched {
+            frame.gpr[0] = crossing.rax;
+            frame.gpr[1] = crossing.rcx;
+            frame.gpr[2] = crossing.rdx;
+            frame.gpr[4] = crossing.rsp;
+        }
+        if rip >= saved {
+            frame.rflags = crossing.rflags;
+        }
+        // Whatever it was, it is a system call now.
+        frame.rip = frame.gpr[1];
+        signal.number = linux::SIGSYS;
+        return;
+    }
+    if signal.number == linux::SIGTRAP && signal.vector == DEBUG && crate::calls::is_stub(rip) {
+        // A step goes through what is there instead of the system call.
+        signal.number = KICK;
+    }
 }
 
 /// The signal came while the wedge was running, or what it does in the guest's place. `true`: the guest is where it is interrupted, as the
@@ -159,6 +338,19 @@ fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut Vir
             context.registers[STACK_POINTER] = cpu.frame.gpr[4];
         }
         return returned(context, cpu);
+    }
+    if rip == wedge_x86::crossing().0 {
+        let mut signal = Signal { number, vector: 0, code: 0, address: 0 };
+        for (value, place) in context.registers.iter().zip(ORDER) {
+            cpu.frame.gpr[place] = *value;
+        }
+        cpu.frame.rip = rip;
+        find_crossing(cpu, &mut signal);
+        for (value, place) in context.registers.iter_mut().zip(ORDER) {
+            *value = cpu.frame.gpr[place];
+        }
+        (context.rip, context.rflags) = (cpu.frame.rip, cpu.frame.rflags);
+        return true;
     }
     let Some((stub, offset)) = crate::sites::stub_at(rip) else { return false };
     match stub.unwind(offset) {
@@ -200,26 +392,6 @@ fn broken(number: u32, context: &Context) -> ! {
         "signal {number} in the wedge: rip {:#x} rsp {:#x} vector {} code {:#x} address {:#x}",
         context.rip, context.registers[15], context.vector, context.code, context.address
     ))
-}
-
-/// Gives the processor the extended state that the kernel has put into the signal's frame.
-fn restore_extended(area: *const u8) {
-    /// `FP_XSTATE_MAGIC1`, and where it and the features are (`struct _fpx_sw_bytes`).
-    const MAGIC: u32 = 0x4650_5853;
-    const AT: usize = 464;
-    if area.is_null() {
-        return;
-    }
-    // SAFETY: the kernel has written the area, of at least 512 bytes, and says itself which features it has.
-    unsafe {
-        if area.add(AT).cast::<u32>().read_unaligned() == MAGIC {
-            let features = area.add(AT + 8).cast::<u64>().read_unaligned();
-            let (low, high) = (features as u32, (features >> 32) as u32);
-            asm!("xrstor64 [{}]", in(reg) area, in("eax") low, in("edx") high);
-        } else {
-            asm!("fxrstor64 [{}]", in(reg) area);
-        }
-    }
 }
 
 /// Sets this process's timer to the deadline of the virtual CPU.

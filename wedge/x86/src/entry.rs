@@ -6,7 +6,10 @@ use core::mem::offset_of;
 use vmm_cpu::backend::Segment;
 use wedge_core::{Frame, VirtualCpu};
 
-use crate::{CELL, Cause, Cell, Entries, PRIVATE, Private};
+use crate::{
+    CELL, CROSSING, Cause, Cell, Crossing, Entries, HANDLER_STACK_TOP, PRIVATE, PROGRAM_FLAGS,
+    PROGRAM_RIGHTS, Private,
+};
 
 const FRAME: u64 = CELL + (offset_of!(Cell, cpu) + offset_of!(VirtualCpu, frame)) as u64;
 const WEDGE_RSP: u64 = CELL + offset_of!(Cell, wedge_rsp) as u64;
@@ -21,14 +24,26 @@ const LSTAR: u64 = CPU + offset_of!(VirtualCpu, lstar) as u64;
 /// The byte of the flags with `IF`.
 const FLAG_BYTE: u64 = CPU + offset_of!(VirtualCpu, interrupt_flag) as u64 + 1;
 const FLAG_ON: u8 = 2;
+/// `__USER_CS`: the selector of 64-bit code of Linux' programs.
+const CODE_64: u8 = 0x33;
+/// `IF`, and the bit that is always set.
+const ALWAYS_ON: u32 = 0x202;
+/// `__USER_DS`.
+const DATA: u8 = 0x2b;
 /// `CS` and `SS`, which follow each other.
 const SEGMENTS: u64 = CPU + (offset_of!(VirtualCpu, segments) + size_of::<Segment>()) as u64;
 const PROGRAM: u64 = CELL + offset_of!(Cell, program) as u64;
 const KERNEL: u64 = CELL + offset_of!(Cell, kernel) as u64;
 const CALLS: u64 = CELL + offset_of!(Cell, calls) as u64;
 const SCRATCH_TOP: u64 = CELL + (offset_of!(Cell, scratch) + size_of::<[u64; 16]>()) as u64;
+const KEYS: u64 = CELL + offset_of!(Cell, keys) as u64;
+const CLOSE: u64 = CELL + offset_of!(Cell, close) as u64;
+const CROSSING_RIP: u64 = CROSSING + offset_of!(Crossing, rip) as u64;
+const CROSSING_FLAGS: u64 = CROSSING + offset_of!(Crossing, rflags) as u64;
+const CROSSING_RSP: u64 = CROSSING + offset_of!(Crossing, rsp) as u64;
 
 const _: () = assert!(size_of::<Segment>() == 16);
+const _: () = assert!(offset_of!(Crossing, rcx) == 8 && offset_of!(Crossing, rdx) == 16);
 
 /// Goes to the guest with the registers of its frame; gives the code of a [`Cause`] when it stops.
 ///
@@ -49,6 +64,38 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         "parador_wedge_window:",
         "cmp dword ptr [{events}], 0",
         "jne parador_wedge_abort",
+        "cmp byte ptr [{close}], 0",
+        "je 2f",
+        "push qword ptr [{frame} + 0x00]",
+        "pop qword ptr [{crossing} + 0x00]",
+        "push qword ptr [{frame} + 0x08]",
+        "pop qword ptr [{crossing} + 0x08]",
+        "push qword ptr [{frame} + 0x10]",
+        "pop qword ptr [{crossing} + 0x10]",
+        "push qword ptr [{rip}]",
+        "pop qword ptr [{crossing_rip}]",
+        "push qword ptr [{rflags}]",
+        "pop qword ptr [{crossing_flags}]",
+        "push qword ptr [{frame} + 0x20]",
+        "pop qword ptr [{crossing_rsp}]",
+        "push {code_64}",
+        "pop qword ptr [{crossing_rip} + 8]",
+        "push {data}",
+        "pop qword ptr [{crossing_rsp} + 8]",
+        "mov rbx, [{frame} + 0x18]",
+        "mov rbp, [{frame} + 0x28]",
+        "mov rsi, [{frame} + 0x30]",
+        "mov rdi, [{frame} + 0x38]",
+        "mov r8, [{frame} + 0x40]",
+        "mov r9, [{frame} + 0x48]",
+        "mov r10, [{frame} + 0x50]",
+        "mov r11, [{frame} + 0x58]",
+        "mov r12, [{frame} + 0x60]",
+        "mov r13, [{frame} + 0x68]",
+        "mov r14, [{frame} + 0x70]",
+        "mov r15, [{frame} + 0x78]",
+        "jmp parador_wedge_close",
+        "2:",
         "mov al, [{dispatch_next}]",
         "mov [{dispatch}], al",
         "push qword ptr [{rflags}]",
@@ -79,6 +126,13 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         frame = const FRAME,
         rip = const RIP,
         rflags = const RFLAGS,
+        close = const CLOSE,
+        crossing = const CROSSING,
+        crossing_rip = const CROSSING_RIP,
+        crossing_flags = const CROSSING_FLAGS,
+        crossing_rsp = const CROSSING_RSP,
+        code_64 = const CODE_64,
+        data = const DATA,
     )
 }
 
@@ -195,6 +249,169 @@ global_asm!(
     lstar = const LSTAR,
 );
 
+// Crossings with protection keys. A program can jump to each instruction here, with any registers. Behind each `WRPKRU` it is looked whether
+// EAX was what it had to be there, and behind those that open also whether this is 64-bit code, in which these bytes are these instructions;
+// a program that did not come in the right way is at `UD2` then, which is its own fault.
+global_asm!(
+    // To a program. Its registers are loaded, but for those in the crossing page.
+    ".globl parador_wedge_close",
+    "parador_wedge_close:",
+    "mov byte ptr [{dispatch}], 1",
+    "xor ecx, ecx",
+    "xor edx, edx",
+    "mov eax, {rights}",
+    "wrpkru",
+    "cmp eax, {rights}",
+    "jne parador_wedge_wrong",
+    "mov rax, [{crossing} + 0x00]",
+    "mov rcx, [{crossing} + 0x08]",
+    "mov rdx, [{crossing} + 0x10]",
+    // Single steps begin behind this code.
+    "test byte ptr [{flags} + 1], 1",
+    "jnz 2f",
+    "mov esp, {flags}",
+    "popfq",
+    "mov rsp, [{rsp}]",
+    "jmp qword ptr [{rip}]",
+    "2:",
+    "mov esp, {rip}",
+    "iretq",
+    ".globl parador_wedge_close_end",
+    "parador_wedge_close_end:",
+    // `SYSRET`, as `parador_wedge_sysret`.
+    ".globl parador_wedge_keyed_sysret",
+    "parador_wedge_keyed_sysret:",
+    "mov [{frame_rsp}], rsp",
+    "mov esp, {scratch}",
+    "push qword ptr [{program} + 0x00]",
+    "pop qword ptr [{segments} + 0x00]",
+    "push qword ptr [{program} + 0x08]",
+    "pop qword ptr [{segments} + 0x08]",
+    "push qword ptr [{program} + 0x10]",
+    "pop qword ptr [{segments} + 0x10]",
+    "push qword ptr [{program} + 0x18]",
+    "pop qword ptr [{segments} + 0x18]",
+    "mov byte ptr [{cpl}], 3",
+    "mov byte ptr [{flag_byte}], {flag_on}",
+    "mov [{crossing} + 0x00], rax",
+    "mov [{crossing} + 0x08], rcx",
+    "mov [{crossing} + 0x10], rdx",
+    "mov [{rip}], rcx",
+    "mov [{flags}], r11",
+    "push qword ptr [{frame_rsp}]",
+    "pop qword ptr [{rsp}]",
+    "jmp parador_wedge_close",
+    ".globl parador_wedge_keyed_sysret_end",
+    "parador_wedge_keyed_sysret_end:",
+    // A system call of a program, as `parador_wedge_call`.
+    ".globl parador_wedge_keyed_call",
+    "parador_wedge_keyed_call:",
+    "mov [{crossing} + 0x00], rax",
+    "mov [{crossing} + 0x08], rcx",
+    "mov [{crossing} + 0x10], rdx",
+    "mov [{rsp}], rsp",
+    "mov esp, {flags} + 8",
+    ".globl parador_wedge_keyed_call_switched",
+    "parador_wedge_keyed_call_switched:",
+    "pushfq",
+    ".globl parador_wedge_keyed_call_saved",
+    "parador_wedge_keyed_call_saved:",
+    "xor eax, eax",
+    "xor ecx, ecx",
+    "xor edx, edx",
+    "wrpkru",
+    "test eax, eax",
+    "jnz parador_wedge_wrong",
+    "mov eax, cs",
+    "cmp al, {code_64}",
+    "jne parador_wedge_wrong",
+    "mov byte ptr [{dispatch}], 0",
+    ".globl parador_wedge_keyed_call_end",
+    "parador_wedge_keyed_call_end:",
+    "mov esp, {scratch}",
+    "push 2",
+    "popfq",
+    "inc qword ptr [{calls}]",
+    "push qword ptr [{kernel} + 0x00]",
+    "pop qword ptr [{segments} + 0x00]",
+    "push qword ptr [{kernel} + 0x08]",
+    "pop qword ptr [{segments} + 0x08]",
+    "push qword ptr [{kernel} + 0x10]",
+    "pop qword ptr [{segments} + 0x10]",
+    "push qword ptr [{kernel} + 0x18]",
+    "pop qword ptr [{segments} + 0x18]",
+    "mov byte ptr [{cpl}], 0",
+    "mov byte ptr [{flag_byte}], 0",
+    "mov rax, [{crossing} + 0x00]",
+    "mov rcx, [{crossing} + 0x08]",
+    "mov rdx, [{crossing} + 0x10]",
+    "mov r11, [{flags}]",
+    // A program that has not come from the beginning has chosen them.
+    "and r11d, {program_flags}",
+    "or r11d, {always}",
+    "mov rsp, [{rsp}]",
+    "jmp qword ptr [{lstar}]",
+    // Signals. Linux has closed all keys but 0, on whose memory its frame is. If a program was running, or pretends that this is a signal,
+    // nothing that it can write is a stack.
+    ".globl parador_wedge_keyed_handler",
+    "parador_wedge_keyed_handler:",
+    "mov r8, rdx",
+    "xor eax, eax",
+    "xor ecx, ecx",
+    "xor edx, edx",
+    "wrpkru",
+    "test eax, eax",
+    "jnz parador_wedge_wrong",
+    "mov eax, cs",
+    "cmp al, {code_64}",
+    "jne parador_wedge_wrong",
+    "cmp byte ptr [{dispatch}], 0",
+    "je 2f",
+    "mov esp, {handler_stack}",
+    "mov byte ptr [{dispatch}], 0",
+    ".globl parador_wedge_keyed_handler_end",
+    "parador_wedge_keyed_handler_end:",
+    "push 2",
+    "popfq",
+    "mov rdx, r8",
+    "call parador_wedge_program_signal",
+    "2:",
+    "push 2",
+    "popfq",
+    "mov rdx, r8",
+    "jmp parador_wedge_signal",
+    // Hosts before Linux 6.12 write the frame of a signal with the rights that it interrupts, so these must be a program's.
+    ".globl parador_wedge_wrong",
+    "parador_wedge_wrong:",
+    "xor ecx, ecx",
+    "xor edx, edx",
+    "mov eax, {rights}",
+    "wrpkru",
+    "cmp eax, {rights}",
+    "jne parador_wedge_wrong",
+    "ud2",
+    rights = const PROGRAM_RIGHTS,
+    crossing = const CROSSING,
+    rip = const CROSSING_RIP,
+    flags = const CROSSING_FLAGS,
+    rsp = const CROSSING_RSP,
+    frame_rsp = const FRAME + 0x20,
+    scratch = const SCRATCH_TOP,
+    program = const PROGRAM,
+    kernel = const KERNEL,
+    segments = const SEGMENTS,
+    cpl = const CPL,
+    flag_byte = const FLAG_BYTE,
+    flag_on = const FLAG_ON,
+    dispatch = const DISPATCH,
+    calls = const CALLS,
+    lstar = const LSTAR,
+    program_flags = const PROGRAM_FLAGS,
+    always = const ALWAYS_ON,
+    code_64 = const CODE_64,
+    handler_stack = const HANDLER_STACK_TOP,
+);
+
 unsafe extern "C" {
     fn parador_wedge_sysret();
     fn parador_wedge_sysret_own_stack();
@@ -204,26 +421,79 @@ unsafe extern "C" {
     fn parador_wedge_abort();
     fn parador_wedge_window();
     fn parador_wedge_window_end();
+    fn parador_wedge_close();
+    fn parador_wedge_close_end();
+    fn parador_wedge_keyed_sysret();
+    fn parador_wedge_keyed_sysret_end();
+    fn parador_wedge_keyed_call();
+    fn parador_wedge_keyed_call_switched();
+    fn parador_wedge_keyed_call_saved();
+    fn parador_wedge_keyed_call_end();
+    fn parador_wedge_keyed_handler();
+    fn parador_wedge_keyed_handler_end();
+}
+
+/// Whether crossings change `PKRU`.
+fn has_keys() -> bool {
+    // SAFETY: the byte is set before anything of the guest runs, and not changed then.
+    unsafe { *(KEYS as *const u8) != 0 }
+}
+
+fn addresses<const N: usize>(labels: [unsafe extern "C" fn(); N]) -> [u64; N] {
+    labels.map(|label| label as *const () as u64)
 }
 
 /// Addresses that stubs jump to.
 pub fn entries() -> Entries {
-    Entries {
-        site: parador_wedge_site as *const () as u64,
-        sysret: parador_wedge_sysret as *const () as u64,
-    }
+    let sysret = if has_keys() { parador_wedge_keyed_sysret } else { parador_wedge_sysret };
+    let [site, sysret] = addresses([parador_wedge_site, sysret]);
+    Entries { site, sysret }
 }
 
 /// Address that rewritten system calls jump to.
 pub fn call_entry() -> u64 {
-    parador_wedge_call as *const () as u64
+    let call = if has_keys() { parador_wedge_keyed_call } else { parador_wedge_call };
+    call as *const () as u64
+}
+
+/// Where a program's registers are in part in its [`Crossing`], on the way to it: first, and first behind.
+pub fn crossing() -> (u64, u64) {
+    let [start, end] = addresses([parador_wedge_close, parador_wedge_close_end]);
+    (start, end)
+}
+
+/// The way of system calls to the kernel with keys: first, the first from which `RAX`, `RCX`, `RDX` and `RSP` are in the [`Crossing`], the
+/// first from which the flags are, and the first of the kernel's side.
+pub fn call_gate() -> [u64; 4] {
+    addresses([
+        parador_wedge_keyed_call,
+        parador_wedge_keyed_call_switched,
+        parador_wedge_keyed_call_saved,
+        parador_wedge_keyed_call_end,
+    ])
+}
+
+/// The handler of signals with keys: goes on in `parador_wedge_program_signal` if a program has been running, or pretends to be a signal,
+/// else in `parador_wedge_signal`, with the arguments of a handler.
+pub fn keyed_handler() -> u64 {
+    parador_wedge_keyed_handler as *const () as u64
+}
+
+/// The part of [`keyed_handler`] in which a program still counts as running: first, and first behind. The context is in `RDX` at the first
+/// instruction, then in `R8`.
+pub fn keyed_handler_window() -> (u64, u64) {
+    let [start, end] = addresses([parador_wedge_keyed_handler, parador_wedge_keyed_handler_end]);
+    (start, end)
 }
 
 /// Addresses of the code that does `SYSRET`: first, the first from which the guest's stack pointer is in the frame and no longer, first
 /// behind.
 pub fn sysret_window() -> [u64; 3] {
-    [parador_wedge_sysret, parador_wedge_sysret_own_stack, parador_wedge_sysret_end]
-        .map(|label: unsafe extern "C" fn()| label as *const () as u64)
+    if has_keys() {
+        let [start, end] = addresses([parador_wedge_keyed_sysret, parador_wedge_keyed_sysret_end]);
+        return [start, end, end];
+    }
+    addresses([parador_wedge_sysret, parador_wedge_sysret_own_stack, parador_wedge_sysret_end])
 }
 
 /// The jump to the guest at the end of [`entry_window`].
@@ -239,9 +509,26 @@ pub fn abort() -> u64 {
 
 /// Addresses between the look for events and the guest: first, and first behind.
 pub fn entry_window() -> (u64, u64) {
-    let [start, end] = [parador_wedge_window, parador_wedge_window_end]
-        .map(|label: unsafe extern "C" fn()| label as *const () as u64);
+    let [start, end] = addresses([parador_wedge_window, parador_wedge_window_end]);
     (start, end)
+}
+
+/// [`leave`], after the system call `number` of the host with one argument. What the stack has is not needed for it.
+///
+/// # Safety
+/// As [`leave`], and that call must be sound.
+pub unsafe fn leave_after(number: u32, argument: u64) -> ! {
+    // SAFETY: the caller vouches for it.
+    unsafe {
+        core::arch::asm!(
+            "syscall",
+            "jmp parador_wedge_leave",
+            in("eax") number,
+            in("rdi") argument,
+            in("rsi") 0,
+            options(noreturn),
+        )
+    }
 }
 
 /// Gives up a signal handler: [`enter`] returns with [`Cause::Signal`].

@@ -14,7 +14,10 @@ mod entry;
 mod rewrite;
 
 #[cfg(not(test))]
-pub use entry::{abort, call_entry, enter, entries, entry_window, last_jump, leave, sysret_window};
+pub use entry::{
+    abort, call_entry, call_gate, crossing, enter, entries, entry_window, keyed_handler,
+    keyed_handler_window, last_jump, leave, leave_after, sysret_window,
+};
 pub use rewrite::{JUMP, MAX_SITE, Patch, Stub, Target, Unwound, Way, decode_all};
 
 use core::sync::atomic::{AtomicU8, AtomicU32};
@@ -26,6 +29,43 @@ use wedge_core::VirtualCpu;
 pub const CELL: u64 = 0x7100_1000;
 /// Address of the [`Private`] page of the host's process.
 pub const PRIVATE: u64 = 0x7400_0000;
+
+/// Protection key of all memory that programs must not reach (SDM vol. 3, 4.6.2).
+pub const CLOSED: u32 = 1;
+/// Protection key of memory that they may read.
+pub const READABLE: u32 = 2;
+/// `PKRU` while a program runs: key 0 is open, [`READABLE`] cannot be written, all others are closed. It is another value than the host's
+/// kernel gives to signal handlers.
+pub const PROGRAM_RIGHTS: u32 = !0b01_0011;
+/// Flags that programs change: of arithmetic, direction, single step, alignment check, identification, resume, nested task.
+pub const PROGRAM_FLAGS: u32 = 0x0025_4dd5;
+/// Address of the [`Crossing`] page of the host's process.
+pub const CROSSING: u64 = PRIVATE + 0x4_0000;
+/// Stack of signal handlers that found a program running.
+pub const HANDLER_STACK_TOP: u64 = PRIVATE + 0x4_9000;
+
+/// Registers of a program while entry code needs them to change `PKRU`. Programs can write them, at times at which nothing is there; they are
+/// never anything but a program's own registers.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Crossing {
+    /// `RAX`.
+    pub rax: u64,
+    /// `RCX`.
+    pub rcx: u64,
+    /// `RDX`.
+    pub rdx: u64,
+    /// As `IRET` takes them, from here on.
+    pub rip: u64,
+    /// Selector of `CS`.
+    pub cs: u64,
+    /// Flags.
+    pub rflags: u64,
+    /// `RSP`.
+    pub rsp: u64,
+    /// Selector of `SS`.
+    pub ss: u64,
+}
 
 /// What entry code shares with the wedge.
 #[repr(C)]
@@ -48,6 +88,10 @@ pub struct Cell {
     pub saved: [u64; 2],
     /// Stack of stubs: they push the address of what they are.
     pub scratch: [u64; 16],
+    /// Protection keys are used.
+    pub keys: u8,
+    /// The guest is a program, from which memory is to be closed.
+    pub close: u8,
 }
 
 /// Where stubs go.

@@ -1,0 +1,146 @@
+//! Protection keys (`parador run --protection`): on an emulated machine whose processor has them, with Debian's kernel, and here, where the
+//! processor may have none.
+
+use crate::hosted::Rig;
+use crate::kvm::{debian_kernel, succeed};
+use crate::system::{artifacts, parador, target};
+use anyhow::{Context, Result, bail, ensure};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Seconds that the emulated host may run on a busy machine; less than one minute on an idle one.
+const LIMIT: &str = "300";
+const BUSYBOX: &str = "/bin/busybox";
+const ATTACK: &str = "linux-attack";
+/// The first program of both machines, before what it is to do.
+const INIT: &str = "#!/bin/busybox sh
+/bin/busybox mount -t devtmpfs dev /dev
+/bin/busybox mount -t proc proc /proc
+/bin/busybox mount -t sysfs sys /sys
+/bin/busybox --install -s /bin
+export PATH=/bin HOME=/root
+cd /root
+";
+/// In the guest: an ordinary life, then every attempt to leave it.
+const GUEST: &str = "echo $((6*7)) is; uname -r
+for n in 1 2 3 4; do (dd if=/dev/zero bs=64k count=20 2>/dev/null | sha256sum) & done; wait
+./linux-attack || echo an attack succeeds
+ls / >/dev/null && echo goes on
+sleep 1
+poweroff -f
+";
+const HOST: &str =
+    "for cpus in 1 2; do
+    echo \"== $cpus\"
+    parador run vmlinux -i guest -m 256M -c $cpus -p quiet --protection keys --artifacts /bin </dev/null
+    echo ends with $?
+done
+echo \"==\"
+poweroff -f
+";
+/// What Linux prints when it finds itself wrong.
+const WRONG: [&str; 5] = ["BUG:", "WARNING:", "Oops", "Call Trace", "SUCCEEDS"];
+
+/// A guest lives with keys, and none of its programs' attempts reaches its kernel.
+pub fn protection() -> Result<()> {
+    let rig = Rig::new()?;
+    let folder = rig.folder();
+    let guest = ram_disk(folder, "guest", GUEST, &[artifacts().join(ATTACK)], &[])?;
+    let programs = [target().join("release/parador"), artifacts().join("parador-wedge")];
+    let host = ram_disk(folder, "host", HOST, &[rig.kernel().to_owned(), guest], &programs)?;
+    let mut machine = Command::new("setpriv");
+    machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", LIMIT]);
+    // QEMU 7.2 does `IRET` of programs with the rights of a kernel, which SMAP refuses.
+    machine.args(["qemu-system-x86_64", "-M", "q35", "-cpu", "max,-smap", "-accel", "tcg"]);
+    machine.args(["-m", "1G", "-smp", "2", "-nodefaults", "-no-user-config", "-display", "none"]);
+    machine
+        .args(["-serial", "stdio", "-no-reboot", "-kernel"])
+        .arg(debian_kernel()?.join("vmlinuz"));
+    machine.arg("-initrd").arg(host);
+    machine.args(["-append", "console=ttyS0 panic=-1 quiet mitigations=off"]);
+    let console = succeed(&mut machine)?;
+    let parts: Vec<_> = console.split("== ").skip(1).collect();
+    ensure!(parts.len() == 2, "{} machines:\n{console}", parts.len());
+    for text in ["42 is", "the kernel is unchanged", "goes on", "ends with 0"] {
+        let all = parts.iter().all(|part| part.contains(text));
+        ensure!(all, "`{text}` did not appear:\n{console}");
+    }
+    if let Some(wrong) = WRONG.iter().find(|wrong| console.contains(**wrong)) {
+        bail!("`{wrong}` appeared:\n{console}");
+    }
+    Ok(())
+}
+
+/// Where there are no keys that is said, or is the end; where nobody wants them nothing is said.
+pub fn choices() -> Result<()> {
+    const OPEN: &str = "programs of this guest can reach its kernel";
+    let rig = Rig::new()?;
+    let has_keys = fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" ospke"));
+    let run = |options: &[&str]| {
+        let mut command = parador(rig.folder());
+        command.arg("run").arg(rig.kernel()).args(["-i", "busybox", "--timeout", "120s"]);
+        command.args(["-p", "parador.run=true"]).args(options).stdin(Stdio::null());
+        let output = command.output().context("cannot start parador")?;
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        Ok::<_, anyhow::Error>((output.status.code(), errors))
+    };
+    for (options, code, text, open) in [
+        (&[][..], 0, "code 0", !has_keys),
+        (&["--without", "functions"], 0, "code 0", true),
+        (&["--protection", "none"], 0, "code 0", false),
+        (&["--protection", "keys"], if has_keys { 0 } else { 69 }, "", false),
+        (&["--protection", "keys", "--without", "functions"], 69, "change its code unseen", false),
+        (&["--protection", "keys", "--profile-writes", "a"], 69, "--profile-writes", false),
+    ] {
+        let (found, errors) = run(options)?;
+        ensure!(found == Some(code), "{options:?}: {found:?}, not {code}:\n{errors}");
+        ensure!(errors.contains(text), "{options:?}: no `{text}`:\n{errors}");
+        ensure!(errors.contains(OPEN) == open, "{options:?}:\n{errors}");
+    }
+    Ok(())
+}
+
+/// A RAM disk in `folder` whose first program does this, with files in `/root`, and programs with what they are linked to.
+fn ram_disk(
+    folder: &Path,
+    name: &str,
+    script: &str,
+    files: &[PathBuf],
+    programs: &[PathBuf],
+) -> Result<PathBuf> {
+    let tree = folder.join(format!("tree-{name}"));
+    for below in ["bin", "dev", "proc", "root", "sys", "tmp"] {
+        fs::create_dir_all(tree.join(below)).context("cannot make a folder")?;
+    }
+    let copy = |from: &Path, to: PathBuf| {
+        fs::create_dir_all(to.parent().context("no folder")?).context("cannot make a folder")?;
+        fs::copy(from, &to).with_context(|| format!("cannot copy {}", from.display()))
+    };
+    copy(Path::new(BUSYBOX), tree.join("bin/busybox"))?;
+    for file in files {
+        let to = tree.join("root").join(file.file_name().context("a file without name")?);
+        copy(file, to)?;
+    }
+    for program in programs {
+        let to = tree.join("bin").join(program.file_name().context("a program without name")?);
+        copy(program, to.clone())?;
+        // The emulated host unpacks all this.
+        succeed(Command::new("strip").arg(to))?;
+        // A program that is not dynamic has none.
+        let listed = Command::new("ldd").arg(program).output().context("cannot start ldd")?;
+        let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
+        for library in listed.split_whitespace().filter(|word| word.starts_with('/')) {
+            copy(Path::new(library), tree.join(&library[1..]))?;
+        }
+    }
+    let init = tree.join("init");
+    fs::write(&init, format!("{INIT}{script}")).context("cannot write a file")?;
+    fs::set_permissions(&init, fs::Permissions::from_mode(0o755)).context("cannot change it")?;
+    let packed = folder.join(name);
+    let mut pack = Command::new("sh");
+    pack.args(["-c", &format!("find . | cpio -o -H newc --quiet >{}", packed.display())]);
+    succeed(pack.current_dir(&tree))?;
+    Ok(packed)
+}

@@ -1,0 +1,68 @@
+//! Protection keys (Linux' `Documentation/core-api/protection-keys.rst`): a guest's programs do not reach its kernel nor the wedge, though
+//! all of it is mapped in the same process.
+//!
+//! What programs may use has key 0. All else has [`CLOSED`], or [`READABLE`] where the host's kernel or the processor reads with a program's rights: the
+//! selector of dispatched system calls, and the slots of rewritten ones. Keys do not stop fetches: what is executable is `crate::code`'s
+//! concern. `docs/design/0013-protection-keys.md` has the whole argument.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use linux_raw_sys::general as linux;
+use proto::wedge::{layout, option};
+use wedge_x86::{CLOSED, PRIVATE, READABLE};
+
+use crate::shared::{OWN_VCPU, SIGNAL_STACK, VCPU_LENGTH, cell, shared};
+use crate::sys::{self, Errno};
+
+const PAGE: u64 = 4096;
+const DATA: u32 = linux::PROT_READ | linux::PROT_WRITE;
+
+/// Whether they are used.
+pub fn are_on() -> bool {
+    shared().options.load(Relaxed) & option::KEYS != 0
+}
+
+/// Takes two keys of the host, for this process and those that it makes.
+pub fn set_up() -> Result<(), Errno> {
+    /// `EBUSY`.
+    const OTHERS: Errno = Errno(16);
+    for key in [CLOSED, READABLE] {
+        // SAFETY: no memory is touched. All rights, for the time being.
+        let given = unsafe { sys::call(linux::__NR_pkey_alloc, [0; 6]) }?;
+        if given != u64::from(key) {
+            return Err(OTHERS);
+        }
+    }
+    Ok(())
+}
+
+/// Gives memory its key and rights, if keys are used.
+pub fn close(start: u64, length: u64, rights: u32, key: u32) -> Result<(), Errno> {
+    if !are_on() || length == 0 {
+        return Ok(());
+    }
+    let arguments = [start, length, rights.into(), key.into(), 0, 0];
+    // SAFETY: the callers name memory whose rights are theirs to say.
+    unsafe { sys::call(linux::__NR_pkey_mprotect, arguments).map(drop) }
+}
+
+/// Closes the memory that the processes of a machine share.
+pub fn close_shared() -> Result<(), Errno> {
+    let stubs_end = layout::STUBS + layout::STUBS_LENGTH;
+    let end = layout::SHARED + layout::SHARED_LENGTH;
+    close(layout::SHARED, layout::STUBS - layout::SHARED, DATA, CLOSED)?;
+    close(layout::STUBS, layout::STUBS_LENGTH, DATA | linux::PROT_EXEC, CLOSED)?;
+    close(stubs_end, end - stubs_end, DATA, CLOSED)
+}
+
+/// Closes a process's own memory and that of its virtual CPU, but for the page of registers and the stacks of signals, to which the host writes with a program's rights and
+/// with those that it gives to handlers.
+pub fn close_own() -> Result<(), Errno> {
+    close(PRIVATE, PAGE, DATA, READABLE)?;
+    close(PRIVATE + PAGE, SIGNAL_STACK - PRIVATE - PAGE, DATA, CLOSED)?;
+    // Mapped once more, so it has lost its key.
+    close(OWN_VCPU, VCPU_LENGTH, DATA, CLOSED)?;
+    // SAFETY: the cell is the same in all processes of a virtual CPU, and the byte has this value in each.
+    unsafe { (*cell()).keys = are_on().into() };
+    Ok(())
+}
