@@ -253,14 +253,16 @@ pub fn functions() -> Result<()> {
 pub fn ladder() -> Result<()> {
     const ALL: &str = "fast-sites,call-sites,functions,batches,spaces,in-process";
     let rig = Rig::new()?;
-    for options in [
-        &["--without", "batches"][..],
-        &["--without", "spaces"],
-        &["--without", "in-process", "-c", "2"],
-        &["--protection", "remap", "-c", "2"],
-        &["--without", ALL, "--protection", "remap"],
+    // Seconds in which even a busy host gets once through everything.
+    for (seconds, options) in [
+        (1, &["--without", "batches"][..]),
+        (1, &["--without", "spaces"]),
+        (3, &["--without", "in-process", "-c", "2"]),
+        (6, &["--protection", "remap", "-c", "2"]),
+        (6, &["--without", ALL, "--protection", "remap"]),
     ] {
-        let mut run = rig.script("/mnt/linux-stress 1\n", &[&stress_program()])?;
+        let script = format!("/mnt/linux-stress {seconds}\n");
+        let mut run = rig.script(&script, &[&stress_program()])?;
         end(run.args(options), "")?.well(0, &[]).with_context(|| format!("{options:?}"))?;
     }
     // The end of a traced process is the machine's, with its code.

@@ -1023,6 +1023,7 @@ fn main() -> ExitCode {
     let seconds = std::env::var(STRESS).ok().and_then(|text| text.parse().ok());
     let seconds = seconds.unwrap_or(STRESS_SECONDS);
     add("hosted/stress".to_owned(), Box::new(move || hosted::stress(seconds)));
+    add("hosted/systemd".to_owned(), Box::new(debian::in_processes));
     add("hosted/debian".to_owned(), Box::new(move || userland::debian(seconds.div_ceil(4))));
     add("previrt/raw-randomized/2-cpu".to_owned(), Box::new(|| previrt::randomized(2)));
     let conclusion = libtest_mimic::run(&arguments, trials);

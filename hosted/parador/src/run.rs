@@ -333,7 +333,8 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         return Ok(0);
     }
     if let Some(why) = open {
-        eprintln!("parador: programs of this guest can reach its kernel: {why}");
+        let text = format!("programs of this guest can reach its kernel: {why}");
+        say(Level::Warn, &text);
     }
     let mut console = Console::open(&target)?;
     let sink = vm.event_fd.map(event_sink).transpose()?;
