@@ -91,6 +91,7 @@ fn of(all: &All, place: Place) -> &Times {
 
 /// Measures `kernel` with [`PROGRAM`] only; gives the figures.
 pub fn figures(kernel: &Path) -> Result<Vec<Figure>> {
+    places::bind()?;
     let kernels = Kernels { parador: kernel.into(), tcg: kernel.into(), ..Kernels::default() };
     let program = program()?;
     let mut all = All::default();
@@ -135,6 +136,7 @@ pub fn figures(kernel: &Path) -> Result<Vec<Figure>> {
 
 /// `bench hosted`: measures everything, prints it, draws it, and keeps it.
 pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
+    places::bind()?;
     let made = debian::busy_disk()?;
     let kernels = Kernels {
         parador: kernel,
@@ -157,8 +159,6 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
             if place == Place::Uml && without_uml.is_some() {
                 continue;
             }
-            // What takes them many minutes is done once by places beside the host and `parador`.
-            let slow = matches!(place, Place::Tcg | Place::Uml) && round != 0;
             println!("round {} of {rounds}: {}", round + 1, place.name());
             let mut take = || -> Result<()> {
                 program.run(&mut all, place, &kernels)?;
@@ -166,7 +166,7 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
                     let time = places::start(place, &kernels, &start_disk, BEGUN)?;
                     all[place as usize].add("start_ms", time, time);
                 }
-                if !slow {
+                if !is_slow(place) {
                     all[place as usize].read(&userland.run(place, &kernels)?);
                 }
                 if place == Place::Parador {
@@ -181,26 +181,53 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
                 result => result.with_context(|| place.name())?,
             }
         }
+        // Whoever ends it early has what there is.
+        keep(&all)?;
+    }
+    ladder::measure(&kernels, &userland, &all, rounds)?;
+    for place in Place::ALL.into_iter().filter(|&place| is_slow(place)) {
+        if place == Place::Uml && without_uml.is_some() {
+            continue;
+        }
+        println!("programs of Debian: {}", place.name());
+        match userland.run(place, &kernels) {
+            Ok(output) => all[place as usize].read(&output),
+            Err(error) if place == Place::Uml => without_uml = Some(format!("{error:#}")),
+            Err(error) => return Err(error.context(place.name())),
+        }
     }
     if let Some(reason) = &without_uml {
         println!("User-Mode Linux is left out where it has no figure: {reason}");
     }
-    ladder::measure(&kernels, &userland, &all, rounds)?;
-    let results = ROWS.iter().map(|row| Ok((row, result(&all, row)?)));
-    let results = results.collect::<Result<Vec<_>>>()?;
-    print(&results);
-    let keyed = |(row, result): &(&Row, Outcome)| (row.name.to_owned(), result.json());
-    let object: Map<String, Value> = results.iter().map(keyed).collect();
-    report::write_object("bench-hosted.json", &object)?;
+    let (results, figures) = keep(&all)?;
     if !quick {
-        report::append_line("hosted.jsonl", &json!({ "rounds": rounds, "figures": object }))?;
+        report::append_line("hosted.jsonl", &json!({ "rounds": rounds, "figures": figures }))?;
     }
-    draw(&results)?;
     if results.iter().any(|(row, result)| !result.holds(row)) {
         bail!("a figure misses its limit");
     }
     Ok(())
 }
+
+/// Debian's programs take it many minutes, so it runs them once.
+fn is_slow(place: Place) -> bool {
+    matches!(place, Place::Tcg | Place::Uml)
+}
+
+/// Prints, writes and draws what there is.
+fn keep(all: &All) -> Result<(Outcomes, Map<String, Value>)> {
+    let results = ROWS.iter().map(|row| Ok((row, result(all, row)?)));
+    let results = results.collect::<Result<Vec<_>>>()?;
+    print(&results);
+    let keyed = |(row, result): &(&Row, Outcome)| (row.name.to_owned(), result.json());
+    let object: Map<String, Value> = results.iter().map(keyed).collect();
+    report::write_object("bench-hosted.json", &object)?;
+    draw(&results)?;
+    Ok((results, object))
+}
+
+/// All rows with theirs.
+type Outcomes = Vec<(&'static Row, Outcome)>;
 
 /// A row's values in each place.
 pub struct Outcome {

@@ -5,6 +5,7 @@ use anyhow::{Context, Result};
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::net::{Ipv4Addr, Shutdown, TcpListener};
+use std::process::Command;
 use std::thread;
 
 use crate::chart;
@@ -79,7 +80,7 @@ pub fn measure(kernels: &Kernels, userland: &Userland, native: &All, rounds: usi
     let (program, disk) = (tree.path(PROGRAM), tree.pack()?);
     let mut host = All::default();
     for _ in 0..rounds {
-        let mut run = places::on_host(&program);
+        let mut run = Command::new(&program);
         run.env("HB_SERVER", format!("{} {port}", Ipv4Addr::LOCALHOST));
         run.args(SMALL.map(|row| row.name));
         host[Place::Native as usize].read(&places::output(&mut run)?);

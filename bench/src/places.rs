@@ -148,8 +148,12 @@ fn run_uml() -> Command {
     uml
 }
 
-fn bound(command: &mut Command) -> &mut Command {
-    command.arg("taskset").arg("--cpu-list").arg(format!("0-{}", CPUS - 1))
+/// Binds this program, and with it whatever it starts, to as many processors as the machines have: all places have the same, programs of the
+/// host as well as what works for a machine beside its virtual CPUs.
+pub fn bind() -> Result<()> {
+    let cpus = format!("0-{}", CPUS - 1);
+    let own = std::process::id().to_string();
+    output(Command::new("taskset").args(["--cpu-list", "--pid", &cpus, &own])).map(drop)
 }
 
 /// Starts a RAM disk in a place that is a machine.
@@ -179,14 +183,7 @@ pub fn program(place: Place, kernels: &Kernels, program: &Path, disk: &Path) -> 
     if place != Place::Native {
         return output(&mut with_ram_disk(place, kernels, disk)?);
     }
-    output(&mut on_host(program))
-}
-
-/// A program of the host, with as many processors as the machines have.
-pub fn on_host(program: &Path) -> Command {
-    let mut command = Command::new("env");
-    bound(&mut command).arg(program);
-    command
+    output(&mut Command::new(program))
 }
 
 /// Milliseconds from the start of a machine's program to what `text` of the RAM disk's first program says.
@@ -288,7 +285,7 @@ impl Userland {
         }
         command.args(["sh", "-ec", script, "sh"]).args([&self.tree, &self.work]);
         command.arg("chroot").arg(&self.tree);
-        bound(&mut command).args(["bash", "/mnt/userland", &CPUS.to_string()]);
+        command.args(["bash", "/mnt/userland", &CPUS.to_string()]);
         Ok(command)
     }
 }
