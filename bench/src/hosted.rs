@@ -184,7 +184,7 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
         // Whoever ends it early has what there is.
         keep(&all)?;
     }
-    ladder::measure(&kernels, &userland, &all, rounds)?;
+    let climbed = ladder::small(&kernels, rounds)?;
     for place in Place::ALL.into_iter().filter(|&place| is_slow(place)) {
         if place == Place::Uml && without_uml.is_some() {
             continue;
@@ -203,10 +203,18 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
     if !quick {
         report::append_line("hosted.jsonl", &json!({ "rounds": rounds, "figures": figures }))?;
     }
+    ladder::large(&kernels, &userland, &all, climbed)?;
     if results.iter().any(|(row, result)| !result.holds(row)) {
         bail!("a figure misses its limit");
     }
     Ok(())
+}
+
+/// `bench ladder`: the small part of the ladder alone.
+pub fn ladder(kernel: PathBuf) -> Result<()> {
+    places::bind()?;
+    // Each of which is a median already.
+    ladder::small(&Kernels { parador: kernel, ..Kernels::default() }, QUICK_ROUNDS).map(drop)
 }
 
 /// Debian's programs take it many minutes, so it runs them once.

@@ -67,8 +67,8 @@ fn options(rung: usize) -> Vec<String> {
     RUNGS[rung + 1..].iter().flat_map(|rung| rung.below).map(|word| (*word).to_owned()).collect()
 }
 
-/// Measures each rung, writes `target/bench-hosted-NUMBER-NAME.json` of each, and draws both figures.
-pub fn measure(kernels: &Kernels, userland: &Userland, native: &All, rounds: usize) -> Result<()> {
+/// Measures figure 9 on each rung, draws it, and gives what the rungs have taken.
+pub fn small(kernels: &Kernels, rounds: usize) -> Result<Vec<All>> {
     let tree = Tree::new(
         "ladder",
         &["sh", "mount", "cat", "chmod", "ifconfig", "route", "udhcpc", "poweroff"],
@@ -88,26 +88,50 @@ pub fn measure(kernels: &Kernels, userland: &Userland, native: &All, rounds: usi
     let mut all: Vec<All> = Vec::new();
     for (number, rung) in RUNGS.iter().enumerate() {
         println!("ladder, {} of {}: {}", number + 1, RUNGS.len(), rung.title);
-        let kernels = Kernels { options: options(number), ..kernels.clone() };
+        let kernels = climb(kernels, number);
         let mut times = All::default();
         for _ in 0..rounds {
             let mut run = places::with_ram_disk(Place::Parador, &kernels, &disk)?;
             run.args(["--net", "user"]);
             times[Place::Parador as usize].read(&places::output(&mut run)?);
         }
-        times[Place::Parador as usize].read(&userland.run(Place::Parador, &kernels)?);
         add(&mut times, Place::Native, &SMALL, &host)?;
-        add(&mut times, Place::Native, &LARGE, native)?;
-        let mut object = Map::new();
-        for row in SMALL.iter().chain(&LARGE) {
-            object.insert(row.name.to_owned(), result(&times, row)?.json());
-        }
-        object.insert("options".to_owned(), Value::from(kernels.options));
-        report::write_object(&format!("bench-hosted-{number}-{}.json", rung.name), &object)?;
+        keep(number, &times, SMALL.iter())?;
         all.push(times);
     }
     draw("ladder-small.svg", "as King et al., figure 9", &SMALL, &all)?;
+    Ok(all)
+}
+
+/// Goes on with figure 10, once for each rung, the highest first: the lowest ones take many minutes.
+pub fn large(
+    kernels: &Kernels,
+    userland: &Userland,
+    native: &All,
+    mut all: Vec<All>,
+) -> Result<()> {
+    for (number, times) in all.iter_mut().enumerate().rev() {
+        println!("ladder, Debian's programs: {}", RUNGS[number].title);
+        let output = userland.run(Place::Parador, &climb(kernels, number))?;
+        times[Place::Parador as usize].read(&output);
+        add(times, Place::Native, &LARGE, native)?;
+        keep(number, times, SMALL.iter().chain(&LARGE))?;
+    }
     draw("ladder-large.svg", "as King et al., figure 10", &LARGE, &all)
+}
+
+fn climb(kernels: &Kernels, number: usize) -> Kernels {
+    Kernels { options: options(number), ..kernels.clone() }
+}
+
+/// Writes `target/bench-hosted-NUMBER-NAME.json`.
+fn keep<'a>(number: usize, times: &All, rows: impl Iterator<Item = &'a Row>) -> Result<()> {
+    let mut object = Map::new();
+    for row in rows {
+        object.insert(row.name.to_owned(), result(times, row)?.json());
+    }
+    object.insert("options".to_owned(), Value::from(options(number)));
+    report::write_object(&format!("bench-hosted-{number}-{}.json", RUNGS[number].name), &object)
 }
 
 /// A server that sends, for as long as this program runs; gives its port.

@@ -28,6 +28,7 @@ use report::{Figure, short};
 use runs::{Clock, Output};
 use serde_json::{Map, Value, json};
 use statistics::Statistics;
+use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 /// Runs of every system.
@@ -88,8 +89,9 @@ fn main() -> ExitCode {
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => measure(),
         ["previrt"] => previrt::measure(),
-        ["hosted"] => measure_hosted(false),
-        ["hosted", "--quick"] => measure_hosted(true),
+        ["hosted"] => hosted_with(|kernel| hosted::measure(kernel, false)),
+        ["hosted", "--quick"] => hosted_with(|kernel| hosted::measure(kernel, true)),
+        ["ladder"] => hosted_with(hosted::ladder),
         [part] => measure_house(part),
         _ => Err(anyhow::anyhow!("what is to be measured?")),
     };
@@ -178,9 +180,9 @@ fn measure() -> Result<()> {
 }
 
 /// Measures what programs pay in processes of this host.
-fn measure_hosted(quick: bool) -> Result<()> {
+fn hosted_with(measure: impl FnOnce(PathBuf) -> Result<()>) -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
-    hosted::measure(previrt::kernel(&[])?, quick)
+    measure(previrt::kernel(&[])?)
 }
 
 /// Measures one of the parts of [`House`] only, for who works on it, and keeps nothing.
