@@ -10,7 +10,11 @@ const LEFT: f64 = 250.0;
 const WIDTH: f64 = 560.0;
 const BAR: f64 = 11.0;
 const GAP: f64 = 10.0;
-const TOP: f64 = 70.0;
+/// Above the bars, with one row of legends.
+const HEAD: f64 = 70.0;
+/// Legends in a row, and the height of a row.
+const LEGENDS: usize = 5;
+const ROW: f64 = 16.0;
 /// Value at the left end of the axis.
 const FIRST: f64 = 0.5;
 /// At its right end, for what is not far from native.
@@ -26,8 +30,9 @@ pub struct Group {
 
 /// Draws ratios to native, 1 being native speed, up to `last`, a power of two.
 pub fn ratios(title: &str, legends: &[&str], groups: &[Group], last: f64) -> Result<String> {
+    let top = HEAD + ROW * ((legends.len() - 1) / LEGENDS) as f64;
     let group_height = BAR * legends.len() as f64 + GAP;
-    let bottom = TOP + group_height * groups.len() as f64;
+    let bottom = top + group_height * groups.len() as f64;
     let x = |value: f64| {
         let value = value.clamp(FIRST, last);
         LEFT + WIDTH * (value / FIRST).ln() / (last / FIRST).ln()
@@ -42,12 +47,14 @@ pub fn ratios(title: &str, legends: &[&str], groups: &[Group], last: f64) -> Res
         bottom + 40.0
     )?;
     for (index, legend) in legends.iter().enumerate() {
-        let at = 12.0 + 170.0 * index as f64;
+        let at = 12.0 + 170.0 * (index % LEGENDS) as f64;
+        let y = 36.0 + ROW * (index / LEGENDS) as f64;
         let colour = COLOURS[index % COLOURS.len()];
         writeln!(
             out,
-            r##"<rect x="{at:.0}" y="36" width="12" height="12" fill="{colour}"/><text x="{:.0}" y="46">{legend}</text>"##,
-            at + 17.0
+            r##"<rect x="{at:.0}" y="{y:.0}" width="12" height="12" fill="{colour}"/><text x="{:.0}" y="{:.0}">{legend}</text>"##,
+            at + 17.0,
+            y + 10.0
         )?;
     }
     for mark in successors(Some(FIRST), |mark| Some(2.0 * mark)).take_while(|mark| *mark <= last) {
@@ -56,12 +63,12 @@ pub fn ratios(title: &str, legends: &[&str], groups: &[Group], last: f64) -> Res
         writeln!(
             out,
             r##"<line x1="{at:.1}" y1="{:.1}" x2="{at:.1}" y2="{bottom:.1}" stroke="{colour}"/><text x="{at:.1}" y="{:.1}" text-anchor="middle">{mark}×</text>"##,
-            TOP - 6.0,
+            top - 6.0,
             bottom + 18.0
         )?;
     }
     for (index, group) in groups.iter().enumerate() {
-        let y = TOP + group_height * index as f64;
+        let y = top + group_height * index as f64;
         writeln!(
             out,
             r##"<text x="{:.1}" y="{:.1}" text-anchor="end">{}</text>"##,

@@ -60,7 +60,7 @@ const LARGE: [Row; 3] = [
 /// Bytes that the server sends.
 const SENT: usize = 10 << 20;
 /// Right end of the drawings' axes.
-const FAR: f64 = 512.0;
+const FAR: f64 = 1024.0;
 
 /// What the machine of a rung is started with.
 fn options(rung: usize) -> Vec<String> {
