@@ -5,11 +5,13 @@
 //! first request a process gives up what it does not need ([`confine`]): it ends, and the machine with it, if it asks for more.
 
 mod confine;
+mod footprint;
 mod image;
 mod share;
 mod worker;
 
 pub use confine::Failed;
+pub use footprint::give_back;
 pub use image::{Image, serve_image};
 pub use share::{Share, serve_share};
 pub use worker::{Machine, READY, Worker};

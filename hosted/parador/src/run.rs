@@ -400,6 +400,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         control.started(machine.process(), shown, start);
         let asked = asked.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
         let mut supervisor = Supervisor::new(&control, &woken, ours, asked, maps.as_mut());
+        hosted_jail::give_back();
         let (end, mut messages) =
             machine.serve(deadline, KEYS, &mut console, Some(&mut supervisor))?;
         if let Some(path) = &vm.profile_writes {
