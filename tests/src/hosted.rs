@@ -249,6 +249,32 @@ pub fn functions() -> Result<()> {
     Ok(())
 }
 
+/// System calls that come often do so without a signal: those that load their number, and reading, whose number is 0.
+pub fn calls() -> Result<()> {
+    const BYTES: u64 = 50_000;
+    let rig = Rig::new()?;
+    let copy = format!("dd if=/dev/zero bs=1 count={BYTES} 2>/dev/null | wc -c");
+    for (options, by_signal) in [(&[][..], false), (&["--without", "call-sites"][..], true)] {
+        let mut run = rig.script(&format!("{copy}\n"), &[])?;
+        let ended = end(run.arg("--counters").args(options), "")?.well(0, &[&BYTES.to_string()])?;
+        let count = |name: &str| {
+            let line = ended.messages.lines().find(|line| line.ends_with(name));
+            line.and_then(|line| line.split_whitespace().rev().nth(name.split(' ').count()))
+                .and_then(|count| count.parse::<u64>().ok())
+                .with_context(|| format!("no count of {name}:\n{}", ended.messages))
+        };
+        let signals = count("calls by signal")?;
+        // `dd` reads and writes each byte.
+        ensure!((signals > 2 * BYTES) == by_signal, "{options:?}: {signals} signals");
+        if !by_signal {
+            let without = count("calls without a signal")?;
+            ensure!(without > 2 * BYTES, "{without} calls without a signal");
+            ensure!(signals < BYTES / 5, "{signals} calls by signal");
+        }
+    }
+    Ok(())
+}
+
 /// Without what makes machines fast they are slower, and nothing else.
 pub fn ladder() -> Result<()> {
     const ALL: &str = "fast-sites,call-sites,functions,batches,spaces,in-process";

@@ -41,6 +41,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("profile", hosted::profile),
     ("escapes", hosted::escapes),
     ("functions", hosted::functions),
+    ("calls", hosted::calls),
     ("ladder", hosted::ladder),
     ("sandbox", hosted::sandbox),
     ("filtered", sandbox::filtered),

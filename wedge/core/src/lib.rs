@@ -19,6 +19,7 @@ pub mod decode;
 mod event;
 mod execute;
 pub mod mapped;
+pub mod padding;
 mod segment;
 #[cfg(test)]
 mod tests;

@@ -7,7 +7,9 @@
 //! - `mov r9, [rsp+8]; syscall` (the C library's `syscall`),
 //!
 //! whose first instruction is carried out in the call's stub. The slot's address is chosen so that the bytes over `syscall` are `int 0x74`: who
-//! jumps there faults and gets the system call all the same, and a call that the kernel restarts, too. Elsewhere signals stay.
+//! jumps there faults and gets the system call all the same, and a call that the kernel restarts, too. Where there is no such instruction before
+//! it (`read`'s number is 0, for which there are shorter ones), `syscall` becomes a short jump to bytes near it that are never executed
+//! ([`padding`]), where the other jump is. Elsewhere signals stay.
 //!
 //! Invariants: only pages that are not writable are copied; a copy is dropped with any other mapping of its page, and slots are used
 //! again only when all copies of the process have been dropped.
@@ -15,7 +17,7 @@
 use linux_raw_sys::general as linux;
 use proto::wedge::layout;
 use vmm_mem::GuestMemory;
-use wedge_core::VirtualCpu;
+use wedge_core::{VirtualCpu, padding};
 use wedge_x86::{CLOSED, READABLE};
 
 use crate::memory::{PAGE, leaf};
@@ -46,8 +48,14 @@ const LENGTH: usize = 7;
 /// `mov r9, [rsp+8]`.
 const LOAD_SIXTH: [u8; 5] = [0x4c, 0x8b, 0x4c, 0x24, 0x08];
 const MOVE_NUMBER: u8 = 0xb8;
+/// First instruction of a stub that has none to carry out: `nop`.
+const NONE: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
+const SHORT_JUMP: u8 = 0xeb;
 /// `syscall`.
 pub const SYSCALL: [u8; 2] = [0x0f, 0x05];
+
+/// Bytes of a page of code.
+type Page = [u8; PAGE as usize];
 
 /// What a process knows of its calls.
 pub struct Calls {
@@ -91,38 +99,61 @@ pub fn made(cpu: &VirtualCpu, memory: &GuestMemory) {
     }
 }
 
-fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
-    let start = behind.checked_sub(LENGTH as u64)?;
-    let page = start & !(PAGE - 1);
-    // The byte before is looked at, too.
-    if start == page || behind > page + PAGE {
+/// How a place can be rewritten.
+struct Form {
+    /// What its stub carries out first.
+    first: [u8; NONE.len()],
+    /// Offset in the page of the jump to the stub.
+    jump: usize,
+    /// Over `syscall`, if the jump is elsewhere.
+    short: Option<[u8; SYSCALL.len()]>,
+}
+
+/// The form for the place before `behind`, an offset in a page; its last call had this number.
+fn form(bytes: &Page, behind: usize, number: u32) -> Option<Form> {
+    let call = behind.checked_sub(SYSCALL.len())?;
+    if bytes[call..behind] != SYSCALL {
         return None;
     }
+    // The byte before is looked at, too: a prefix would make another register of it.
+    if let Some(start) = behind.checked_sub(LENGTH).filter(|&start| start != 0) {
+        let is_prefix = bytes[start - 1] & 0xf0 == 0x40;
+        let first = *bytes[start..].first_chunk()?;
+        let moves = first[0] == MOVE_NUMBER && first[1..] == number.to_le_bytes();
+        if first == LOAD_SIXTH || !is_prefix && moves {
+            return Some(Form { first, jump: start, short: None });
+        }
+    }
+    let jump = padding::find(bytes, behind, LENGTH)?;
+    let distance = i8::try_from(jump - behind).ok()?;
+    Some(Form { first: NONE, jump, short: Some([SHORT_JUMP, distance as u8]) })
+}
+
+fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
+    let page = behind.checked_sub(1)? & !(PAGE - 1);
     let found = leaf(memory, cpu.paging(page, true).cr3, page)?;
     let frame = found.address + (page & (found.size - 1));
     if found.writable || !found.executable || keys::are_on() && !code::is_copy_of(page, frame) {
         return None;
     }
-    let mut bytes = [0; LENGTH + 1];
-    memory.read_slice(frame + (start - page) - 1, &mut bytes).ok()?;
-    let [before, code @ ..] = bytes;
-    let (first, call) = code.split_at(LOAD_SIXTH.len());
-    // A prefix would make another register of it.
-    let is_prefix = before & 0xf0 == 0x40;
-    let number = (cpu.frame.gpr[0] as u32).to_le_bytes();
-    let suits = call == SYSCALL
-        && (first == LOAD_SIXTH || !is_prefix && first[0] == MOVE_NUMBER && first[1..] == number);
+    let mut bytes = [0; PAGE as usize];
+    memory.read_slice(frame, &mut bytes).ok()?;
+    let form = form(&bytes, (behind - page) as usize, cpu.frame.gpr[0] as u32)?;
     let calls = calls();
-    if !suits || calls.used == MOST {
-        return None;
-    }
-    // What a program chooses, numbers and addresses, must not make another instruction there.
-    let stub_code = stub_code(STUBS + STUB * u64::from(calls.used), first, behind);
-    if code::find(&stub_code, 0).is_some() {
+    if calls.used == MOST {
         return None;
     }
     let slot = SLOTS + 8 * u64::from(calls.used);
     let stub = STUBS + STUB * u64::from(calls.used);
+    let mut jump = [0xff, 0x24, 0x25, 0, 0, 0, 0];
+    jump[3..].copy_from_slice(&(slot as u32).to_le_bytes());
+    // What a program chooses, numbers and addresses, must not make another instruction there.
+    let stub_code = stub_code(stub, &form.first, behind);
+    let call = (behind - page) as usize - SYSCALL.len();
+    let short = form.short.unwrap_or(SYSCALL);
+    if code::find(&stub_code, 0).is_some() || joins(&bytes, call, &short) {
+        return None;
+    }
     if !calls.pages.contains(&page) {
         let free = calls.pages.iter_mut().find(|page| **page == 0)?;
         copy(page, frame, memory)?;
@@ -133,15 +164,32 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
     unsafe { (stub as *mut [u8; STUB as usize]).write(stub_code) };
     // SAFETY: slots are this process's own memory.
     unsafe { (slot as *mut u64).write(stub) };
-    let mut jump = [0xff, 0x24, 0x25, 0, 0, 0, 0];
-    jump[3..].copy_from_slice(&(slot as u32).to_le_bytes());
     let changed = protect(page, linux::PROT_READ | linux::PROT_WRITE);
     if changed.is_ok() {
+        let place = (page as usize + form.jump) as *mut [u8; LENGTH];
         // SAFETY: the page is this process's own copy, writable now; the guest does not run.
-        unsafe { (start as *mut [u8; LENGTH]).write_unaligned(jump) };
+        unsafe { place.write_unaligned(jump) };
+        if let Some(short) = form.short {
+            let place = (page as usize + call) as *mut [u8; SYSCALL.len()];
+            // SAFETY: as above.
+            unsafe { place.write_unaligned(short) };
+        }
         protect(page, linux::PROT_READ | linux::PROT_EXEC).ok()?;
     }
     Some(())
+}
+
+/// Whether bytes written at an offset of a page make a sequence with what is around them that programs may not have.
+fn joins(page: &Page, at: usize, written: &[u8; 2]) -> bool {
+    let mut around = [0; 6];
+    for (index, byte) in around.iter_mut().enumerate() {
+        let from = (at + index).wrapping_sub(2);
+        *byte = match index {
+            2 | 3 => written[index - 2],
+            _ => page.get(from).copied().unwrap_or(0),
+        };
+    }
+    code::find(&around, 0).is_some()
 }
 
 /// Puts a copy of a page in the place of its mapping.
@@ -214,29 +262,57 @@ pub fn is_current(page: u64, frame: u64, memory: &GuestMemory) -> bool {
         } else if bytes[at] == copy[at] {
             at += 1;
         } else {
-            let place = at..at + LENGTH;
-            let (Some(original), Some(jump)) = (bytes.get(place.clone()), copy.get(place)) else {
-                return false;
-            };
-            if !is_jump_for(jump, original) {
-                return false;
-            }
-            at += LENGTH;
+            let Some(length) = replaced(page, copy, &bytes, at) else { return false };
+            at += length;
         }
     }
     true
 }
 
-/// Whether `jump` is what was written over `original`.
-fn is_jump_for(jump: &[u8], original: &[u8]) -> bool {
-    let [0xff, 0x24, 0x25, slot @ ..] = jump else { return false };
-    let Ok(slot) = <[u8; 4]>::try_from(slot).map(u32::from_le_bytes) else { return false };
+/// How many bytes were replaced at an offset of a page's copy, and nothing else than what was to be.
+fn replaced(page: u64, copy: &Page, original: &Page, at: usize) -> Option<usize> {
+    if original[at..].starts_with(&SYSCALL) {
+        let behind = at + SYSCALL.len();
+        let distance = copy.get(at + 1)?;
+        let is_short = copy[at] == SHORT_JUMP
+            && is_short(page, copy, original, behind, behind + usize::from(*distance));
+        return is_short.then_some(SYSCALL.len());
+    }
+    let jump = copy.get(at..at + LENGTH)?;
+    if is_jump_for(jump, original.get(at..at + LENGTH)?) {
+        return Some(LENGTH);
+    }
+    let (first, behind) = led_to(jump)?;
+    let behind = usize::try_from(behind.checked_sub(page)?).ok()?;
+    (first == NONE && is_short(page, copy, original, behind, at)).then_some(LENGTH)
+}
+
+/// Whether the call before `behind` has become a short jump to one at `jump`, where nothing is executed.
+fn is_short(page: u64, copy: &Page, original: &Page, behind: usize, jump: usize) -> bool {
+    let Some(call) = behind.checked_sub(SYSCALL.len()) else { return false };
+    let there = |bytes: &[u8]| bytes.get(jump..jump + LENGTH).and_then(led_to);
+    original.get(call..behind) == Some(&SYSCALL)
+        && copy.get(call..behind) == Some(&[SHORT_JUMP, jump.wrapping_sub(behind) as u8])
+        && padding::find(original, behind, LENGTH) == Some(jump)
+        && there(copy) == Some((NONE, page + behind as u64))
+}
+
+/// What the stub of a jump carries out first, and where its call goes on; `None`: it is no such jump.
+fn led_to(jump: &[u8]) -> Option<([u8; NONE.len()], u64)> {
+    let [0xff, 0x24, 0x25, slot @ ..] = jump else { return None };
+    let slot = <[u8; 4]>::try_from(slot).map(u32::from_le_bytes).ok()?;
     let index = u64::from(slot).wrapping_sub(SLOTS) / 8;
     if index >= u64::from(calls().used) {
-        return false;
+        return None;
     }
     // SAFETY: stubs are this process's own memory, and this one is in use.
-    let first = unsafe { *((STUBS + STUB * index) as *const [u8; LOAD_SIXTH.len()]) };
+    let code = unsafe { *((STUBS + STUB * index) as *const [u8; STUB as usize]) };
+    Some((*code.first_chunk()?, u64::from_le_bytes(*code[7..].first_chunk()?)))
+}
+
+/// Whether `jump` is what was written over `original`.
+fn is_jump_for(jump: &[u8], original: &[u8]) -> bool {
+    let Some((first, _)) = led_to(jump) else { return false };
     original.starts_with(&first) && original.ends_with(&SYSCALL)
 }
 

@@ -1,0 +1,228 @@
+//! Room in programs: bytes between functions, and between their parts, that are never executed.
+//!
+//! Compilers align what is jumped to with instructions that do nothing. Behind an instruction that does not go on (`RET`, `JMP`, `UD2`) nobody comes to them. To know
+//! that it is such an instruction, everything from a known instruction on is measured; instructions that are not known end the search.
+//! Lengths are those of the APM, vol. 3, chapter 1 and appendix A.
+
+/// A displacement of a short jump reaches so far.
+const REACH: usize = i8::MAX as usize;
+
+/// What follows opcode and operand bytes.
+#[derive(Clone, Copy)]
+struct Rest {
+    /// There is a ModRM byte.
+    operand: bool,
+    /// Bytes of an immediate.
+    immediate: usize,
+    /// Whether the processor goes on behind it.
+    goes_on: bool,
+}
+
+/// Length of an instruction of 64-bit code, and whether the processor may go on behind it. `None`: it is cut off, or not one of those that
+/// compilers use most.
+fn measure(bytes: &[u8]) -> Option<(usize, bool)> {
+    let mut at = 0;
+    let mut word = false;
+    while let 0x26 | 0x2e | 0x36 | 0x3e | 0x64 | 0x65 | 0x66 | 0xf2 | 0xf3 = *bytes.get(at)? {
+        word |= bytes[at] == 0x66;
+        at += 1;
+    }
+    let rex = bytes.get(at).filter(|&byte| byte & 0xf0 == 0x40);
+    at += usize::from(rex.is_some());
+    let wide = rex.is_some_and(|rex| rex & 8 != 0);
+    let long = if word && !wide { 2 } else { 4 };
+    let rest = |operand, immediate| Rest { operand, immediate, goes_on: true };
+    let opcode = *bytes.get(at)?;
+    at += 1;
+    let found = match opcode {
+        0x0f => {
+            let second = *bytes.get(at)?;
+            at += 1;
+            match second {
+                0x05 | 0xa2 | 0xc8..=0xcf => rest(false, 0),
+                0x0b => Rest { goes_on: false, ..rest(false, 0) },
+                // With this prefix some have another length.
+                0x80..=0x8f if !word => rest(false, 4),
+                0x10..=0x17
+                | 0x1e
+                | 0x1f
+                | 0x28
+                | 0x29
+                | 0x40..=0x4f
+                | 0x54
+                | 0x57
+                | 0x6e
+                | 0x6f
+                | 0x7e
+                | 0x7f
+                | 0x90..=0x9f
+                | 0xa3
+                | 0xab
+                | 0xaf
+                | 0xb0
+                | 0xb1
+                | 0xb3
+                | 0xb6
+                | 0xb7
+                | 0xbb..=0xbf
+                | 0xc0
+                | 0xc1
+                | 0xd6
+                | 0xef => rest(true, 0),
+                0xba => rest(true, 1),
+                _ => return None,
+            }
+        }
+        0x00..=0x3f => match opcode & 7 {
+            0..=3 => rest(true, 0),
+            4 => rest(false, 1),
+            5 => rest(false, long),
+            _ => return None,
+        },
+        0x50..=0x5f | 0x90..=0x99 | 0xc9 => rest(false, 0),
+        0x63 | 0x84..=0x8b | 0x8d | 0xd0..=0xd3 | 0xfe => rest(true, 0),
+        0x68 => rest(false, long),
+        0x69 | 0x81 | 0xc7 => rest(true, long),
+        0x6a | 0x70..=0x7f | 0xa8 | 0xb0..=0xb7 => rest(false, 1),
+        0x6b | 0x80 | 0x83 | 0xc0 | 0xc1 | 0xc6 => rest(true, 1),
+        0xa9 => rest(false, long),
+        0xb8..=0xbf if !wide => rest(false, long),
+        0xc3 => Rest { goes_on: false, ..rest(false, 0) },
+        0xe8 if !word => rest(false, 4),
+        0xe9 if !word => Rest { goes_on: false, ..rest(false, 4) },
+        0xeb => Rest { goes_on: false, ..rest(false, 1) },
+        0xf6 | 0xf7 => match (bytes.get(at)? >> 3 & 7, opcode) {
+            (0 | 1, 0xf6) => rest(true, 1),
+            (0 | 1, _) => rest(true, long),
+            _ => rest(true, 0),
+        },
+        0xff => Rest { goes_on: bytes.get(at)? >> 3 & 7 != 4, ..rest(true, 0) },
+        _ => return None,
+    };
+    if found.operand {
+        at += operand(bytes.get(at..)?)?;
+    }
+    at += found.immediate;
+    (at <= bytes.len()).then_some((at, found.goes_on))
+}
+
+/// Length of a ModRM byte and what belongs to it.
+fn operand(bytes: &[u8]) -> Option<usize> {
+    let &mod_rm = bytes.first()?;
+    let (mode, memory) = (mod_rm >> 6, mod_rm & 7);
+    if mode == 3 {
+        return Some(1);
+    }
+    let (mut length, mut base) = (1, memory);
+    if memory == 4 {
+        base = bytes.get(1)? & 7;
+        length = 2;
+    }
+    Some(match mode {
+        0 if base == 5 => length + 4,
+        0 => length,
+        1 => length + 1,
+        _ => length + 4,
+    })
+}
+
+/// Length of an instruction that does nothing, as compilers fill with them.
+fn fill(bytes: &[u8]) -> Option<usize> {
+    let start = bytes.iter().position(|&byte| !matches!(byte, 0x66 | 0x2e))?;
+    let (length, _) = measure(bytes)?;
+    matches!(bytes[start..], [0x90, ..] | [0x0f, 0x1f, ..]).then_some(length)
+}
+
+/// Where `length` bytes begin that are never executed, within reach of a short jump from the instruction at `from` back or forth: the
+/// first behind it.
+pub fn find(code: &[u8], from: usize, length: usize) -> Option<usize> {
+    let end = code.len().min(from + REACH + length);
+    let code = &code[..end];
+    let mut at = from;
+    loop {
+        let (size, goes_on) = measure(&code[at..])?;
+        at += size;
+        if goes_on {
+            continue;
+        }
+        let start = at;
+        while let Some(size) = fill(&code[at..]) {
+            at += size;
+        }
+        if start > from + REACH {
+            return None;
+        }
+        if at - start >= length {
+            return Some(start);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use iced_x86::{Decoder, DecoderOptions, FlowControl};
+    use proptest::prelude::*;
+
+    /// `cmp rax, -4096; ja; ret`, filled to a function's beginning.
+    const BEHIND_READ: [u8; 19] = [
+        0x48, 0x3d, 0, 0xf0, 0xff, 0xff, 0x77, 0x5b, 0xc3, 0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0,
+        0,
+    ];
+
+    #[test]
+    fn finds_what_is_behind_a_return() {
+        assert_eq!(find(&BEHIND_READ, 0, 7), Some(9));
+        assert_eq!(find(&BEHIND_READ, 0, 11), None);
+        assert_eq!(find(&BEHIND_READ[..15], 0, 7), None, "cut off");
+        let mut unknown = BEHIND_READ;
+        unknown[6] = 0x62;
+        assert_eq!(find(&unknown, 0, 7), None);
+    }
+
+    #[test]
+    fn what_is_executed_is_no_room() {
+        // `mov ebx, eax` ends like a return, and a loop begins behind what aligns it.
+        let aligned = [0x89, 0xc3, 0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0, 0xeb, 0xfe];
+        assert_eq!(find(&aligned, 0, 7), None);
+    }
+
+    #[test]
+    fn no_farther_than_a_short_jump() {
+        for (before, found) in [(126, Some(127)), (127, None)] {
+            let mut code = vec![0x50; before];
+            code.push(0xc3);
+            code.extend([0x0f, 0x1f, 0x80, 0, 0, 0, 0]);
+            assert_eq!(find(&code, 0, 7), found, "{before}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(200_000))]
+
+        #[test]
+        fn lengths_are_those_of_a_decoder(bytes in any::<[u8; 16]>(), prefix in 0..4_usize, two in any::<bool>()) {
+            let mut bytes = bytes;
+            // Random bytes are seldom these.
+            match prefix {
+                1 => bytes[0] = 0x48,
+                2 => bytes[0] = 0x66,
+                _ => {}
+            }
+            if two {
+                bytes[usize::from(matches!(prefix, 1 | 2))] = 0x0f;
+            }
+            if let Some((length, goes_on)) = measure(&bytes) {
+                let found = Decoder::new(64, &bytes, DecoderOptions::NONE).decode();
+                if !found.is_invalid() {
+                    prop_assert_eq!(length, found.len(), "{:x?}", bytes);
+                    let ends = matches!(
+                        found.flow_control(),
+                        FlowControl::Return | FlowControl::UnconditionalBranch | FlowControl::IndirectBranch
+                    );
+                    prop_assert!(goes_on || ends || bytes.contains(&0x0b), "{:x?}", bytes);
+                }
+            }
+        }
+    }
+}
