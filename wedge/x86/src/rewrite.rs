@@ -5,6 +5,7 @@
 
 use core::mem::offset_of;
 
+use vmm_cpu::backend::Segment;
 use wedge_core::cpu::rflags;
 use wedge_core::decode::{DecodeError, Instruction, Op, Operand, decode};
 use wedge_core::{Frame, VirtualCpu};
@@ -38,6 +39,8 @@ pub enum Way {
     SwapGs,
     /// `SYSRET` to 64-bit code: unless something waits.
     Sysret,
+    /// `MOV` from a segment register to a general one.
+    ReadSegment,
 }
 
 /// A rewritten site: code, and what the wedge has to know of the site.
@@ -113,6 +116,7 @@ const CPU: u64 = CELL + offset_of!(Cell, cpu) as u64;
 const RSP: u64 = CPU + offset_of!(Frame, gpr) as u64 + 4 * 8;
 const INTERRUPT_FLAG: u64 = CPU + offset_of!(VirtualCpu, interrupt_flag) as u64;
 const ATTENTION: u64 = CPU + offset_of!(VirtualCpu, attention) as u64;
+const SEGMENTS: u64 = CPU + offset_of!(VirtualCpu, segments) as u64;
 const KERNEL_GS: u64 = CPU + offset_of!(VirtualCpu, kernel_gs_base) as u64;
 const EVENTS: u64 = CELL + offset_of!(Cell, events) as u64;
 const SAVED: u64 = CELL + offset_of!(Cell, saved) as u64;
@@ -189,6 +193,22 @@ impl Stub {
                 code.unless_zero(EVENTS, JUMP)?;
                 code.jump(entries.sysret)?;
             }
+            Way::ReadSegment => {
+                let (segment, register, size) = segment_to(original)?;
+                let selector = SEGMENTS
+                    + (usize::from(segment) * size_of::<Segment>() + offset_of!(Segment, selector))
+                        as u64;
+                if size == 2 {
+                    code.put(&[0x66])?;
+                }
+                if register >> 3 != 0 {
+                    code.put(&[0x44])?;
+                }
+                // mov register, [selector], which leaves the register's upper part, or movzx, which clears it.
+                code.put(if size == 2 { &[0x8b] } else { &[0x0f, 0xb7] })?;
+                code.absolute(register, selector)?;
+                code.jump(resume)?;
+            }
             Way::Unused | Way::Wedge | Way::Cli => {}
         }
         let general = code.used;
@@ -253,6 +273,7 @@ fn way(target: &Target<'_>) -> Way {
         ([Instruction { op: Op::Swapgs, .. }], _) => Way::SwapGs,
         ([Instruction { op: Op::Sysret(true), .. }], _) => Way::Sysret,
         (_, true) if saved_to(target.original).is_some() => Way::SaveFlags,
+        _ if segment_to(target.original).is_some() => Way::ReadSegment,
         _ => Way::Wedge,
     }
 }
@@ -265,6 +286,21 @@ fn saved_to(original: &[u8]) -> Option<u8> {
             Instruction { op: Op::Pushf, size: 8, .. },
             Instruction { op: Op::Pop(Operand::Register(register)), size: 8, .. },
         ] if register != 4 => Some(register),
+        _ => None,
+    }
+}
+
+/// The segment register that a site reads, the register that it goes to, and the size of the operand in bytes.
+fn segment_to(original: &[u8]) -> Option<(u8, u8, u8)> {
+    let (all, count) = decode_all(original).ok()?;
+    match all[..count] {
+        [
+            Instruction {
+                op: Op::ReadSegment { segment, to: Operand::Register(register) },
+                size,
+                ..
+            },
+        ] if register != 4 => Some((segment, register, size)),
         _ => None,
     }
 }
@@ -400,6 +436,9 @@ mod tests {
         assert_eq!(way(&[0x0f, 0x01, 0xf8], 8, false), Way::SwapGs);
         assert_eq!(way(&[0x48, 0x0f, 0x07], 8, false), Way::Sysret);
         assert_eq!(way(&[0x0f, 0x07], 8, false), Way::Wedge, "to 32-bit code");
+        assert_eq!(way(&[0x8c, 0xd8], 8, false), Way::ReadSegment);
+        assert_eq!(way(&[0x8c, 0xdc], 8, false), Way::Wedge, "to the stack pointer");
+        assert_eq!(way(&[0x8c, 0x18], 8, false), Way::Wedge, "to memory");
         let slow = Target { fast: false, ..target(&[0xfa], 8, true) };
         assert_eq!(Stub::new(AT, &ENTRIES, &slow).unwrap().0.way, Way::Wedge);
     }
@@ -437,6 +476,21 @@ mod tests {
         let far = Target { site: 0x4000_0000_0000, ..target(&[0x0f, 0xa2], 8, false) };
         assert!(Stub::new(AT, &ENTRIES, &far).is_none(), "out of reach");
         assert!(Stub::new(1 << 32 | AT, &ENTRIES, &target(&[0x0f, 0xa2], 8, false)).is_none());
+    }
+
+    #[test]
+    fn segments_are_read_from_the_virtual_cpu() {
+        let selector = SEGMENTS as u32 + offset_of!(Segment, selector) as u32;
+        // mov r9d, es: movzx r9d, word [selector]; mov ax, es: mov ax, [selector]
+        for (original, code) in [
+            (&[0x41, 0x8c, 0xc1][..], &[0x44, 0x0f, 0xb7, 0x0c, 0x25][..]),
+            (&[0x66, 0x8c, 0xc0], &[0x66, 0x8b, 0x04, 0x25]),
+        ] {
+            let (stub, _) = new(original, 8, false).unwrap();
+            let (made, rest) = stub.code.split_at(code.len());
+            assert_eq!((made, &rest[..4]), (code, &selector.to_le_bytes()[..]));
+            assert_eq!(reached(AT + code.len() as u64 + 4, &rest[4..]), SITE + 8);
+        }
     }
 
     #[test]
