@@ -109,6 +109,8 @@ fn guest() -> Result<Rules, BackendError> {
     allow(&mut rules, linux::__NR_fallocate, &[&[(0, layout::MEMORY_FD), (1, hole)]])?;
     let clock = linux::CLOCK_MONOTONIC;
     allow(&mut rules, linux::__NR_timer_create, &[&[(0, clock)]])?;
+    // Its own CPUs only.
+    allow(&mut rules, linux::__NR_sched_setaffinity, &[&[(0, 0)]])?;
     allow_all(
         &mut rules,
         &[
@@ -404,6 +406,8 @@ mod tests {
             10 | 11 | 15 | 24 | 131 | 219 | 223 | 231 | 318 | 329 => true,
             // futex: wait, wake
             202 => matches!(second, 0 | 1),
+            // sched_setaffinity: of itself
+            203 => first == 0,
             // timer_create: CLOCK_MONOTONIC
             222 => first == 1,
             _ => false,

@@ -29,7 +29,7 @@ use crate::shared::{
     cell, count, event, events, has, mine, own_statistics, shared, start, vcpu, vcpus,
 };
 use crate::sites::{FUNCTION, Sites, put_back, write_code};
-use crate::{calls, code, debug, extended, keys, processes, profile, report, signal};
+use crate::{calls, code, debug, extended, keys, place, processes, profile, report, signal};
 
 /// Error code of a page fault: the access was a write.
 const WRITE: u64 = 1 << 1;
@@ -787,6 +787,7 @@ impl Backend for LinuxVcpu<'_> {
                     if tsc() < self.deadline {
                         signal::arm();
                     } else if others == 0 {
+                        place::tick();
                         return Exit::Deadline;
                     } else {
                         events().fetch_or(event::TIMER, SeqCst);
@@ -994,6 +995,7 @@ fn drive(all: &All<'_>, index: usize) -> ! {
 /// Waits for events, which it takes, or until the time-stamp counter has this value. A halted virtual CPU does not take them itself.
 fn idle(deadline: u64) -> u32 {
     let vcpu = vcpu();
+    place::idle();
     vcpu.idle.store(1, SeqCst);
     let limit = (deadline != u64::MAX).then(|| signal::until(deadline));
     if limit != Some(0) && events().load(SeqCst) == 0 {

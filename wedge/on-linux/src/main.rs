@@ -22,6 +22,7 @@ mod memory;
 mod monitor;
 mod net;
 mod outside;
+mod place;
 mod processes;
 mod profile;
 mod report;
@@ -101,6 +102,7 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
     // SAFETY: no memory is touched.
     let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }.unwrap_or(0);
     shared.device.store(own as u32, Relaxed);
+    place::learn();
     let limit = [OWN_MEMORY, OWN_MEMORY];
     let arguments = [linux::RLIMIT_DATA.into(), limit.as_ptr() as u64, 0, 0, 0, 0];
     // SAFETY: the limit is read.

@@ -214,6 +214,8 @@ pub struct Vcpu {
     pub renewals: AtomicU64,
     /// The last of them: offsets in the descriptor of guest memory.
     pub renewed: [AtomicU64; FLUSHES],
+    /// Where on the host it runs.
+    pub place: crate::place::Place,
     /// The processes.
     pub slots: [Slot; SLOTS],
 }
@@ -260,6 +262,10 @@ pub struct Shared {
     pub unix_at_zero: AtomicU64,
     /// The kernel's code has been looked at, and may be executed beside programs.
     pub closed: AtomicBool,
+    /// CPUs of the host that the machine may use.
+    pub cpus: crate::place::Cpus,
+    /// There are several, and a process can tell on which it is.
+    pub places: AtomicBool,
     /// From the guest.
     pub output: Ring,
     /// To the guest.
@@ -386,6 +392,8 @@ pub struct Mine {
     pub armed: AtomicU64,
     /// Its timer, plus 1.
     pub timer: AtomicU32,
+    /// The CPU of the host that it keeps to.
+    pub bound: crate::place::Bound,
     /// Something of the kernel's image can be executed beside its code.
     pub image: AtomicBool,
     /// Bytes of the signal stack, from its top on, that signals have used.

@@ -1,0 +1,155 @@
+//! Where on the host a virtual CPU runs: all of its processes follow the one that has it.
+//!
+//! Who wakes a process by a futex cannot say that it is about to wait itself, so the host looks for an idle CPU, which has to be woken and has
+//! nothing of the virtual CPU in its caches. A process that finds itself on another CPU than the one before it therefore binds itself to that
+//! CPU. It is free again when the virtual CPU stays with it, waits for events, or had to wait for a CPU that others use: then it goes on where
+//! the host puts it, and the others follow. Where there is but one CPU nothing is bound.
+
+use core::arch::x86_64::{__cpuid, __rdtscp};
+use core::sync::atomic::AtomicU64;
+use core::sync::atomic::Ordering::Relaxed;
+
+use hw_x86::cpuid::leaf;
+use linux_raw_sys::general as linux;
+
+use crate::shared::{Owned, mine, shared, vcpu};
+use crate::sys;
+
+/// Words of a set of CPUs; `CPU_SETSIZE` of Linux' libraries is 1024.
+pub const WORDS: usize = 16;
+/// Set of CPUs that a machine may use, as bits.
+pub type Cpus = [AtomicU64; WORDS];
+
+/// A process that had to wait longer than this for its turn has waited for a CPU, in milliseconds. Others' time slices are longer.
+const LONG: u64 = 1;
+/// For so long it is left where the host puts it, in milliseconds.
+const FREE: u64 = 20;
+
+/// What a virtual CPU remembers.
+#[repr(C)]
+pub struct Place {
+    /// CPU on which it was when it was handed over.
+    cpu: Owned<u32>,
+    /// Time-stamp counter then.
+    given: Owned<u64>,
+    /// Until then it goes where the host puts it.
+    free_until: Owned<u64>,
+}
+
+/// What a process remembers.
+#[repr(C)]
+pub struct Bound {
+    /// The CPU that it is bound to, plus 1.
+    cpu: Owned<u32>,
+    /// [`Place::given`] at the last tick of the guest's clock.
+    seen: Owned<u64>,
+    /// When it was last set free.
+    freed: Owned<u64>,
+}
+
+/// Finds out which CPUs there are. For the device process, before there are others.
+pub fn learn() {
+    /// `RDTSCP` (APM vol. 3, CPUID Fn8000_0001_EDX).
+    const RDTSCP: u32 = 1 << 27;
+    let mut set = [0_u64; WORDS];
+    let arguments = [0, size_of_val(&set) as u64, set.as_mut_ptr() as u64, 0, 0, 0];
+    // SAFETY: the kernel writes the set. It fails if the host has more CPUs than that.
+    let known = unsafe { sys::call(linux::__NR_sched_getaffinity, arguments) }.is_ok();
+    let several = set.iter().map(|word| word.count_ones()).sum::<u32>() > 1;
+    if known && several && __cpuid(leaf::AMD_FEATURES).edx & RDTSCP != 0 {
+        for (word, value) in shared().cpus.iter().zip(set) {
+            word.store(value, Relaxed);
+        }
+        shared().places.store(true, Relaxed);
+    }
+}
+
+/// The time-stamp counter, and the CPU, which Linux has in the low bits of `TSC_AUX`.
+fn now() -> (u64, u32) {
+    let mut aux = 0;
+    // SAFETY: the processor has it (`learn`).
+    let tsc = unsafe { __rdtscp(&raw mut aux) };
+    (tsc, aux & 0xfff)
+}
+
+fn milliseconds(count: u64) -> u64 {
+    count * shared().tsc_khz.load(Relaxed)
+}
+
+/// This process is about to hand the virtual CPU over.
+pub fn give() {
+    if !shared().places.load(Relaxed) {
+        return;
+    }
+    let place = &vcpu().place;
+    let (tsc, cpu) = now();
+    place.given.set(tsc);
+    place.cpu.set(cpu);
+}
+
+/// This process has got it.
+pub fn take() {
+    if !shared().places.load(Relaxed) {
+        return;
+    }
+    let (place, bound) = (&vcpu().place, &mine().bound);
+    let (tsc, cpu) = now();
+    if cpu != place.cpu.get() {
+        if bound.cpu.get() != 0 || tsc >= place.free_until.get() {
+            bind(place.cpu.get());
+        }
+    } else if bound.cpu.get() != 0 && tsc.saturating_sub(place.given.get()) > milliseconds(LONG) {
+        place.free_until.set(tsc + milliseconds(FREE));
+        free(tsc);
+    }
+}
+
+/// The guest's clock ticks: a virtual CPU that has stayed with this process since the last time is no longer bound.
+pub fn tick() {
+    let bound = &mine().bound;
+    if bound.cpu.get() == 0 {
+        return;
+    }
+    let given = vcpu().place.given.get();
+    if bound.seen.get() == given {
+        free(now().0);
+    }
+    bound.seen.set(given);
+}
+
+/// The virtual CPU is about to wait for events: it may be that its CPU is another's when it goes on. Not each time, since it is a call of the
+/// host.
+pub fn idle() {
+    let bound = &mine().bound;
+    if bound.cpu.get() == 0 {
+        return;
+    }
+    let (tsc, _) = now();
+    if tsc.saturating_sub(bound.freed.get()) > milliseconds(FREE) {
+        free(tsc);
+    }
+}
+
+fn bind(cpu: u32) {
+    let mut set = [0; WORDS];
+    if let Some(word) = set.get_mut(cpu as usize / 64) {
+        *word = 1 << (cpu % 64);
+        if set_affinity(&set) {
+            mine().bound.cpu.set(cpu + 1);
+        }
+    }
+}
+
+fn free(tsc: u64) {
+    let bound = &mine().bound;
+    bound.freed.set(tsc);
+    bound.cpu.set(0);
+    let _ = set_affinity(&core::array::from_fn(|index| shared().cpus[index].load(Relaxed)));
+}
+
+/// Says on which CPUs this process may run; `false`: none of them is left to it, so that it stays where it may be.
+fn set_affinity(set: &[u64; WORDS]) -> bool {
+    let arguments = [0, size_of_val(set) as u64, set.as_ptr() as u64, 0, 0, 0];
+    // SAFETY: the set is read.
+    unsafe { sys::call(linux::__NR_sched_setaffinity, arguments) }.is_ok()
+}
