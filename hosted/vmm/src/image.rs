@@ -35,6 +35,8 @@ const PAGE_TABLES: [&str; 7] = [
 /// A kernel, checked.
 pub struct Image<'a> {
     file: File<'a>,
+    /// Names of its symbols.
+    names: &'a [u8],
     /// Address and length of the sites.
     sites: (u64, u64),
 }
@@ -88,13 +90,25 @@ impl<'a> Image<'a> {
                 "build one with `parador kernel build`; unmodified kernels need --backend kvm",
             ));
         };
-        Ok(Self { file, sites })
+        let strings = file.elf_symbol_table().string_section();
+        let names = match file.elf_section_table().section(strings) {
+            Ok(section) => section.data(ENDIAN, bytes)?,
+            // It has none, and no symbols.
+            Err(_) => &[],
+        };
+        Ok(Self { file, names, sites })
     }
 
     /// Address of a symbol as linked.
     pub fn symbol(&self, name: &'static str) -> Result<u64, Error> {
-        let found = self.file.symbols().find(|symbol| symbol.name() == Ok(name));
-        found.map(|symbol| symbol.address()).ok_or(Error::Symbol(name))
+        // The length of all other names is nobody's concern: a kernel has tens of thousands.
+        let is_it = |symbol: &&elf::Sym64<LittleEndian>| {
+            let start = symbol.st_name(ENDIAN) as usize;
+            let rest = self.names.get(start..).and_then(|names| names.strip_prefix(name.as_bytes()));
+            rest.is_some_and(|rest| rest.first() == Some(&0))
+        };
+        let found = self.file.elf_symbol_table().iter().find(is_it);
+        found.map(|symbol| symbol.st_value(ENDIAN)).ok_or(Error::Symbol(name))
     }
 
     /// The function at an address of the moved image.
@@ -226,11 +240,11 @@ impl<'a> Image<'a> {
                 }
                 let Some(index) = relocation.symbol(ENDIAN, false) else { continue };
                 let symbol = symbols.symbol(index)?;
-                let name = symbols.symbol_name(ENDIAN, symbol).unwrap_or_default();
+                let name = || symbols.symbol_name(ENDIAN, symbol).unwrap_or_default();
                 let to_per_cpu = Some(usize::from(symbol.st_shndx(ENDIAN).0)) == per_cpu
-                    && !is_linear_per_cpu(name);
+                    && !is_linear_per_cpu(name());
                 let fixed = matches!(symbol.st_shndx(ENDIAN), elf::SHN_ABS | elf::SHN_UNDEF)
-                    && !is_relative(name);
+                    && !is_relative(name());
                 let change = match relocation.r_type(ENDIAN, false) {
                     elf::R_X86_64_PC32 | elf::R_X86_64_PLT32 | elf::R_X86_64_PC64 => {
                         if !to_per_cpu || in_per_cpu {
@@ -248,9 +262,9 @@ impl<'a> Image<'a> {
                     | elf::R_X86_64_32S
                     | elf::R_X86_64_PC32
                     | elf::R_X86_64_PLT32 => 4,
-                    _ => return Err(misfit(at, name)),
+                    _ => return Err(misfit(at, name())),
                 };
-                let field = field(parts, at, size).ok_or_else(|| misfit(at, name))?;
+                let field = field(parts, at, size).ok_or_else(|| misfit(at, name()))?;
                 add(field, change);
             }
         }
