@@ -47,6 +47,17 @@ impl Device {
         Ok(())
     }
 
+    /// Makes the process that a virtual CPU will want next, before it does: Linux takes the lowest identifier of address spaces that
+    /// nobody has.
+    fn make_ready(&mut self, vcpu: usize) -> Result<(), sys::Errno> {
+        let guests = self.guests.get(vcpu);
+        match guests.and_then(|guests| guests.iter().position(|guest| *guest == 0)) {
+            // The last one serves all that have no slot of their own.
+            Some(number) if number < SLOTS - 1 => self.make(vcpu, number),
+            _ => Ok(()),
+        }
+    }
+
     /// Takes its filter of system calls and serves until the machine has ended; gives its exit code.
     pub fn serve(&mut self) -> u8 {
         if let Err(error) = processes::confine(&self.filters, Filters::DEVICE) {
@@ -68,7 +79,8 @@ impl Device {
             for (index, vcpu) in vcpus().iter().enumerate() {
                 let wanted = vcpu.wanted.swap(0, SeqCst);
                 if wanted != 0
-                    && let Err(error) = self.make(index, wanted as usize - 1)
+                    && let Err(error) =
+                        self.make(index, wanted as usize - 1).and_then(|()| self.make_ready(index))
                 {
                     say(format_args!("the host makes no process: {error:?}"));
                     self.end_all();
