@@ -223,6 +223,7 @@ impl<'m> Rig<'m> {
             start_unix: 1_700_000_000,
             kvmclock: true,
             steal_time: true,
+            pv_flush: true,
             pv_ipi: true,
             id: 1,
         };

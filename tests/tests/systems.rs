@@ -60,6 +60,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("json", hosted::observed::json),
     ("serial", hosted::observed::serial),
     ("perf-map", hosted::observed::perf_map),
+    ("steal", hosted::observed::steal),
     ("protection", keys::protection),
     ("protection-choices", keys::choices),
 ];

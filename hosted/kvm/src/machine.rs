@@ -187,6 +187,7 @@ fn power_on(
         kvmclock: true,
         // It would need to know when the host's scheduler takes a thread away.
         steal_time: false,
+        pv_flush: false,
         // KVM would send these interrupts itself, to local APICs that it does not have.
         pv_ipi: false,
         id: 1,

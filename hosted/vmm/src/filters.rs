@@ -1,8 +1,8 @@
 //! What the processes of a machine may ask of the host: filters of system calls (seccomp(2)), made by `seccompiler`, installed by the wedge.
 //!
 //! A guest process runs the guest's kernel, which may contain anything; with its filter it can change mappings of its own address space, of
-//! the machine's memory or of fresh memory, give memory of the machine back, wait and wake, let others run, set its timer, ring the device
-//! process, and end. Everything else ends it, and the
+//! the machine's memory or of fresh memory, give memory of the machine back, wait and wake, let others run, set its timer, ask for the CPU
+//! time that it has used, ring the device process, and end. Everything else ends it, and the
 //! machine with it.
 
 use std::collections::BTreeMap;
@@ -111,6 +111,9 @@ fn guest() -> Result<Rules, BackendError> {
     allow(&mut rules, linux::__NR_timer_create, &[&[(0, clock)]])?;
     // Its own CPUs only.
     allow(&mut rules, linux::__NR_sched_setaffinity, &[&[(0, 0)]])?;
+    // Its own CPU time.
+    let used = linux::CLOCK_PROCESS_CPUTIME_ID;
+    allow(&mut rules, linux::__NR_clock_gettime, &[&[(0, used)]])?;
     allow_all(
         &mut rules,
         &[
@@ -410,6 +413,8 @@ mod tests {
             203 => first == 0,
             // timer_create: CLOCK_MONOTONIC
             222 => first == 1,
+            // clock_gettime: CLOCK_PROCESS_CPUTIME_ID
+            228 => first == 2,
             _ => false,
         }
     }

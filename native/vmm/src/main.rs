@@ -260,6 +260,7 @@ fn run(
         kvmclock: plan.kvmclock,
         // Linux reads it at every switch of processes: too dear for what a lone CPU has of it.
         steal_time: count > 1,
+        pv_flush: true,
         pv_ipi: true,
         id: plan.id,
     };

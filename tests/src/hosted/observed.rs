@@ -1,12 +1,15 @@
 //! What users see of a machine that runs: messages as JSON, its serial line elsewhere, maps for profilers.
 
-use super::{Rig, children, end, start};
+use super::{Rig, children, end, ended, start};
 use anyhow::{Context, Result, ensure};
+use std::collections::HashMap;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// How long something may take to appear.
@@ -112,5 +115,84 @@ pub(super) fn wait<T>(mut what: impl FnMut() -> Option<T>) -> Result<T> {
         }
         ensure!(Instant::now() < deadline, "it has not appeared");
         std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A guest is told what the host does not let it run: what two machines on one CPU take from each other, and not more than that when there is one.
+pub fn steal() -> Result<()> {
+    const LOOP: &str = "timeout 6 sh -c 'while :; do :; done'; grep '^cpu ' /proc/stat; poweroff\n";
+    let rig = Rig::new()?;
+    let status = fs::read_to_string("/proc/self/status").context("no status")?;
+    let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:\t"));
+    let cpu = allowed.and_then(|list| list.split([',', '-']).next()).context("no CPU")?;
+    for count in [1, 2] {
+        let machine = || -> Result<Waits> {
+            let run = rig.run();
+            let mut command = Command::new("taskset");
+            command.args(["-c", cpu]).arg(run.get_program()).args(run.get_args());
+            command.current_dir(rig.folder());
+            command.envs(run.get_envs().filter_map(|(name, value)| Some((name, value?))));
+            let mut child = start(&mut command)?;
+            let mut input = child.stdin.take().context("no input")?;
+            input.write_all(LOOP.as_bytes()).context("cannot write")?;
+            Waits::of(child)
+        };
+        let mut machines = (0..count).map(|_| machine()).collect::<Result<Vec<_>>>()?;
+        let mut runs = true;
+        while runs {
+            thread::sleep(Duration::from_millis(20));
+            runs = false;
+            for machine in &mut machines {
+                runs |= machine.look()?;
+            }
+        }
+        for machine in machines {
+            let waited = machine.seconds();
+            let ended = ended(machine.child)?.well(0, &[])?;
+            let line = ended.console.lines().find_map(|line| line.strip_prefix("cpu  "));
+            // In hundredths of a second: proc_stat(5).
+            let steal = line.and_then(|line| line.split(' ').nth(7)?.parse::<f64>().ok());
+            let steal = steal.context("no stolen time")? / 100.0;
+            ensure!(count == 1 || waited > 1.0, "two machines have waited {waited} s only");
+            ensure!(steal > waited / 2.0 - 0.5, "{count}: {steal} s of {waited} s are told");
+            ensure!(
+                steal < waited * 1.3 + 0.5,
+                "{count}: {steal} s instead of {waited} s are told"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// How long the host has let the processes of a machine wait for a CPU.
+struct Waits {
+    child: Child,
+    device: u32,
+    each: HashMap<String, u64>,
+}
+
+impl Waits {
+    fn of(child: Child) -> Result<Self> {
+        let device = children(&child)?[1];
+        Ok(Self { child, device, each: HashMap::new() })
+    }
+
+    /// Whether it still runs.
+    fn look(&mut self) -> Result<bool> {
+        let device = self.device;
+        let all = fs::read_to_string(format!("/proc/{device}/task/{device}/children"));
+        for process in all.unwrap_or_default().split_whitespace() {
+            // Time run, time waited, in nanoseconds (Documentation/scheduler/sched-stats.rst in Linux).
+            let times = fs::read_to_string(format!("/proc/{process}/schedstat"));
+            let times = times.unwrap_or_default();
+            if let Some(waited) = times.split(' ').nth(1).and_then(|time| time.parse().ok()) {
+                self.each.insert(process.to_owned(), waited);
+            }
+        }
+        Ok(self.child.try_wait().context("cannot wait for parador")?.is_none())
+    }
+
+    fn seconds(&self) -> f64 {
+        self.each.values().sum::<u64>() as f64 / 1e9
     }
 }

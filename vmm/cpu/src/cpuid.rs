@@ -35,8 +35,10 @@ pub struct CpuidConfig {
     pub apic_khz: u32,
     /// Offer the KVM paravirtual clock.
     pub kvmclock: bool,
-    /// Offer the KVM record of stolen time, and with it the flush of other CPUs' TLBs.
+    /// Offer the KVM record of stolen time.
     pub steal_time: bool,
+    /// Offer flushes of other CPUs' TLBs that are asked for in that record.
+    pub pv_flush: bool,
     /// Offer interrupts to several CPUs by one KVM hypercall. Not where the guest's hypercalls may reach somebody else.
     pub pv_ipi: bool,
 }
@@ -366,10 +368,11 @@ impl CpuidTable {
         self.signature = [leaf::HYPERVISOR_TIMING, name(0), name(4), name(8)];
         let clock =
             if config.kvmclock { kvm_a::CLOCKSOURCE2 | kvm_a::CLOCKSOURCE_STABLE } else { 0 };
-        let steal = if config.steal_time { kvm_a::STEAL_TIME | kvm_a::PV_TLB_FLUSH } else { 0 };
+        let steal = if config.steal_time { kvm_a::STEAL_TIME } else { 0 };
+        let flush = if config.steal_time && config.pv_flush { kvm_a::PV_TLB_FLUSH } else { 0 };
         let ipi = if config.pv_ipi { kvm_a::PV_SEND_IPI } else { 0 };
         let always = kvm_a::NOP_IO_DELAY | kvm_a::PV_EOI;
-        self.paravirtual = [always | clock | steal | ipi, 0, 0, 0];
+        self.paravirtual = [always | clock | steal | flush | ipi, 0, 0, 0];
         self.timing = [config.tsc_khz, config.apic_khz, 0, 0];
     }
 
@@ -544,6 +547,7 @@ mod tests {
             apic_khz: 1_000_000,
             kvmclock: true,
             steal_time: true,
+            pv_flush: true,
             pv_ipi: true,
         }
     }

@@ -727,6 +727,7 @@ mod tests {
                 apic_khz: 1_000_000,
                 kvmclock: true,
                 steal_time: true,
+                pv_flush: true,
                 pv_ipi: true,
             };
             let cpuid = CpuidTable::new(&config, |number, _| match number {

@@ -53,8 +53,10 @@ pub struct PcConfig {
     pub start_unix: u64,
     /// Offer the KVM paravirtual clock.
     pub kvmclock: bool,
-    /// Offer the KVM record of stolen time, and with it the flush of other CPUs' TLBs.
+    /// Offer the KVM record of stolen time.
     pub steal_time: bool,
+    /// Offer flushes of other CPUs' TLBs that are asked for in that record.
+    pub pv_flush: bool,
     /// Offer interrupts to several CPUs by one KVM hypercall. Not where the guest's hypercalls may reach somebody else.
     pub pv_ipi: bool,
     /// Number of the machine among all of its host, from 1.

@@ -199,6 +199,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
             apic_khz: (lapic::spec::BUS_HZ / 1000) as u32,
             kvmclock: config.kvmclock,
             steal_time: config.steal_time,
+            pv_flush: config.pv_flush,
             pv_ipi: config.pv_ipi,
         };
         let cpuid = CpuidTable::new(&cpuid, host_cpuid);
@@ -1232,6 +1233,7 @@ mod tests {
                 start_unix: 1_700_000_000,
                 kvmclock: true,
                 steal_time: true,
+                pv_flush: true,
                 pv_ipi: true,
                 id: 5,
             };

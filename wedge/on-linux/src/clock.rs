@@ -57,7 +57,7 @@ pub fn unix_at_zero(khz: u64) -> u64 {
 }
 
 /// A clock of the host, in nanoseconds.
-fn now(clock: u32) -> u64 {
+pub fn now(clock: u32) -> u64 {
     let mut time = [0_u64; 2];
     let arguments = [clock.into(), time.as_mut_ptr() as u64, 0, 0, 0, 0];
     // SAFETY: the kernel writes the time. It does not fail for clocks that exist.

@@ -29,7 +29,7 @@ use crate::shared::{
     cell, count, event, events, has, mine, own_statistics, shared, start, vcpu, vcpus,
 };
 use crate::sites::{FUNCTION, Sites, put_back, write_code};
-use crate::{calls, code, debug, extended, keys, place, processes, profile, report, signal};
+use crate::{calls, code, debug, extended, keys, place, processes, profile, report, signal, steal};
 
 /// Error code of a page fault: the access was a write.
 const WRITE: u64 = 1 << 1;
@@ -732,7 +732,7 @@ impl Backend for LinuxVcpu<'_> {
     }
 
     fn stolen(&mut self) -> u64 {
-        0
+        steal::stolen()
     }
 
     fn set_halts(&mut self, _: bool) {
@@ -896,7 +896,9 @@ pub extern "sysv64" fn main() -> ! {
         xcr0_mask: start.xcr0,
         start_unix: shared().unix_at_zero.load(Relaxed),
         kvmclock: true,
-        steal_time: false,
+        steal_time: true,
+        // An idle processor would forget all its spaces, each of which is a process.
+        pv_flush: false,
         // Linux puts `VMMCALL` in the place of a site. In programs of a host that is itself a guest it does not fault.
         pv_ipi: false,
         id: 1,
@@ -950,6 +952,7 @@ fn drive(all: &All<'_>, index: usize) -> ! {
         step: DebugStep::None,
     };
     crate::shared::vcpu().deadline.store(u64::MAX, Relaxed);
+    steal::go_on();
     if index == 0 {
         shared().started.store(1, SeqCst);
         processes::ring();
@@ -999,7 +1002,9 @@ fn idle(deadline: u64) -> u32 {
     vcpu.idle.store(1, SeqCst);
     let limit = (deadline != u64::MAX).then(|| signal::until(deadline));
     if limit != Some(0) && events().load(SeqCst) == 0 {
+        steal::rest();
         crate::sys::wait(events(), 0, limit);
+        steal::go_on();
     }
     vcpu.idle.store(0, SeqCst);
     let pending = events().swap(0, SeqCst);

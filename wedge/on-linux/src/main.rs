@@ -31,6 +31,7 @@ mod share;
 mod shared;
 mod signal;
 mod sites;
+mod steal;
 mod sys;
 
 use core::arch::naked_asm;

@@ -22,7 +22,7 @@ use crate::shared::{
     shared, stack_top, vcpu, vcpu_offset, vcpus,
 };
 use crate::sys::{self, Backing, Errno};
-use crate::{extended, keys, monitor, place, report, signal};
+use crate::{extended, keys, monitor, place, report, signal, steal};
 
 /// Signal by which the device process tells of events.
 pub const KICK: u32 = 34;
@@ -46,11 +46,13 @@ pub fn move_to(number: usize) {
     }
     save(vcpu);
     place::give();
+    steal::give();
     vcpu.running.store(number as u32, SeqCst);
     // SAFETY: the stack is the virtual CPU's, and the process that takes it has been told its number.
     unsafe { hand_over() };
     // Another process now.
     place::take();
+    steal::take();
     restore(vcpu);
     memory::follow();
     signal::arm();

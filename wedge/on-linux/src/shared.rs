@@ -216,6 +216,8 @@ pub struct Vcpu {
     pub renewed: [AtomicU64; FLUSHES],
     /// Where on the host it runs.
     pub place: crate::place::Place,
+    /// What the host has not let it run.
+    pub steal: Owned<crate::steal::Steal>,
     /// The processes.
     pub slots: [Slot; SLOTS],
 }
@@ -408,6 +410,8 @@ pub struct Mine {
     pub code: Owned<crate::code::Code>,
     /// How the host's processor lays out extended state.
     pub parts: Owned<crate::extended::Parts>,
+    /// How long it has had the virtual CPU, and what it has had of the host's.
+    pub turns: Owned<crate::steal::Turns>,
 }
 
 /// The process's own memory.
