@@ -529,6 +529,8 @@ pub mod option {
     /// Protection keys keep programs out of their kernel; the descriptor of guest memory has copies behind it ([`layout::COPIES`](super::layout::COPIES)).
     /// Not together with [`REMAP`].
     pub const KEYS: u64 = 1 << 12;
+    /// The host has 32-bit system calls.
+    pub const COMPAT: u64 = 1 << 14;
 }
 
 #[cfg(test)]

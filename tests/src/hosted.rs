@@ -543,6 +543,29 @@ pub fn cpus() -> Result<()> {
     Ok(())
 }
 
+/// 32-bit programs, and `int $0x80` of 64-bit ones; where the host cannot, there is an error, and nothing else is lost.
+pub fn compat() -> Result<()> {
+    let rig = Rig::new()?;
+    let [short, long] = ["linux-compat-32", "linux-compat-64"].map(|name| artifacts().join(name));
+    let script =
+        "/mnt/linux-compat-64; for n in 1 2 3; do /mnt/linux-compat-32 & all=\"$all $!\"; done
+        for one in $all; do wait $one; done; echo done\n";
+    for cpus in ["1", "2"] {
+        let mut machine = rig.script(script, &[&short, &long])?;
+        let ended =
+            end(machine.args(["-c", cpus]), "")?.well(0, &["64-bit code: all well", "\ndone"])?;
+        let well = ended.console.matches("32-bit code: all well").count();
+        ensure!(well == 3, "{well} of 3 are well:\n{}", ended.console);
+    }
+    let script = "/mnt/linux-compat-32 || echo refused; /mnt/linux-compat-64\n";
+    let mut machine = rig.disk("disk.img", script, &[&short, &long]).map(|()| rig.run())?;
+    let start =
+        "ia32_emulation=off parador.run=\"mkdir -p /mnt; mount /dev/vda /mnt; sh /mnt/script\"";
+    machine.args(["-d", "disk.img", "-p", start]);
+    end(&mut machine, "")?.well(0, &["refused", "64-bit code: all well"])?;
+    Ok(())
+}
+
 fn stress_program() -> PathBuf {
     artifacts().join("linux-stress")
 }

@@ -13,7 +13,8 @@ use std::process::{Command, Stdio};
 /// Seconds that the emulated host may run on a busy machine; less than one minute on an idle one.
 const LIMIT: &str = "300";
 const BUSYBOX: &str = "/bin/busybox";
-const ATTACK: &str = "linux-attack";
+/// What tries to leave; what does its calls by `int $0x80`.
+const PROGRAMS: [&str; 3] = ["linux-attack", "linux-compat-32", "linux-compat-64"];
 /// The first program of both machines, before what it is to do.
 const INIT: &str = "#!/bin/busybox sh
 /bin/busybox mount -t devtmpfs dev /dev
@@ -27,6 +28,7 @@ cd /root
 const GUEST: &str = "echo $((6*7)) is; uname -r
 for n in 1 2 3 4; do (dd if=/dev/zero bs=64k count=20 2>/dev/null | sha256sum) & done; wait
 ./linux-attack || echo an attack succeeds
+./linux-compat-64 && ./linux-compat-32
 ls / >/dev/null && echo goes on
 sleep 1
 poweroff -f
@@ -47,7 +49,8 @@ const WRONG: [&str; 5] = ["BUG:", "WARNING:", "Oops", "Call Trace", "SUCCEEDS"];
 pub fn protection() -> Result<()> {
     let rig = Rig::new()?;
     let folder = rig.folder();
-    let guest = ram_disk(folder, "guest", GUEST, &[artifacts().join(ATTACK)], &[])?;
+    let files = PROGRAMS.map(|name| artifacts().join(name));
+    let guest = ram_disk(folder, "guest", GUEST, &files, &[])?;
     let programs = [target().join("release/parador"), artifacts().join("parador-wedge")];
     let host = ram_disk(folder, "host", HOST, &[rig.kernel().to_owned(), guest], &programs)?;
     let mut machine = Command::new("setpriv");
@@ -63,7 +66,9 @@ pub fn protection() -> Result<()> {
     let console = succeed(&mut machine)?;
     let parts: Vec<_> = console.split("== ").skip(1).collect();
     ensure!(parts.len() == 2, "{} machines:\n{console}", parts.len());
-    for text in ["42 is", "the kernel is unchanged", "goes on", "ends with 0"] {
+    for text in
+        ["42 is", "the kernel is unchanged", "32-bit code: all well", "goes on", "ends with 0"]
+    {
         let all = parts.iter().all(|part| part.contains(text));
         ensure!(all, "`{text}` did not appear:\n{console}");
     }

@@ -34,6 +34,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("memory", hosted::memory),
     ("balloon", hosted::balloon),
     ("cpus", hosted::cpus),
+    ("compat", hosted::compat),
     ("share", hosted::share),
     ("qcow2", hosted::qcow2),
     ("kills", hosted::kills),

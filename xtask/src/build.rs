@@ -63,10 +63,35 @@ const HOST_PACKAGE: &str = "parador";
 
 /// Programs for Linux guests, and their sources: a test of the driver for channels; everything that programs ask of a kernel; what they must
 /// not get of it.
-const LINUX_PROGRAMS: [(&str, &str); 3] = [
-    ("linux-check-com", "check_com.c"),
-    ("linux-stress", "stress.c"),
-    ("linux-attack", "attack.c"),
+/// 32-bit programs are made without a library, whose 32-bit kind not every host has.
+const LINUX_PROGRAMS: [(&str, &str, &[&str]); 5] = [
+    ("linux-check-com", "check_com.c", &["-pthread"]),
+    ("linux-stress", "stress.c", &["-pthread"]),
+    ("linux-attack", "attack.c", &["-pthread"]),
+    (
+        "linux-compat-32",
+        "compat.c",
+        &[
+            "-m32",
+            "-nostdlib",
+            "-ffreestanding",
+            "-fno-pic",
+            "-fno-stack-protector",
+            "-fcf-protection=none",
+        ],
+    ),
+    (
+        "linux-compat-64",
+        "compat.c",
+        &[
+            "-m64",
+            "-nostdlib",
+            "-ffreestanding",
+            "-fno-pic",
+            "-fno-stack-protector",
+            "-fcf-protection=none",
+        ],
+    ),
 ];
 
 /// `cargo xtask build [PACKAGE...]`.
@@ -99,10 +124,12 @@ pub fn build(arguments: &[String]) -> Result<()> {
             build_group(group, &packages, &artifacts)?;
         }
     }
-    for (name, source) in LINUX_PROGRAMS {
+    for (name, source, flags) in LINUX_PROGRAMS {
         if all || wanted.contains(&name) {
             run(Command::new("gcc")
-                .args(["-O2", "-static", "-pthread", "-Wall", "-Wextra", "-Werror", "-o"])
+                .args(["-O2", "-static", "-Wall", "-Wextra", "-Werror"])
+                .args(flags)
+                .arg("-o")
                 .args([artifacts.join(name), workspace().join("guests/linux").join(source)]))?;
         }
     }

@@ -12,6 +12,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use serde::Serialize;
 use std::arch::x86_64::__cpuid_count;
 
+use crate::compat;
 use crate::failure::{self, Failure};
 use crate::kvm;
 use crate::output;
@@ -103,6 +104,12 @@ fn examine() -> Report {
             memfd_create("parador-doctor", MemfdFlags::CLOEXEC).is_ok(),
             State::Missing,
             "memory that processes share",
+        ),
+        present(
+            "32-bit programs",
+            compat::is_there(),
+            State::Absent,
+            "32-bit programs in machines that are processes",
         ),
         mappings(),
         large_pages(),

@@ -10,6 +10,7 @@ mod attach;
 mod channels;
 mod check;
 mod commands;
+mod compat;
 mod config;
 mod console;
 mod control;

@@ -1,6 +1,7 @@
 //! `parador run`: a virtual machine, by KVM or as processes of this host.
 
 use crate::api::Server;
+use crate::compat;
 use crate::config::{
     Backend, Config, Log, Optimisation, Protection, Sandbox, Then, Vm, is_busybox, is_stdout,
 };
@@ -58,6 +59,9 @@ const KVM_COMMAND_LINE: &str = "console=ttyS0 panic=-1";
 /// what defends a kernel against its programs on a processor that it does not own is of no use; and large pages of programs are one fault and one
 /// mapping of the host each (Linux has them with 512 MiB or more).
 const COMMAND_LINE: &str = "console=ttyS0 panic=-1 mitigations=off transparent_hugepage=always";
+
+/// What is added to it where the host has no 32-bit programs.
+const NO_COMPAT: &str = "ia32_emulation=off";
 
 /// What the keys of a terminal do.
 const KEYS: &str = "Ctrl-A X ends the machine; all other keys go to the guest";
@@ -300,6 +304,9 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         }
     };
     let (keys, open) = keys(vm)?;
+    let compat = compat::is_there();
+    let line = if compat { COMMAND_LINE.to_owned() } else { format!("{COMMAND_LINE} {NO_COMPAT}") };
+    let compat = if compat { option::COMPAT } else { 0 };
     let wedge = wedge(options.artifacts.as_deref())?;
     let prepare = |image: &Image<'_>| {
         let mut nets = open_nets(&config.net)?;
@@ -309,8 +316,8 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             memory,
             vcpus,
             initrd: initrd.as_deref(),
-            command_line: &command_line(COMMAND_LINE),
-            options: bits(vm) | if keys { option::KEYS } else { 0 },
+            command_line: &command_line(&line),
+            options: bits(vm) | compat | if keys { option::KEYS } else { 0 },
             log,
             balloon,
             disks: &records,

@@ -104,7 +104,8 @@ impl<'a> Image<'a> {
         // The length of all other names is nobody's concern: a kernel has tens of thousands.
         let is_it = |symbol: &&elf::Sym64<LittleEndian>| {
             let start = symbol.st_name(ENDIAN) as usize;
-            let rest = self.names.get(start..).and_then(|names| names.strip_prefix(name.as_bytes()));
+            let rest =
+                self.names.get(start..).and_then(|names| names.strip_prefix(name.as_bytes()));
             rest.is_some_and(|rest| rest.first() == Some(&0))
         };
         let found = self.file.elf_symbol_table().iter().find(is_it);

@@ -26,6 +26,7 @@ mod tests;
 
 pub use cpu::{Frame, Table, VirtualCpu};
 pub use decode::{DecodeError, Instruction, Op, decode};
+pub use segment::thread_area;
 use vmm_cpu::walk::PageFault;
 pub use vmm_cpu::{Event, Exit};
 

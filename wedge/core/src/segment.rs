@@ -112,6 +112,26 @@ pub(crate) fn code_of(selector: u16) -> u32 {
     u32::from(selector & !3)
 }
 
+/// What set_thread_area(2) is told of a data descriptor: `struct user_desc` (`arch/x86/include/uapi/asm/ldt.h` in Linux) with number, base, limit
+/// and flags. All but the number 0: none.
+pub fn thread_area(number: u32, descriptor: u64) -> [u32; 4] {
+    if descriptor == 0 {
+        return [number, 0, 0, 0];
+    }
+    let bit = |at: u32| (descriptor >> at) as u32 & 1;
+    let base = (descriptor >> 16) as u32 & 0xff_ffff | (descriptor >> 32) as u32 & 0xff00_0000;
+    let limit = descriptor as u32 & 0xffff | (descriptor >> 32) as u32 & 0xf_0000;
+    // 32 bits, what it is for (two bits), read only, limit in pages, not present, usable.
+    let contents = (descriptor >> 42) as u32 & 3;
+    let flags = bit(54)
+        | contents << 1
+        | (bit(41) ^ 1) << 3
+        | bit(55) << 4
+        | (bit(47) ^ 1) << 5
+        | bit(52) << 6;
+    [number, base, limit, flags]
+}
+
 impl VirtualCpu {
     /// Where the descriptor of a selector is; `None`: outside its table, or the null selector.
     pub(crate) fn descriptor_at(&self, selector: u16) -> Option<u64> {
@@ -138,6 +158,38 @@ impl VirtualCpu {
     ) -> Result<Segment, Trouble> {
         let at = self.descriptor_at(selector).ok_or(protection(code_of(selector)))?;
         Ok(unpack(selector, self.read_value(memory, at, 8)?))
+    }
+
+    /// Whether it executes 64-bit code.
+    pub fn is_64_bit(&self) -> bool {
+        is_64_bit(&self.segments[CS])
+    }
+
+    /// A program was found in 64-bit code, or in 32-bit code: it changes that without help. The kernel's is always the former.
+    pub fn found_in(&mut self, long: bool) {
+        if self.cpl == 3 && self.is_64_bit() != long {
+            let selector = (self.star >> 48) as u16;
+            self.segments[CS] = match long {
+                true => user_code_64(selector.wrapping_add(16)),
+                false => user_code_32(selector),
+            };
+        }
+    }
+
+    /// A program has loaded a data segment register itself, from descriptors that are the same as here.
+    pub fn found_data(&mut self, register: usize, selector: u16) {
+        if self.segments[register].selector != selector {
+            let rest = if selector & !3 == 0 { null() } else { flat_data(selector | 3) };
+            self.segments[register] = Segment { selector, ..rest };
+        }
+    }
+
+    /// Descriptors of the global table from a selector on; those that are not there are 0.
+    pub fn descriptors<const N: usize>(&self, memory: &GuestMemory, selector: u16) -> [u64; N] {
+        core::array::from_fn(|index| {
+            let at = self.descriptor_at((selector & !7).wrapping_add(8 * index as u16));
+            at.and_then(|at| self.read_value(memory, at, 8).ok()).unwrap_or(0)
+        })
     }
 
     /// Loads a data or stack segment register with `MOV` or `POP` (APM vol. 2, section 4.10). `register` as instructions encode it.

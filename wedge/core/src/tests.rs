@@ -7,7 +7,7 @@ use std::vec::Vec;
 use vmm_mem::{GuestMemory, testing};
 
 use crate::cpu::{VirtualCpu, rflags};
-use crate::{Event, Exit, Flush, Host, Outcome, Table, decode, vector};
+use crate::{Event, Exit, Flush, Host, Outcome, Table, decode, thread_area, vector};
 
 /// Tables map the first MiB to itself but the page [`MISSING`]; everything for level 0 but [`USER_PAGE`].
 const ROOT: u64 = 0x1000;
@@ -487,4 +487,47 @@ fn ports_of_programs() {
     assert_eq!(m.run_with(OUT, &[(2, 0x50f)]), refused, "the map has no byte behind");
     m.cpu.frame.rflags |= rflags::IOPL;
     assert!(passes(m.run_with(OUT, &[(2, 0xffff)])));
+}
+
+#[test]
+fn code_of_32_bits() {
+    const CODE_32: u16 = 0x23;
+    let mut m = Machine::new();
+    m.memory.write(GDT + 0x20, 0x00cf_fb00_0000_ffff_u64).unwrap();
+    m.program();
+    assert!(m.cpu.is_64_bit());
+    // A program goes there and back by itself.
+    m.cpu.found_in(false);
+    assert!(!m.cpu.is_64_bit() && m.cpu.segments[1].selector == CODE_32);
+    m.cpu.found_in(true);
+    assert!(m.cpu.is_64_bit() && m.cpu.segments[1].selector == USER_CS);
+    m.cpu.found_in(false);
+    // `int $0x80`, and the way back.
+    m.gate(0x80, 0xee, 0);
+    m.cpu.frame.rip = CODE + 2;
+    m.cpu.deliver_software(&m.memory, 0x80, 2).unwrap();
+    assert!(m.cpu.is_64_bit() && m.cpu.frame.rip == HANDLER + 0x800);
+    assert_eq!(m.words::<2>(RSP0 - 40), [CODE + 2, CODE_32.into()]);
+    m.cpu.found_in(false);
+    assert!(m.cpu.is_64_bit(), "the kernel's code is");
+    assert_eq!(m.run(&[0x48, 0xcf]), Outcome::Jump);
+    assert_eq!((m.cpu.is_64_bit(), m.cpu.cpl, m.cpu.frame.rip), (false, 3, CODE + 2));
+    // Data segments that it has loaded.
+    m.cpu.found_data(3, USER_DS);
+    m.cpu.found_data(5, 0);
+    assert_eq!([3, 5].map(|register| m.cpu.segments[register].selector), [USER_DS, 0]);
+}
+
+#[test]
+fn areas_of_threads() {
+    let m = Machine::new();
+    m.memory.write(GDT + 0x58, 0x12cf_f334_5678_ffff_u64).unwrap();
+    // The second one is behind the table's end.
+    let found = m.cpu.descriptors::<2>(&m.memory, 0x5b);
+    assert_eq!(found, [0x12cf_f334_5678_ffff, 0]);
+    // 32 bits, writable, limit in pages, present.
+    assert_eq!(thread_area(12, found[0]), [12, 0x1234_5678, 0xf_ffff, 0x11]);
+    // Expands down, read only, in bytes, usable.
+    assert_eq!(thread_area(13, 0x0050_f400_0010_00ff), [13, 0x10, 0xff, 0x4b]);
+    assert_eq!(thread_area(14, 0), [14, 0, 0, 0]);
 }

@@ -21,7 +21,7 @@ use vmm_machine::{Outcome, Pause, Pc, PcConfig, Slots};
 use vmm_mem::GuestMemory;
 use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
-use wedge_x86::{Cause, Stub, decode_all};
+use wedge_x86::{CODE_32, CODE_64, Cause, Stub, decode_all};
 
 use crate::memory::{self, Fault, Fill, Ram};
 use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
@@ -29,7 +29,9 @@ use crate::shared::{
     cell, count, event, events, has, mine, own_statistics, shared, start, vcpu, vcpus,
 };
 use crate::sites::{FUNCTION, Sites, put_back, write_code};
-use crate::{calls, code, debug, extended, keys, place, processes, profile, report, signal, steal};
+use crate::{
+    calls, code, compat, debug, extended, keys, place, processes, profile, report, signal, steal,
+};
 
 /// Error code of a page fault: the access was a write.
 const WRITE: u64 = 1 << 1;
@@ -236,6 +238,9 @@ impl LinuxVcpu<'_> {
     fn step(&mut self) -> Step {
         let steps = keys::are_on() && code::begin_step(cpu());
         let cause = processes::enter(&self.ram);
+        if compat::concerns(cpu()) {
+            compat::note(cpu());
+        }
         if self.step != DebugStep::None {
             // No part of the guest's own flags, which an instruction may store.
             cpu().frame.rflags &= !rflags::TF;
@@ -421,6 +426,21 @@ impl LinuxVcpu<'_> {
         let signal = vcpu().signal.get();
         let cpu = cpu();
         match signal.number {
+            linux::SIGSYS if signal.vector == u64::from(signal::INT_80) => {
+                const INT_80: [u8; 2] = [0xcd, signal::INT_80];
+                count(count::CALLS);
+                let mut bytes = [0; INT_80.len()];
+                let at = cpu.frame.rip.wrapping_sub(INT_80.len() as u64);
+                if cpu.read(&self.memory, at, &mut bytes).is_err() || bytes != INT_80 {
+                    // `SYSENTER`, or `SYSCALL` in 32-bit code: the kernel has been told that there is neither.
+                    self.event = Event::exception(vector::UNDEFINED);
+                    return Step::On;
+                }
+                match cpu.deliver_software(&self.memory, signal::INT_80, INT_80.len() as u64) {
+                    Ok(()) => Step::On,
+                    Err(exit) => Step::Exit(exit),
+                }
+            }
             linux::SIGSYS => {
                 count(count::CALLS);
                 if self.rewrites_calls {
@@ -557,6 +577,9 @@ impl LinuxVcpu<'_> {
         let read = (1..=LONGEST)
             .rev()
             .find(|&length| cpu.read(&self.memory, cpu.frame.rip, &mut bytes[..length]).is_ok());
+        if !cpu.is_64_bit() {
+            return self.refused_32(&bytes[..read.unwrap_or(0)], fault);
+        }
         if cpu.cpl == 3 && bytes.starts_with(&calls::SYSCALL) && calls::is_rewritten(cpu.frame.rip)
         {
             // The second part of a place that was rewritten: guest memory has what was there.
@@ -583,6 +606,29 @@ impl LinuxVcpu<'_> {
             Ok(instruction) if cpu.cpl == 0 || is_for_programs(&instruction) => {
                 count(count::UNRECORDED);
                 let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);
+                self.carry_out(&[instruction], &bytes[..instruction.length], resume)
+            }
+            _ => {
+                self.event = fault;
+                Step::On
+            }
+        }
+    }
+}
+
+impl LinuxVcpu<'_> {
+    /// [`Self::refused`] in 32-bit code of a program: `INT n` and port accesses are encoded as in 64-bit code.
+    fn refused_32(&mut self, bytes: &[u8], fault: Event) -> Step {
+        /// What is a prefix in 64-bit code only.
+        const REX: core::ops::RangeInclusive<u8> = 0x40..=0x4f;
+        let is_rex = |byte: &u8| REX.contains(byte);
+        match wedge_core::decode(bytes) {
+            Ok(instruction)
+                if is_for_programs(&instruction)
+                    && !bytes[..instruction.length].iter().any(is_rex) =>
+            {
+                count(count::UNRECORDED);
+                let resume = cpu().frame.rip.wrapping_add(instruction.length as u64);
                 self.carry_out(&[instruction], &bytes[..instruction.length], resume)
             }
             _ => {
@@ -835,10 +881,15 @@ impl Backend for LinuxVcpu<'_> {
                 code::close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
                 shared().closed.store(true, Relaxed);
             }
+            let code = if cpu.is_64_bit() { CODE_64 } else { CODE_32 };
             // SAFETY: only entry code uses it, on the way to the guest.
             unsafe {
                 (*cell()).dispatch = dispatch;
                 (*cell()).close = dispatch & u8::from(keys::are_on());
+                (*cell()).code = code.into();
+            }
+            if compat::concerns(cpu) {
+                compat::load(cpu, &self.memory);
             }
             let step = if steps { self.debug_step() } else { self.step() };
             if let Step::Exit(exit) = step {

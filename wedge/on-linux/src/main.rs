@@ -11,6 +11,7 @@ mod balloon;
 mod calls;
 mod clock;
 mod code;
+mod compat;
 mod counters;
 mod debug;
 mod device;

@@ -410,6 +410,8 @@ pub struct Mine {
     pub code: Owned<crate::code::Code>,
     /// How the host's processor lays out extended state.
     pub parts: Owned<crate::extended::Parts>,
+    /// Descriptors for thread-local storage that the host has for it.
+    pub thread_local: Owned<crate::compat::ThreadLocal>,
     /// How long it has had the virtual CPU, and what it has had of the host's.
     pub turns: Owned<crate::steal::Turns>,
 }

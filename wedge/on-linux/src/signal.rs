@@ -11,7 +11,7 @@ use linux_raw_sys::prctl;
 use proto::wedge::layout;
 use wedge_core::cpu::rflags;
 use wedge_core::{VirtualCpu, vector};
-use wedge_x86::Unwound;
+use wedge_x86::{CODE_64, Unwound};
 
 use crate::processes::{KICK, TIMER};
 use crate::shared::{
@@ -36,6 +36,33 @@ struct Context {
     mask: u64,
     address: u64,
     extended: *const u8,
+}
+
+impl Context {
+    /// The low half of [`Self::segments`] is `CS`.
+    fn is_64_bit(&self) -> bool {
+        self.segments as u16 == CODE_64.into()
+    }
+}
+
+/// Bytes of a context, with what is reserved and the signal mask. The signal's description follows it (`struct rt_sigframe`).
+const CONTEXT: u64 = 304;
+/// Where the architecture of a dispatched system call is in a description (`_sigsys` of `siginfo_t`).
+const ARCHITECTURE: u64 = 28;
+/// What a dispatched system call's [`Signal::vector`] is if it was `int $0x80`.
+pub const INT_80: u8 = 0x80;
+
+/// [`Signal::vector`] of a dispatched system call.
+///
+/// # Safety
+/// The host has written a frame with this context.
+unsafe fn call_vector(context: *const Context) -> u64 {
+    /// `AUDIT_ARCH_I386` (`linux/audit.h`).
+    const I386: u32 = 0x4000_0003;
+    let at = context as u64 + CONTEXT + ARCHITECTURE;
+    // SAFETY: the caller vouches for it.
+    let is_int = unsafe { (at as *const u32).read() } == I386;
+    if is_int { INT_80.into() } else { 0 }
 }
 
 /// Where [`Context::registers`] are in a frame, which is in the order of encoding.
@@ -175,9 +202,9 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     if !synchronous {
         leave_event(number);
     }
-    if (layout::WEDGE..layout::WEDGE_END).contains(&context.rip)
-        && !in_wedge(number, synchronous, context, cpu)
-    {
+    if !(layout::WEDGE..layout::WEDGE_END).contains(&context.rip) {
+        cpu.found_in(context.is_64_bit());
+    } else if !in_wedge(number, synchronous, context, cpu) {
         return;
     }
     if !synchronous && cpu.cpl == 0 && cpu.interrupt_flag == 0 {
@@ -190,7 +217,12 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     }
     cpu.frame.rip = context.rip;
     cpu.frame.rflags = context.rflags;
-    let (vector, code, address) = (context.vector, context.code, context.address);
+    let (code, address) = (context.code, context.address);
+    let vector = match number {
+        // SAFETY: the host has written what it is about behind the context.
+        linux::SIGSYS => unsafe { call_vector(context) },
+        _ => context.vector,
+    };
     vcpu.signal.set(Signal { number, vector, code, address });
     extended::restore(context.extended as u64, u64::MAX);
     // SAFETY: the guest was running.
@@ -208,7 +240,7 @@ extern "sysv64" fn on_program_signal(number: u32, _: *const u8, context: *const 
     let (window, window_end) = wedge_x86::keyed_handler_window();
     let (mut number, mut at) = (number, context as u64);
     let (context, mut signal) = loop {
-        let last = end - size_of::<Context>() as u64;
+        let last = end - (CONTEXT + ARCHITECTURE + 4);
         if !at.is_multiple_of(8) || !(SIGNAL_STACK..=last).contains(&at) {
             cpu.frame.gpr = [0; 16];
             cpu.frame.rip = wedge_x86::keyed_handler();
@@ -239,6 +271,14 @@ extern "sysv64" fn on_program_signal(number: u32, _: *const u8, context: *const 
     }
     cpu.frame.rip = context.rip;
     cpu.frame.rflags = context.rflags;
+    let [crossing, _, crossing_end] = wedge_x86::crossing();
+    if !(crossing..crossing_end).contains(&context.rip) {
+        cpu.found_in(context.is_64_bit());
+    }
+    if signal.number == linux::SIGSYS {
+        // SAFETY: the context is on the signal stack with what follows it.
+        signal.vector = unsafe { call_vector(at as *const Context) };
+    }
     find_crossing(cpu, &mut signal);
     cpu.frame.rflags = cpu.frame.rflags & u64::from(wedge_x86::PROGRAM_FLAGS) | rflags::IF | 2;
     vcpu.signal.set(signal);
@@ -279,7 +319,7 @@ fn find_crossing(cpu: &mut VirtualCpu, signal: &mut Signal) {
     // SAFETY: it is this process's own memory, mapped as long as it lives.
     let crossing = unsafe { (wedge_x86::CROSSING as *const wedge_x86::Crossing).read_volatile() };
     let frame = &mut cpu.frame;
-    let (start, end) = wedge_x86::crossing();
+    let [start, _, end] = wedge_x86::crossing();
     if (start..end).contains(&rip) {
         frame.gpr[0] = crossing.rax;
         frame.gpr[1] = crossing.rcx;
@@ -301,7 +341,7 @@ fn find_crossing(cpu: &mut VirtualCpu, signal: &mut Signal) {
         }
         // Whatever it was, it is a system call now.
         frame.rip = frame.gpr[1];
-        signal.number = linux::SIGSYS;
+        (signal.number, signal.vector) = (linux::SIGSYS, 0);
         return;
     }
     if signal.number == linux::SIGTRAP && signal.vector == DEBUG && crate::calls::is_stub(rip) {
@@ -339,7 +379,8 @@ fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut Vir
         }
         return returned(context, cpu);
     }
-    if rip == wedge_x86::crossing().0 {
+    let [to_program, to_32, _] = wedge_x86::crossing();
+    if rip == to_program || rip == to_32 {
         let mut signal = Signal { number, vector: 0, code: 0, address: 0 };
         for (value, place) in context.registers.iter().zip(ORDER) {
             cpu.frame.gpr[place] = *value;

@@ -7,8 +7,8 @@ use vmm_cpu::backend::Segment;
 use wedge_core::{Frame, VirtualCpu};
 
 use crate::{
-    CELL, CROSSING, Cause, Cell, Crossing, Entries, HANDLER_STACK_TOP, PRIVATE, PROGRAM_FLAGS,
-    PROGRAM_RIGHTS, Private,
+    CELL, CODE_64, CROSSING, Cause, Cell, Crossing, Entries, HANDLER_STACK_TOP, PRIVATE,
+    PROGRAM_FLAGS, PROGRAM_RIGHTS, Private,
 };
 
 const FRAME: u64 = CELL + (offset_of!(Cell, cpu) + offset_of!(VirtualCpu, frame)) as u64;
@@ -24,8 +24,6 @@ const LSTAR: u64 = CPU + offset_of!(VirtualCpu, lstar) as u64;
 /// The byte of the flags with `IF`.
 const FLAG_BYTE: u64 = CPU + offset_of!(VirtualCpu, interrupt_flag) as u64 + 1;
 const FLAG_ON: u8 = 2;
-/// `__USER_CS`: the selector of 64-bit code of Linux' programs.
-const CODE_64: u8 = 0x33;
 /// `IF`, and the bit that is always set.
 const ALWAYS_ON: u32 = 0x202;
 /// `__USER_DS`.
@@ -38,6 +36,7 @@ const CALLS: u64 = CELL + offset_of!(Cell, calls) as u64;
 const SCRATCH_TOP: u64 = CELL + (offset_of!(Cell, scratch) + size_of::<[u64; 16]>()) as u64;
 const KEYS: u64 = CELL + offset_of!(Cell, keys) as u64;
 const CLOSE: u64 = CELL + offset_of!(Cell, close) as u64;
+const CODE: u64 = CELL + offset_of!(Cell, code) as u64;
 const CROSSING_RIP: u64 = CROSSING + offset_of!(Crossing, rip) as u64;
 const CROSSING_FLAGS: u64 = CROSSING + offset_of!(Crossing, rflags) as u64;
 const CROSSING_RSP: u64 = CROSSING + offset_of!(Crossing, rsp) as u64;
@@ -78,7 +77,7 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         "pop qword ptr [{crossing_flags}]",
         "push qword ptr [{frame} + 0x20]",
         "pop qword ptr [{crossing_rsp}]",
-        "push {code_64}",
+        "push qword ptr [{code}]",
         "pop qword ptr [{crossing_rip} + 8]",
         "push {data}",
         "pop qword ptr [{crossing_rsp} + 8]",
@@ -94,10 +93,14 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         "mov r13, [{frame} + 0x68]",
         "mov r14, [{frame} + 0x70]",
         "mov r15, [{frame} + 0x78]",
+        "cmp byte ptr [{code}], {code_64}",
+        "jne parador_wedge_close_32",
         "jmp parador_wedge_close",
         "2:",
         "mov al, [{dispatch_next}]",
         "mov [{dispatch}], al",
+        "cmp byte ptr [{code}], {code_64}",
+        "jne 3f",
         "push qword ptr [{rflags}]",
         "mov rax, [{frame} + 0x00]",
         "mov rcx, [{frame} + 0x08]",
@@ -116,7 +119,32 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         "mov r15, [{frame} + 0x78]",
         "popfq",
         "mov rsp, [{frame} + 0x20]",
+        ".globl parador_wedge_last_jump",
+        "parador_wedge_last_jump:",
         "jmp qword ptr [{rip}]",
+        // A program in 32-bit code, which has no more than eight registers.
+        "3:",
+        "push {data}",
+        "push qword ptr [{frame} + 0x20]",
+        "push qword ptr [{rflags}]",
+        "push qword ptr [{code}]",
+        "push qword ptr [{rip}]",
+        "mov rax, [{frame} + 0x00]",
+        "mov rcx, [{frame} + 0x08]",
+        "mov rdx, [{frame} + 0x10]",
+        "mov rbx, [{frame} + 0x18]",
+        "mov rbp, [{frame} + 0x28]",
+        "mov rsi, [{frame} + 0x30]",
+        "mov rdi, [{frame} + 0x38]",
+        "mov r8, [{frame} + 0x40]",
+        "mov r9, [{frame} + 0x48]",
+        "mov r10, [{frame} + 0x50]",
+        "mov r11, [{frame} + 0x58]",
+        "mov r12, [{frame} + 0x60]",
+        "mov r13, [{frame} + 0x68]",
+        "mov r14, [{frame} + 0x70]",
+        "mov r15, [{frame} + 0x78]",
+        "iretq",
         ".globl parador_wedge_window_end",
         "parador_wedge_window_end:",
         wedge_rsp = const WEDGE_RSP,
@@ -131,6 +159,7 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         crossing_rip = const CROSSING_RIP,
         crossing_flags = const CROSSING_FLAGS,
         crossing_rsp = const CROSSING_RSP,
+        code = const CODE,
         code_64 = const CODE_64,
         data = const DATA,
     )
@@ -273,6 +302,19 @@ global_asm!(
     "popfq",
     "mov rsp, [{rsp}]",
     "jmp qword ptr [{rip}]",
+    // To 32-bit code of a program.
+    ".globl parador_wedge_close_32",
+    "parador_wedge_close_32:",
+    "mov byte ptr [{dispatch}], 1",
+    "xor ecx, ecx",
+    "xor edx, edx",
+    "mov eax, {rights}",
+    "wrpkru",
+    "cmp eax, {rights}",
+    "jne parador_wedge_wrong",
+    "mov rax, [{crossing} + 0x00]",
+    "mov rcx, [{crossing} + 0x08]",
+    "mov rdx, [{crossing} + 0x10]",
     "2:",
     "mov esp, {rip}",
     "iretq",
@@ -421,7 +463,9 @@ unsafe extern "C" {
     fn parador_wedge_abort();
     fn parador_wedge_window();
     fn parador_wedge_window_end();
+    fn parador_wedge_last_jump();
     fn parador_wedge_close();
+    fn parador_wedge_close_32();
     fn parador_wedge_close_end();
     fn parador_wedge_keyed_sysret();
     fn parador_wedge_keyed_sysret_end();
@@ -456,10 +500,9 @@ pub fn call_entry() -> u64 {
     call as *const () as u64
 }
 
-/// Where a program's registers are in part in its [`Crossing`], on the way to it: first, and first behind.
-pub fn crossing() -> (u64, u64) {
-    let [start, end] = addresses([parador_wedge_close, parador_wedge_close_end]);
-    (start, end)
+/// Where a program's registers are in part in its [`Crossing`], on the way to it: first, first for 32-bit code, and first behind.
+pub fn crossing() -> [u64; 3] {
+    addresses([parador_wedge_close, parador_wedge_close_32, parador_wedge_close_end])
 }
 
 /// The way of system calls to the kernel with keys: first, the first from which `RAX`, `RCX`, `RDX` and `RSP` are in the [`Crossing`], the
@@ -496,10 +539,9 @@ pub fn sysret_window() -> [u64; 3] {
     addresses([parador_wedge_sysret, parador_wedge_sysret_own_stack, parador_wedge_sysret_end])
 }
 
-/// The jump to the guest at the end of [`entry_window`].
+/// The jump to the guest in [`entry_window`].
 pub fn last_jump() -> u64 {
-    const LENGTH: u64 = 7;
-    entry_window().1 - LENGTH
+    parador_wedge_last_jump as *const () as u64
 }
 
 /// Where a signal handler sends a processor that it found in [`entry_window`], with everything but the instruction pointer as it was.

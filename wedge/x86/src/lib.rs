@@ -39,6 +39,10 @@ pub const READABLE: u32 = 2;
 pub const PROGRAM_RIGHTS: u32 = !0b01_0011;
 /// Flags that programs change: of arithmetic, direction, single step, alignment check, identification, resume, nested task.
 pub const PROGRAM_FLAGS: u32 = 0x0025_4dd5;
+/// `__USER_CS`: the selector of 64-bit code of Linux' programs (`arch/x86/include/asm/segment.h`).
+pub const CODE_64: u8 = 0x33;
+/// `__USER32_CS`, that of 32-bit code.
+pub const CODE_32: u8 = 0x23;
 /// Address of the [`Crossing`] page of the host's process.
 pub const CROSSING: u64 = PRIVATE + 0x4_0000;
 /// Stack of signal handlers that found a program running.
@@ -92,6 +96,8 @@ pub struct Cell {
     pub keys: u8,
     /// The guest is a program, from which memory is to be closed.
     pub close: u8,
+    /// [`CODE_64`], or [`CODE_32`] if the guest is a program that executes such code.
+    pub code: u64,
 }
 
 /// Where stubs go.

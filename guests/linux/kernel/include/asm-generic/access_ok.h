@@ -7,10 +7,13 @@
 #define _PARADOR_ACCESS_OK_H
 #include_next <asm-generic/access_ok.h>
 
+/* The vDSO of 32-bit programs is compiled with these headers, too. */
+#ifdef CONFIG_64BIT
 static __always_inline int parador_access_ok(const void __user *pointer, unsigned long size)
 {
 	return __access_ok(pointer, size) && !parador_in_image(pointer);
 }
 #define __access_ok parador_access_ok
+#endif
 
 #endif

@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+// System calls by `int $0x80`, and what else only 32-bit programs do: segments for thread-local storage, also in threads and processes that take
+// turns; signals; 64-bit code on the way. Without a library, so that nothing but a compiler is needed. As a 64-bit program it does the calls only.
+#define NOINLINE __attribute__((noinline))
+
+typedef unsigned int u32;
+
+enum {
+	EXIT = 1, FORK = 2, WRITE = 4, WAITPID = 7, GETPID = 20, ALARM = 27, KILL = 37, CLONE = 120, MPROTECT = 125, SCHED_YIELD = 158,
+	RT_SIGACTION = 174, MMAP2 = 192, SET_THREAD_AREA = 243, CLOCK_GETTIME = 265,
+};
+enum { SIGSEGV = 11, SIGALRM = 14, SIGUSR1 = 10, SIGCHLD = 17 };
+
+static long call(long number, long a, long b, long c, long d)
+{
+	long result;
+	asm volatile("int $0x80" : "=a"(result) : "a"(number), "b"(a), "c"(b), "d"(c), "S"(d)
+		     : "memory"
+#ifdef __x86_64__
+		     , "r8", "r9", "r10", "r11"
+#endif
+	);
+	return result;
+}
+
+static void say(const char *text)
+{
+	static char line[80];
+	long length = 0;
+	// Where 32-bit addresses reach it.
+	while (text[length] && length < 80) {
+		line[length] = text[length];
+		length++;
+	}
+	call(WRITE, 1, (long)line, length, 0);
+}
+
+static void end(int code)
+{
+	for (;;)
+		call(EXIT, code, 0, 0, 0);
+}
+
+static void check(int is_right, const char *what)
+{
+	if (!is_right) {
+		say("wrong: ");
+		say(what);
+		say("\n");
+		end(1);
+	}
+}
+
+#ifdef __i386__
+struct description {
+	u32 number, base, limit, flags;
+};
+
+static u32 areas[4] = { 0x1111, 0x2222, 0x3333, 0x4444 };
+
+// A description of an area for thread-local storage: 32 bits, limit in pages, usable.
+static struct description describe(u32 number, u32 *area)
+{
+	struct description wanted = { number, (u32)area, 0xfffff, 0x51 };
+	return wanted;
+}
+
+// Makes %gs lead to an area; the number of the descriptor.
+static u32 use(u32 number, u32 *area)
+{
+	struct description wanted = describe(number, area);
+	check(call(SET_THREAD_AREA, (long)&wanted, 0, 0, 0) == 0, "set_thread_area");
+	asm volatile("mov %w0, %%gs" : : "r"(wanted.number * 8 + 3));
+	return wanted.number;
+}
+
+static u32 local(void)
+{
+	u32 value;
+	asm volatile("mov %%gs:0, %0" : "=r"(value));
+	return value;
+}
+
+static u32 selectors(void)
+{
+	u32 ds, es, gs;
+	asm volatile("mov %%ds, %0; mov %%es, %1; mov %%gs, %2" : "=r"(ds), "=r"(es), "=r"(gs));
+	return (ds & 0xff) << 16 | (es & 0xff) << 8 | (gs & 0xff);
+}
+
+static volatile int signals, faults;
+static volatile u32 in_handler;
+static volatile char page[4096] __attribute__((aligned(4096)));
+
+static void on_signal(int number)
+{
+	(void)number;
+	in_handler = local();
+	signals++;
+}
+
+static void on_fault(int number)
+{
+	(void)number;
+	faults++;
+	call(MPROTECT, (long)page, sizeof page, 3, 0);
+}
+
+asm("restorer: mov $173, %eax; int $0x80");
+extern char restorer[];
+
+static void handle(int number, void (*handler)(int))
+{
+	// Handler, flags (SA_RESTORER, SA_SIGINFO), restorer, mask.
+	u32 action[5] = { (u32)handler, 0x04000004, (u32)restorer, 0, 0 };
+	check(call(RT_SIGACTION, number, (long)action, 0, 8) == 0, "rt_sigaction");
+}
+
+// Computes, with others who do the same, and looks for its own area all the time.
+static void compute(u32 value)
+{
+	for (u32 round = 0; round < 200; round++) {
+		for (volatile u32 n = 0; n < 200000; n++)
+			;
+		for (u32 n = 0; n < 1000; n++)
+			check(local() == value, "somebody else's storage");
+		if (round % 16 == 0)
+			call(SCHED_YIELD, 0, 0, 0, 0);
+	}
+}
+
+static volatile u32 done;
+static char stack[16384] __attribute__((aligned(16)));
+extern long clone_thread(long flags, void *stack, void *number, struct description *area);
+asm("clone_thread:\n"
+    "push %ebx; push %esi; push %edi\n"
+    "mov 16(%esp), %ebx; mov 20(%esp), %ecx; mov 24(%esp), %edx; mov 28(%esp), %esi; xor %edi, %edi\n"
+    "mov $120, %eax; int $0x80\n"
+    "test %eax, %eax; jz thread\n"
+    "pop %edi; pop %esi; pop %ebx; ret");
+
+__attribute__((used)) void thread(void)
+{
+	compute(areas[2]);
+	done = 1;
+	end(0);
+}
+
+static long wait(long process)
+{
+	int status = -1;
+	long found;
+	do
+		found = call(WAITPID, process, (long)&status, 0, 0);
+	while (found == -4);
+	check(found == process, "waitpid");
+	return status;
+}
+
+static void run(u32 *top)
+{
+	// Arguments, environment, then what the kernel tells.
+	u32 *at = top + 1 + top[0] + 1;
+	while (*at++)
+		;
+	u32 vsyscall = 0;
+	for (; at[0]; at += 2)
+		if (at[0] == 32)
+			vsyscall = at[1];
+	check(vsyscall != 0, "AT_SYSINFO");
+	long own = call(GETPID, 0, 0, 0, 0), found;
+	asm volatile("call *%1" : "=a"(found) : "r"(vsyscall), "0"(GETPID) : "memory");
+	check(found == own, "__kernel_vsyscall");
+	u32 time[2] = { 0, 0 };
+	check(call(CLOCK_GETTIME, 1, (long)time, 0, 0) == 0 && time[0] | time[1], "clock_gettime");
+
+	u32 number = use(-1, &areas[0]);
+	check(number == 12 && local() == areas[0], "thread-local storage");
+	check(selectors() == 0x2b2b63, "selectors");
+	call(SCHED_YIELD, 0, 0, 0, 0);
+	check(selectors() == 0x2b2b63 && local() == areas[0], "selectors later");
+
+	handle(SIGUSR1, on_signal);
+	handle(SIGALRM, on_signal);
+	handle(SIGSEGV, on_fault);
+	call(KILL, own, SIGUSR1, 0, 0);
+	check(signals == 1 && in_handler == areas[0], "a signal");
+	call(MPROTECT, (long)page, sizeof page, 0, 0);
+	page[7] = 1;
+	check(faults == 1 && page[7] == 1, "a fault");
+
+	// `mov $39, %eax; syscall; lretl`: getpid in 64-bit code.
+	static const unsigned char long_code[] = { 0xb8, 39, 0, 0, 0, 0x0f, 0x05, 0xcb };
+	long code = call(MMAP2, 0, 4096, 7, 0x22);
+	check((unsigned long)code < -4096ul, "mmap");
+	for (u32 n = 0; n < sizeof long_code; n++)
+		((char *)code)[n] = long_code[n];
+	struct __attribute__((packed)) { u32 to; unsigned short selector; } far = { code, 0x33 };
+	asm volatile("lcall *%1" : "=a"(found) : "m"(far) : "ecx", "memory", "cc");
+	check(found == own && local() == areas[0], "64-bit code");
+
+	// A selector that is none is a fault.
+	long child = call(FORK, 0, 0, 0, 0);
+	if (child == 0) {
+		handle(SIGSEGV, 0);
+		asm volatile("mov %w0, %%gs" : : "r"(0x7f));
+		end(0);
+	}
+	check(wait(child) == SIGSEGV, "a bad selector");
+
+	// Two processes and a thread, each with its own area, on one processor.
+	child = call(FORK, 0, 0, 0, 0);
+	if (child == 0) {
+		check(local() == areas[0], "storage of a child");
+		use(number, &areas[1]);
+		compute(areas[1]);
+		end(7);
+	}
+	struct description area = describe(number, &areas[2]);
+	// CLONE_VM, FS, FILES, SIGHAND, THREAD, SYSVSEM, SETTLS
+	long made = clone_thread(0x000d0f00, stack + sizeof stack, 0, &area);
+	check(made > 0, "clone");
+	call(ALARM, 1, 0, 0, 0);
+	compute(areas[0]);
+	while (!done || signals < 2)
+		call(SCHED_YIELD, 0, 0, 0, 0);
+	check(in_handler == areas[0] || in_handler == areas[2], "a signal of a timer");
+	check(wait(child) == 7 << 8, "a child");
+	check(local() == areas[0] && selectors() == 0x2b2b63, "storage in the end");
+	say("32-bit code: all well\n");
+	end(0);
+}
+#else
+static void run(void)
+{
+	long own, found = call(GETPID, 0, 0, 0, 0);
+	asm volatile("syscall" : "=a"(own) : "a"(39) : "rcx", "r11", "memory");
+	check(found == own, "getpid");
+	check(call(0x7fff, 0, 0, 0, 0) == -38, "a call that is none");
+	say("int 0x80 of 64-bit code: all well\n");
+	end(0);
+}
+#endif
+
+#ifdef __i386__
+asm(".globl _start; _start: mov %esp, %eax; and $-16, %esp; sub $12, %esp; push %eax; call begin");
+__attribute__((used)) void begin(u32 *top)
+{
+	run(top);
+}
+#else
+asm(".globl _start; _start: and $-16, %rsp; call begin");
+__attribute__((used)) void begin(void)
+{
+	run();
+}
+#endif

@@ -1,0 +1,160 @@
+//! 32-bit code of programs: data segments and thread-local storage, which 64-bit code has no use for.
+//!
+//! A program loads segment registers itself, so what the processor finds must be what the guest's kernel has put into its table. Flat segments have the
+//! same selectors in Linux on both sides. Those of thread-local storage ([`FIRST`]) change with each of the guest's threads: Linux writes them into
+//! its table, and here the host is asked for the same before 32-bit code goes on, by the call that its 32-bit programs have for
+//! that (set_thread_area(2)), since there is no other. It takes data segments only. Then the registers are loaded as the guest has them; when the program stops,
+//! what it has made of them is noted.
+//!
+//! Nothing else depends on segment registers: the wedge and the guest's kernel are 64-bit code, and bases of `FS` and `GS` are theirs to
+//! set without selectors.
+
+use core::arch::asm;
+
+use proto::wedge::option;
+use vmm_mem::GuestMemory;
+use wedge_core::{VirtualCpu, thread_area};
+use wedge_x86::{CODE_32, CODE_64};
+
+use crate::shared::{has, mine};
+
+/// The selector of Linux' first descriptor for thread-local storage (`GDT_ENTRY_TLS_MIN`).
+const FIRST: u16 = 12 << 3 | 3;
+/// How many there are.
+const COUNT: usize = 3;
+/// `__USER_DS`.
+const DATA: u16 = 0x2b;
+/// Segment registers, as instructions encode them.
+const ES: usize = 0;
+const DS: usize = 3;
+const FS: usize = 4;
+const GS: usize = 5;
+
+/// What the host has for a process.
+#[derive(Clone, Copy, Debug)]
+pub struct ThreadLocal {
+    /// Descriptors as the guest has them.
+    descriptors: [u64; COUNT],
+    /// Those that the host has taken.
+    usable: [bool; COUNT],
+}
+
+/// Whether a program executes 32-bit code, or 64-bit code on its way there: Linux gives no selectors to 64-bit programs.
+pub fn concerns(cpu: &VirtualCpu) -> bool {
+    let has = |register: usize| cpu.segments[register].selector & !3 != 0;
+    cpu.cpl == 3 && (!cpu.is_64_bit() || [ES, DS, FS, GS].into_iter().any(has))
+}
+
+/// Makes the processor ready for such a program.
+pub fn load(cpu: &mut VirtualCpu, memory: &GuestMemory) {
+    if !cpu.is_64_bit() {
+        // It has no more bits.
+        cpu.frame.rip &= u64::from(u32::MAX);
+    }
+    let (fs_base, gs_base) = bases();
+    let wanted = cpu.descriptors::<COUNT>(memory, FIRST);
+    let mut host = mine().thread_local.get();
+    if host.descriptors != wanted {
+        for (index, &descriptor) in wanted.iter().enumerate() {
+            if host.descriptors[index] != descriptor {
+                host.descriptors[index] = descriptor;
+                let taken = has(option::COMPAT) && give(index, descriptor);
+                if !taken && has(option::COMPAT) {
+                    // Nothing of the old one stays.
+                    give(index, 0);
+                }
+                host.usable[index] = taken && descriptor != 0;
+            }
+        }
+        mine().thread_local.set(host);
+    }
+    let selector = |register: usize| {
+        let selector = cpu.segments[register].selector;
+        let index = (selector | 3).wrapping_sub(FIRST) / 8;
+        let is_thread_local = host.usable.get(usize::from(index)).is_some_and(|&usable| usable);
+        let flat = [DATA, CODE_32.into(), CODE_64.into()];
+        if flat.contains(&(selector | 3)) || is_thread_local { selector } else { 0 }
+    };
+    let found = selectors();
+    let [es, ds, fs, gs] = [ES, DS, FS, GS].map(selector);
+    // SAFETY: the host has these descriptors; this program uses none of the registers.
+    unsafe {
+        if es != found[0] {
+            asm!("mov es, {:x}", in(reg) es, options(nostack, preserves_flags));
+        }
+        if ds != found[1] {
+            asm!("mov ds, {:x}", in(reg) ds, options(nostack, preserves_flags));
+        }
+        if fs != found[2] {
+            asm!("mov fs, {:x}", in(reg) fs, options(nostack, preserves_flags));
+        }
+        if gs != found[3] {
+            asm!("mov gs, {:x}", in(reg) gs, options(nostack, preserves_flags));
+        }
+        // To load a register, or to change its descriptor, has set its base.
+        asm!("wrfsbase {}", in(reg) fs_base, options(nomem, nostack, preserves_flags));
+        asm!("wrgsbase {}", in(reg) gs_base, options(nomem, nostack, preserves_flags));
+    }
+}
+
+/// Such a program has stopped: what it has loaded.
+pub fn note(cpu: &mut VirtualCpu) {
+    for (register, selector) in [ES, DS, FS, GS].into_iter().zip(selectors()) {
+        cpu.found_data(register, selector);
+    }
+}
+
+/// `ES`, `DS`, `FS`, `GS`.
+fn selectors() -> [u16; 4] {
+    let (es, ds, fs, gs): (u16, u16, u16, u16);
+    // SAFETY: they are read.
+    unsafe {
+        asm!(
+            "mov {:x}, es",
+            "mov {:x}, ds",
+            "mov {:x}, fs",
+            "mov {:x}, gs",
+            out(reg) es,
+            out(reg) ds,
+            out(reg) fs,
+            out(reg) gs,
+            options(nomem, nostack, preserves_flags),
+        );
+    }
+    [es, ds, fs, gs]
+}
+
+fn bases() -> (u64, u64) {
+    let (fs, gs);
+    // SAFETY: the loader has checked that programs may.
+    unsafe {
+        asm!("rdfsbase {}", out(reg) fs, options(nomem, nostack, preserves_flags));
+        asm!("rdgsbase {}", out(reg) gs, options(nomem, nostack, preserves_flags));
+    }
+    (fs, gs)
+}
+
+/// Gives the host one of the descriptors; 0: none. Whether it has taken it.
+fn give(index: usize, descriptor: u64) -> bool {
+    /// `set_thread_area` (`arch/x86/entry/syscalls/syscall_32.tbl`).
+    const SET_THREAD_AREA: u32 = 243;
+    let description = thread_area((FIRST >> 3) as u32 + index as u32, descriptor);
+    let result: u32;
+    // SAFETY: the call reads the description, on this stack, which is below 4 GiB. The loader has checked that the host has 32-bit calls, or the guest has no
+    // 32-bit programs.
+    unsafe {
+        asm!(
+            "xchg rbx, {description}",
+            "int 0x80",
+            "xchg rbx, {description}",
+            description = inout(reg) description.as_ptr() => _,
+            inlateout("eax") SET_THREAD_AREA => result,
+            // Lost before Linux 4.17.
+            out("r8") _,
+            out("r9") _,
+            out("r10") _,
+            out("r11") _,
+        );
+    }
+    result == 0
+}
