@@ -6,7 +6,7 @@
 //! scripted outside refuses both), and devices that do not work again after a reset.
 
 use vmm_bus::outside::{BlockInfo, BlockStatus, NetInfo, Offload, Segments};
-use vmm_bus::testing::{Disk, Given, Port, Server};
+use vmm_bus::testing::{Disk, Given, Link, Port, Server};
 use vmm_bus::{Device, WAKE_INPUT};
 use vmm_dev::pc::pci::{Function, spec as config};
 use vmm_dev::virtio::balloon::{self, Balloon};
@@ -17,6 +17,7 @@ use vmm_dev::virtio::net::{self, NetCard};
 use vmm_dev::virtio::p9::P9;
 use vmm_dev::virtio::pci::spec::{NOTIFY, QUEUE_SIZE};
 use vmm_dev::virtio::queue::spec as ring;
+use vmm_dev::virtio::vsock::{self, Vsock};
 use vmm_dev::virtio::{VirtioDevice, spec::*};
 use vmm_mem::GuestMemory;
 
@@ -33,6 +34,7 @@ enum Kind {
     Entropy,
     Balloon,
     P9,
+    Vsock,
 }
 
 /// What a step does.
@@ -99,7 +101,7 @@ const BUFFERS: u64 = 0x1000;
 /// Takes an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
-    match input.byte() % 6 {
+    match input.byte() % 7 {
         0 => {
             let info = BlockInfo {
                 sectors: SECTORS,
@@ -144,10 +146,16 @@ pub fn run(bytes: &[u8]) {
             let given = rig.env.balloon.as_ref().map(|given| given.discarded.as_slice());
             assert_eq!(given, Some(&[(BUFFERS, 0x1000)][..]));
         }),
-        _ => drive(P9::new(*b"a tag of as many bytes as it has"), input, |rig| {
+        5 => drive(P9::new(*b"a tag of as many bytes as it has"), input, |rig| {
             rig.send(0, &[(BUFFERS, 7, false), (BUFFERS + 0x100, 9, true)]);
             complete(rig, 0);
             assert_eq!(rig.used(0), [(0, 9)], "a message is answered");
+        }),
+        _ => drive(Vsock::new(3), input, |rig| {
+            rig.put(BUFFERS, &[0; vsock::spec::HEADER]);
+            rig.send(vsock::spec::TRANSMIT, &[(BUFFERS, vsock::spec::HEADER as u32, false)]);
+            assert_eq!(rig.used(vsock::spec::TRANSMIT).len(), 1, "a packet is sent");
+            assert_eq!(rig.env.link.as_ref().map_or(0, |link| link.sent.len()), 1);
         }),
     }
 }
@@ -169,6 +177,7 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
         env.entropy = 256;
         env.balloon = Some(Given::default());
         env.server = Some(Server { room: ROOM, ..Server::default() });
+        env.link = Some(Link { room: ROOM, ..Link::default() });
     });
     while !input.is_empty() {
         let step = STEPS[usize::from(input.byte()) % STEPS.len()];
@@ -180,6 +189,12 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
         let mut given = rig.env.balloon.take().unwrap_or_default();
         for (address, length) in given.discarded.drain(..) {
             assert!(rig.memory().contains(address, length), "what is given up is memory");
+        }
+        if let Some(link) = &mut rig.env.link {
+            for packet in link.sent.drain(..) {
+                let most = vsock::spec::HEADER + vsock::spec::MOST_DATA as usize;
+                assert!((vsock::spec::HEADER..=most).contains(&packet.len()), "a packet is one");
+            }
         }
         given.statistics.clear();
         rig.env.balloon = Some(given);
@@ -194,6 +209,7 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
         server.room = 2 * ROOM;
     }
     rig.env.port = Some(Port { room: 1, ..Port::default() });
+    rig.env.link = Some(Link { room: 1, ..Link::default() });
     master(&mut rig);
     rig.set_up(u64::MAX);
     assert_eq!(rig.status(), ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
@@ -277,6 +293,9 @@ fn act<D: VirtioDevice>(rig: &mut Rig<D>, step: Step, input: &mut Input<'_>) {
             if let Some(server) = &mut rig.env.server {
                 server.room = room;
             }
+            if let Some(link) = &mut rig.env.link {
+                link.room = room;
+            }
             rig.wake();
         }
         Step::Arrive => {
@@ -287,6 +306,9 @@ fn act<D: VirtioDevice>(rig: &mut Rig<D>, step: Step, input: &mut Input<'_>) {
                 let offload = Offload { needs_csum: bits & 1 != 0, segments, ..Offload::default() };
                 port.waiting.push_back((offload, vec![bits; length]));
                 port.link_down = bits & 2 != 0;
+            }
+            if let Some(link) = rig.env.link.as_mut().filter(|link| link.waiting.len() < 64) {
+                link.waiting.push_back((vsock::spec::Header::default(), vec![bits; length]));
             }
             rig.env.input.extend(std::iter::repeat_n(bits, length % 256));
             rig.wake();
@@ -446,6 +468,17 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
         .step(Step::Complete)
         .byte(2)
         .byte(1);
+    let packet = vsock::spec::Header { length: 4, op: vsock::spec::op::RW, ..Default::default() };
+    let sockets = of(Kind::Vsock)
+        .memory(0x100, &packet.to_bytes())
+        .offer(vsock::spec::TRANSMIT as u8, &[(0x100, 44, 0), (0x12c, 4, 0)])
+        .offer(vsock::spec::TRANSMIT as u8, &[(0x100, 44, 0)])
+        .step(Step::Arrive)
+        .half(300)
+        .byte(0)
+        .offer(vsock::spec::RECEIVE as u8, &[(0x2000, 144, 1)])
+        .offer(vsock::spec::RECEIVE as u8, &[(0x3000, 44, 1), (0x4000, 200, 1)])
+        .offer(vsock::spec::EVENT as u8, &[(0x3000, 8, 1)]);
     vec![
         ("balloon", balloon),
         ("messages", messages),
@@ -456,6 +489,7 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
         ("indirect", indirect),
         ("indirect-in-ring", nested),
         ("frames", frames),
+        ("sockets", sockets),
         ("set-up-twice", setting_up),
         ("slow-outside", slow),
     ]

@@ -24,6 +24,7 @@ pub mod start;
 pub mod system;
 #[cfg(test)]
 mod testing;
+pub mod vsock;
 pub mod wedge;
 
 /// Label of a reply to a message that the receiver understood.

@@ -8,7 +8,7 @@ use core::sync::atomic::AtomicU64;
 /// First word of the record: "PARADORW".
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PARADORW");
 /// Version of the record.
-pub const VERSION: u64 = 6;
+pub const VERSION: u64 = 7;
 
 /// Where things are in the address space of a process, and descriptors that it inherits. The part above the guest's programs is like
 /// Linux' own upper half; the image and its modules are where 32-bit sign-extended addresses reach.
@@ -69,7 +69,7 @@ pub mod layout {
     pub const DOORBELL_FD: u32 = 5;
     /// Descriptors of the disks, one after another.
     pub const DISKS_FD: u32 = 6;
-    /// Descriptors of the networks, one after another.
+    /// Descriptors of the networks, one after another, and behind them that of the stream of vsock's packets.
     pub const NETS_FD: u32 = 16;
 
     /// Descriptor by which the device process is told what the machine shall do, and says what became of it: see [`control`](super::control).
@@ -81,6 +81,8 @@ pub mod layout {
     pub const NETS: u64 = 0x900;
     /// Where the records of shared directories are in the shared memory.
     pub const SHARES: u64 = 0xa00;
+    /// Where packets of vsock wait in the shared memory.
+    pub const VSOCK: u64 = 0x0280_0000;
     /// Where the [`Queue`](crate::requests::Queue)s are in the shared memory: of the disks, then of the shared directories.
     pub const QUEUES: u64 = 0x02c0_0000;
     /// Where [`Statistics`](super::Statistics) are in the shared memory, one of each virtual CPU after another.
@@ -217,6 +219,8 @@ record! {
     balloon,
     /// Number of shared directories.
     shares,
+    /// The guest's number for vsock; 0: it has none.
+    vsock,
 }
 
 const _: () = assert!(Start::WORDS as u64 * 8 <= layout::DISKS);

@@ -3,6 +3,7 @@
 pub mod debugger;
 pub mod net;
 pub mod observed;
+pub mod vsock;
 
 use crate::previrt::Kernel;
 use crate::system::{artifacts, parador};

@@ -36,6 +36,8 @@ const HOSTED: &[(&str, Body)] = &[
     ("cpus", hosted::cpus),
     ("compat", hosted::compat),
     ("share", hosted::share),
+    ("vsock", hosted::vsock::both_ways),
+    ("vsock-refusals", hosted::vsock::refusals),
     ("qcow2", hosted::qcow2),
     ("kills", hosted::kills),
     ("refusals", hosted::refusals),

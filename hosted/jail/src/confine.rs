@@ -9,7 +9,7 @@ use landlock::{
     ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, Ruleset, RulesetAttr,
     RulesetCreatedAttr,
 };
-use linux_raw_sys::general as linux;
+use linux_raw_sys::{general as linux, ioctl};
 use rustix::process::{
     DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit,
 };
@@ -59,6 +59,8 @@ pub enum Files<'a> {
     Read(BorrowedFd<'a>),
     /// Everything below a folder.
     Change(BorrowedFd<'a>),
+    /// Nothing: it carries bytes between sockets that it has, accepts, or is given.
+    Sockets,
 }
 
 /// Gives up everything but these files, and what this process has already.
@@ -87,7 +89,7 @@ fn drop_capabilities() -> rustix::io::Result<()> {
 fn restrict_files(files: Files<'_>) -> Result<(), landlock::RulesetError> {
     let abi = ABI::V5;
     let allowed = match files {
-        Files::Own => None,
+        Files::Own | Files::Sockets => None,
         Files::Read(folder) => Some((folder, AccessFs::from_read(abi) & !AccessFs::Execute)),
         Files::Change(folder) => {
             let allowed = AccessFs::from_all(abi)
@@ -153,7 +155,17 @@ fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
         linux::__NR_unlinkat,
         linux::__NR_utimensat,
     ];
+    let sockets = [
+        linux::__NR_accept4,
+        linux::__NR_poll,
+        linux::__NR_ppoll,
+        linux::__NR_recvfrom,
+        linux::__NR_recvmsg,
+        linux::__NR_sendto,
+        linux::__NR_shutdown,
+    ];
     let more = match files {
+        Files::Sockets => sockets.to_vec(),
         Files::Own => own.to_vec(),
         Files::Read(_) => below.to_vec(),
         Files::Change(_) => [&below[..], &changes, &[linux::__NR_openat]].concat(),
@@ -178,6 +190,9 @@ fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
     // Memory for the allocator, never code.
     let kind = linux::MAP_PRIVATE | linux::MAP_ANONYMOUS;
     allow(linux::__NR_mmap, vec![condition(2, linux::PROT_EXEC, 0)?, condition(3, kind, kind)?])?;
+    if let Files::Sockets = files {
+        allow(linux::__NR_ioctl, vec![condition(1, u32::MAX, ioctl::FIONBIO)?])?;
+    }
     if let Files::Read(_) = files {
         let writes = linux::O_ACCMODE | linux::O_CREAT | linux::O_TRUNC;
         allow(linux::__NR_openat, vec![condition(2, writes, linux::O_RDONLY)?])?;

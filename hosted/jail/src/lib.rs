@@ -8,10 +8,12 @@ mod confine;
 mod footprint;
 mod image;
 mod share;
+mod vsock;
 mod worker;
 
 pub use confine::Failed;
 pub use footprint::give_back;
 pub use image::{Image, serve_image};
 pub use share::{Share, serve_share};
+pub use vsock::{Vsock, serve_vsock};
 pub use worker::{Machine, READY, Worker};

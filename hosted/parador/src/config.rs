@@ -13,6 +13,7 @@ use crate::messages::Format;
 use crate::net;
 use crate::problem::{Problem, Report};
 use crate::share;
+use crate::vsock;
 use clap::{Args, ValueEnum};
 use proto::system::MAX_VCPUS;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
@@ -45,6 +46,10 @@ pub struct Config {
     #[arg(long, value_name = "DIR:TAG", value_parser = share::parse)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub share: Vec<share::Description>,
+    /// Sockets between guest and host: cid=NUMBER,path=SOCKET, with which programs of the host connect.
+    #[arg(long, value_name = "cid=CID,path=SOCKET", value_parser = vsock::parse)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub vsock: Option<vsock::Description>,
 }
 
 /// `[vm]`.
@@ -379,9 +384,10 @@ impl Config {
         let disks = self.disk.iter_mut().map(|disk| &mut disk.path);
         let shares = self.share.iter_mut().map(|share| &mut share.path);
         let switches = self.net.iter_mut().filter_map(|net| net.switch.as_mut());
+        let vsock = self.vsock.iter_mut().map(|vsock| &mut vsock.path);
         let files = kernel.iter_mut().chain(profile_writes).chain(api_socket);
         let paths = files.chain(initrd).chain(metrics).chain(serial).chain(gdb);
-        for path in paths.chain(disks).chain(switches).chain(shares) {
+        for path in paths.chain(disks).chain(switches).chain(shares).chain(vsock) {
             *path = folder.join(&*path);
         }
         self

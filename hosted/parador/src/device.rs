@@ -4,14 +4,14 @@ use crate::failure::{self, Failure};
 use crate::machine::Other;
 use crate::supervise::{self, AtEnd};
 use command_fds::{CommandFdExt, FdMapping};
-use hosted_jail::{Failed, Image, Share};
+use hosted_jail::{Failed, Image, Share, Vsock};
 use proto::wedge::layout;
 use signal_hook::consts::{SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 use std::env;
 use std::ffi::OsStr;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::process::{ExitCode, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -21,6 +21,7 @@ const MARK: &str = "--device";
 /// Kinds of devices.
 const SHARE: &str = "share";
 const IMAGE: &str = "image";
+const VSOCK: &str = "vsock";
 
 /// What all devices of a machine have.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +50,6 @@ pub fn start(
     name: String,
 ) -> Result<Other, Failure> {
     let failed = |error: io::Error| Failure::os("start a process for a device", &error);
-    let mut command = supervise::command(OsStr::new("/proc/self/exe"), AtEnd::Terminate)?;
     let numbers = [layout::MEMORY_FD, layout::SHARED_FD, layout::DOORBELL_FD];
     let own = [(own, layout::DISKS_FD)];
     let (kind, read_only, sectors) = match device {
@@ -61,10 +61,24 @@ pub fn start(
         let parent_fd = descriptor.try_clone_to_owned().map_err(failed)?;
         mappings.push(FdMapping { parent_fd, child_fd: number as i32 });
     }
+    let numbers = [machine.memory, queue as u64, sectors].map(|number| number.to_string());
+    let [memory, queue, sectors] = numbers;
+    let arguments = [kind.to_owned(), memory, queue, read_only.to_string(), sectors];
+    spawn(&arguments, mappings, name)
+}
+
+/// Starts the process of vsock with its descriptors.
+pub fn start_vsock(vsock: Vsock, own: [OwnedFd; 3]) -> Result<Other, Failure> {
+    let numbered = own.into_iter().zip(layout::DISKS_FD as i32..);
+    let mappings = numbered.map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd });
+    spawn(&[VSOCK.to_owned(), vsock.cid.to_string()], mappings.collect(), VSOCK.to_owned())
+}
+
+fn spawn(arguments: &[String], mappings: Vec<FdMapping>, name: String) -> Result<Other, Failure> {
+    let mut command = supervise::command(OsStr::new("/proc/self/exe"), AtEnd::Terminate)?;
     command
         .arg(MARK)
-        .args([machine.memory.to_string(), queue.to_string(), kind.to_owned()])
-        .args([read_only.to_string(), sectors.to_string()])
+        .args(arguments)
         .env_clear()
         .stdin(Stdio::null())
         // There it says that it serves; its end is the end of the process.
@@ -80,7 +94,7 @@ pub fn become_device() -> Option<ExitCode> {
     if arguments.next()? != MARK {
         return None;
     }
-    let Some((machine, device)) = described(arguments) else {
+    let Some(device) = described(arguments) else {
         eprintln!("parador: error: {MARK} is for internal use");
         return Some(ExitCode::from(failure::INTERNAL));
     };
@@ -90,8 +104,13 @@ pub fn become_device() -> Option<ExitCode> {
         .and_then(|_| flag::register(SIGXFSZ, Arc::default()))
         .map_err(Failed::from);
     let served = listens.and_then(|_| match device {
-        Device::Share(share) => hosted_jail::serve_share(machine, share, &end),
-        Device::Image(image) => hosted_jail::serve_image(machine, image, &end),
+        Served::Requests(machine, Device::Share(share)) => {
+            hosted_jail::serve_share(machine, share, &end)
+        }
+        Served::Requests(machine, Device::Image(image)) => {
+            hosted_jail::serve_image(machine, image, &end)
+        }
+        Served::Vsock(vsock) => hosted_jail::serve_vsock(vsock, &end),
     });
     Some(match served {
         Ok(()) => ExitCode::SUCCESS,
@@ -103,13 +122,22 @@ pub fn become_device() -> Option<ExitCode> {
     })
 }
 
-/// What [`start`] says.
-fn described(
-    mut arguments: impl Iterator<Item = String>,
-) -> Option<(hosted_jail::Machine, Device)> {
+/// What a process is started for.
+enum Served {
+    /// Requests of a machine.
+    Requests(hosted_jail::Machine, Device),
+    /// Connections.
+    Vsock(Vsock),
+}
+
+/// What [`start`] and [`start_vsock`] say.
+fn described(mut arguments: impl Iterator<Item = String>) -> Option<Served> {
+    let kind = arguments.next()?;
+    if kind == VSOCK {
+        return Some(Served::Vsock(Vsock { cid: arguments.next()?.parse().ok()? }));
+    }
     let memory = arguments.next()?.parse().ok()?;
     let queue = arguments.next()?.parse().ok()?;
-    let kind = arguments.next()?;
     let read_only = arguments.next()?.parse().ok()?;
     let sectors = arguments.next()?.parse().ok()?;
     let device = match kind.as_str() {
@@ -117,5 +145,5 @@ fn described(
         IMAGE => Device::Image(Image { read_only, sectors }),
         _ => return None,
     };
-    Some((hosted_jail::Machine { memory, queue }, device))
+    Some(Served::Requests(hosted_jail::Machine { memory, queue }, device))
 }

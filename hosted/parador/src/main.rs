@@ -54,6 +54,7 @@ mod steps;
 mod supervise;
 mod switch;
 mod terminal;
+mod vsock;
 
 use clap::Parser;
 use clap::error::ErrorKind;

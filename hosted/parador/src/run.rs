@@ -25,6 +25,7 @@ use crate::programs::Programs;
 use crate::share::{self, Share};
 use crate::steps::Steps;
 use crate::supervise::{self, AtEnd};
+use crate::vsock::Vsock;
 use clap::Args;
 use command_fds::{CommandFdExt, FdMapping};
 use hosted_vmm::{Error, Image};
@@ -173,6 +174,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
         || matches!(vm.protection, Some(Protection::Keys | Protection::Remap))
         || !config.net.is_empty()
         || !config.share.is_empty()
+        || config.vsock.is_some()
         || config.disk.iter().any(disk::Description::is_image)
         || vm.is_controlled()
         || balloon;
@@ -180,7 +182,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
             let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --counters, --gdb, --net, \
-                        --perf-map, --profile-writes, --protection keys or remap, --sandbox strict, --share, qcow2 images and --without are of processes";
+                        --perf-map, --profile-writes, --protection keys or remap, --sandbox strict, --share, --vsock, qcow2 images and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
         Backend::Kvm => match kvm::trial() {
@@ -323,6 +325,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             disks: &records,
             nets: &net_records,
             shares: &share_records,
+            vsock: config.vsock.as_ref().map(|vsock| vsock.cid()),
         };
         let prepared =
             hosted_vmm::prepare(image, &machine).map_err(|error| refused(&error, kernel))?;
@@ -344,6 +347,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         say(Level::Warn, &text);
     }
     let mut console = Console::open(&target)?;
+    let vsock = config.vsock.as_ref().map(Vsock::open).transpose()?;
     let sink = vm.event_fd.map(event_sink).transpose()?;
     let metrics = vm.metrics.as_deref().map(metrics_sink).transpose()?;
     let (control, woken) = Control::new(config.clone(), memory, sink)?;
@@ -378,13 +382,18 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let images = disks.iter().enumerate();
         let images = images.filter_map(|(queue, disk)| disk.start(&devices, queue));
         let served = (MAX_DISKS..).zip(&shares).map(|(queue, share)| share.start(&devices, queue));
-        let served = images.chain(served).collect::<Result<Vec<_>, _>>()?;
+        let mut served = images.chain(served).collect::<Result<Vec<_>, _>>()?;
         let mut descriptors = vec![
             (prepared.memory, layout::MEMORY_FD),
             (prepared.shared, layout::SHARED_FD),
             (doorbell, layout::DOORBELL_FD),
             (theirs.into(), layout::CONTROL_FD),
         ];
+        if let Some(vsock) = &vsock {
+            let (other, stream) = vsock.start()?;
+            served.push(other);
+            descriptors.push((stream, layout::NETS_FD + MAX_NETS as u32));
+        }
         let numbered = disks.iter().zip(layout::DISKS_FD..);
         for (disk, number) in numbered.filter(|(disk, _)| !disk.record.is_elsewhere) {
             descriptors.push((clone(&disk.file)?, number));

@@ -45,6 +45,8 @@ pub struct Machine<'a> {
     pub nets: &'a [Net],
     /// Shared directories.
     pub shares: &'a [Share],
+    /// The guest's number for vsock, if it has that.
+    pub vsock: Option<u32>,
 }
 
 /// What the wedge is started with.
@@ -96,6 +98,7 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         disks: machine.disks.len() as u64,
         nets: machine.nets.len() as u64,
         shares: machine.shares.len() as u64,
+        vsock: machine.vsock.unwrap_or(0).into(),
         log: machine.log,
         balloon: machine.balloon.map_or(0, |bytes| bytes / PAGE_SIZE + 1),
         ..Start::default()

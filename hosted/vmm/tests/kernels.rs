@@ -118,6 +118,7 @@ fn machine(memory: u64) -> Machine<'static> {
         disks: &[],
         nets: &[],
         shares: &[],
+        vsock: None,
     }
 }
 

@@ -34,7 +34,7 @@ const UNTIL_DOWN: &str =
 until [ $(cat /sys/class/net/eth0/carrier) = 0 ]; do sleep 0.1; done; echo the cable is out\n";
 
 /// Bytes that do not repeat.
-fn noise() -> Vec<u8> {
+pub(super) fn noise() -> Vec<u8> {
     let mut state = 1_u64;
     let mut next = || {
         state ^= state << 13;
@@ -46,7 +46,7 @@ fn noise() -> Vec<u8> {
 }
 
 /// Tries until there is something, or for too long.
-fn until<T>(what: &str, mut attempt: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+pub(super) fn until<T>(what: &str, mut attempt: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         if let Some(found) = attempt()? {

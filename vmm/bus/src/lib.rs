@@ -15,7 +15,7 @@ pub mod outside;
 pub mod testing;
 
 pub use map::{Map, MapError, Piece, Region};
-pub use outside::{Balloon, Block, Channel, Data, Messages, Net};
+pub use outside::{Balloon, Block, Channel, Data, Messages, Net, Packets};
 use vmm_mem::GuestMemory;
 
 /// A time in nanoseconds of the virtual machine's monotonic clock.
@@ -100,6 +100,8 @@ pub trait Env {
     fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)>;
     /// The outside of a device that hands messages on, and guest memory; `None` if the device is not connected.
     fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)>;
+    /// The outside of a socket device, and guest memory; `None` if the device is not connected.
+    fn packets(&mut self) -> Option<(&mut dyn Packets, &GuestMemory)>;
     /// The outside of a channel to another machine; `None` if the device is not connected.
     fn channel(&mut self) -> Option<&mut dyn Channel>;
     /// Fills `to` with random bytes that nobody can guess. `false`: there are none now.

@@ -6,6 +6,7 @@
 //! [`WAKE_INPUT`](crate::WAKE_INPUT).
 
 use proto::channel::{Broken, Message, SendError, View, register::NAME_LEN};
+use proto::vsock::Header;
 use proto::wedge::Disk;
 use vmm_mem::GuestMemory;
 
@@ -374,6 +375,20 @@ pub trait Messages {
     fn finish(&mut self, id: u16, answer: &mut Data<'_>);
     /// Forgets all messages, because the device has been reset: none is answered any more, and their numbers are free.
     fn forget(&mut self);
+}
+
+/// The outside of a socket device, where packets go and come from. None is lost.
+pub trait Packets {
+    /// Takes a packet from the guest: a header, and data. `false`: no room now; the device is woken when there is.
+    fn send(&mut self, packet: &mut Data<'_>) -> bool;
+    /// The packet for the guest that waits first: its header, and bytes of data behind it.
+    fn first(&mut self) -> Option<(Header, u32)>;
+    /// Copies data of the first packet from `offset` on.
+    fn copy(&mut self, offset: u32, to: &mut Data<'_>);
+    /// Forgets the first packet.
+    fn drop_first(&mut self);
+    /// The device has been reset: the driver knows nothing of what was before.
+    fn reset(&mut self);
 }
 
 /// What a channel to another machine is like; does not change while a machine has it.

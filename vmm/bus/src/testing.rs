@@ -1,10 +1,11 @@
 //! A scripted [`Env`]: what a device did is recorded, what the world does is said by the test.
 
 use crate::outside::{
-    Balloon, Block, BlockOp, BlockStatus, Channel, Data, Messages, Net, Offload, Takes,
+    Balloon, Block, BlockOp, BlockStatus, Channel, Data, Messages, Net, Offload, Packets, Takes,
 };
 use crate::{Access, Device, Env, InterruptMessage, MachineEvent, NEVER, Nanos, WAKE_INPUT};
 use proto::channel::{Broken, Message, SendError, ShareState, View};
+use proto::vsock::Header;
 use std::collections::{BTreeMap, VecDeque};
 use std::vec;
 use std::vec::Vec;
@@ -43,6 +44,8 @@ pub struct Script {
     pub balloon: Option<Given>,
     /// What hands messages on is connected to.
     pub server: Option<Server>,
+    /// What a socket device is connected to.
+    pub link: Option<Link>,
     /// What a channel is connected to.
     pub channel: Option<Peer>,
     /// Random bytes left; their values count up.
@@ -260,6 +263,51 @@ impl Messages for Server {
     }
 }
 
+/// The other end of a socket device of the [`Script`].
+#[derive(Clone, Debug, Default)]
+pub struct Link {
+    /// Packets sent by the guest.
+    pub sent: Vec<Vec<u8>>,
+    /// How many more it may send.
+    pub room: usize,
+    /// Packets for the guest: headers and data.
+    pub waiting: VecDeque<(Header, Vec<u8>)>,
+    /// How often the device was reset.
+    pub resets: usize,
+}
+
+impl Packets for Link {
+    fn send(&mut self, packet: &mut Data<'_>) -> bool {
+        let room = self.room > 0;
+        if room {
+            self.room -= 1;
+            let mut bytes = vec![0; packet.left() as usize];
+            let length = packet.read(&mut bytes);
+            bytes.truncate(length);
+            self.sent.push(bytes);
+        }
+        room
+    }
+
+    fn first(&mut self) -> Option<(Header, u32)> {
+        self.waiting.front().map(|(header, data)| (*header, data.len() as u32))
+    }
+
+    fn copy(&mut self, offset: u32, to: &mut Data<'_>) {
+        if let Some((_, data)) = self.waiting.front() {
+            to.write(data.get(offset as usize..).unwrap_or_default());
+        }
+    }
+
+    fn drop_first(&mut self) {
+        self.waiting.pop_front();
+    }
+
+    fn reset(&mut self) {
+        self.resets += 1;
+    }
+}
+
 /// The other end of a channel of the [`Script`].
 #[derive(Clone, Debug, Default)]
 pub struct Peer {
@@ -461,6 +509,11 @@ impl Env for Script {
     fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)> {
         let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
         self.server.as_mut().map(|server| (server as &mut dyn Messages, memory))
+    }
+
+    fn packets(&mut self) -> Option<(&mut dyn Packets, &GuestMemory)> {
+        let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
+        self.link.as_mut().map(|link| (link as &mut dyn Packets, memory))
     }
 
     fn channel(&mut self) -> Option<&mut dyn Channel> {

@@ -18,6 +18,7 @@ pub mod net;
 pub mod p9;
 pub mod pci;
 pub mod queue;
+pub mod vsock;
 
 use queue::{Queue, RingError, Rings};
 use vmm_bus::Env;
@@ -78,6 +79,8 @@ pub enum Kind {
     Balloon = 5,
     /// Shared directory (9P).
     P9 = 9,
+    /// Sockets between guest and host.
+    Vsock = 19,
 }
 
 /// A device behind a transport. Its queues and what happens in them; the transport calls nothing but

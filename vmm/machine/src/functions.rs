@@ -4,7 +4,7 @@
 //! at a time. Function `slot` is device `slot + 1`; device 0 is the host bridge.
 
 use vmm_bus::outside::{BlockInfo, ChannelInfo, NetInfo};
-use vmm_bus::{Balloon, Block, Channel, Messages, Net};
+use vmm_bus::{Balloon, Block, Channel, Messages, Net, Packets};
 use vmm_dev::channel;
 use vmm_dev::pc::pci::Function;
 use vmm_dev::virtio::balloon;
@@ -14,11 +14,12 @@ use vmm_dev::virtio::entropy::Entropy;
 use vmm_dev::virtio::net::NetCard;
 use vmm_dev::virtio::p9::{self, P9};
 use vmm_dev::virtio::pci::{Pci, spec};
+use vmm_dev::virtio::vsock::Vsock;
 
 use crate::layout;
 
 /// Most functions of a board, without the host bridge.
-pub const MAX_FUNCTIONS: usize = 14;
+pub const MAX_FUNCTIONS: usize = 16;
 
 /// The functions of a board.
 pub trait Functions {
@@ -92,6 +93,10 @@ pub trait Outside {
     fn messages(&mut self) -> Option<&mut dyn Messages> {
         None
     }
+    /// As [`vmm_bus::Env::packets`].
+    fn packets(&mut self) -> Option<&mut dyn Packets> {
+        None
+    }
     /// As [`vmm_bus::Env::channel`].
     fn channel(&mut self) -> Option<&mut dyn Channel> {
         None
@@ -127,6 +132,10 @@ impl<T: Outside + ?Sized> Outside for &mut T {
         (**self).messages()
     }
 
+    fn packets(&mut self) -> Option<&mut dyn Packets> {
+        (**self).packets()
+    }
+
     fn channel(&mut self) -> Option<&mut dyn Channel> {
         (**self).channel()
     }
@@ -159,6 +168,8 @@ pub enum Model {
     Balloon,
     /// Shared directory with this tag, filled up with zeros; its outside has [`Messages`].
     P9([u8; p9::spec::MOST_TAG]),
+    /// Sockets between guest and host, with the guest's number; its outside has [`Packets`].
+    Vsock(u64),
     /// End of a channel; its outside has a [`Channel`].
     Channel(ChannelInfo),
 }
@@ -173,6 +184,7 @@ enum Card {
     Entropy(Pci<Entropy>),
     Balloon(Pci<balloon::Balloon>),
     P9(Pci<P9>),
+    Vsock(Pci<Vsock>),
     Channel(channel::Channel),
 }
 
@@ -187,6 +199,7 @@ impl Card {
             Model::Entropy => Self::Entropy(Pci::new(Entropy::new(), base)),
             Model::Balloon => Self::Balloon(Pci::new(balloon::Balloon::new(), base)),
             Model::P9(tag) => Self::P9(Pci::new(P9::new(tag), base)),
+            Model::Vsock(cid) => Self::Vsock(Pci::new(Vsock::new(cid), base)),
             Model::Channel(info) => {
                 let memory = layout::channel_memory(info.number);
                 let shares = memory + layout::CHANNEL_SHARES;
@@ -250,6 +263,7 @@ impl<O: Outside, const N: usize> Functions for Slots<O, N> {
             Card::Entropy(device) => device,
             Card::Balloon(device) => device,
             Card::P9(device) => device,
+            Card::Vsock(device) => device,
             Card::Channel(device) => device,
         };
         Some((function, outside))
@@ -271,6 +285,9 @@ impl<O: Outside, const N: usize> Functions for Slots<O, N> {
                 }
                 if let Some(messages) = outside.messages() {
                     messages.forget();
+                }
+                if let Some(packets) = outside.packets() {
+                    packets.reset();
                 }
                 if let Some(channel) = outside.channel() {
                     channel.reset();

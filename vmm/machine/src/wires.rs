@@ -5,6 +5,7 @@
 
 use vmm_bus::{
     Balloon, Block, Channel, Env, InterruptMessage, MachineEvent, Messages, NEVER, Nanos, Net,
+    Packets,
 };
 use vmm_cpu::{MAX_VCPUS, Outcome, TscClock};
 use vmm_mem::GuestMemory;
@@ -313,6 +314,10 @@ impl<H: Host> Env for ChipEnv<'_, H> {
         None
     }
 
+    fn packets(&mut self) -> Option<(&mut dyn Packets, &GuestMemory)> {
+        None
+    }
+
     fn channel(&mut self) -> Option<&mut dyn Channel> {
         None
     }
@@ -398,6 +403,10 @@ impl<H: Host> Env for FunctionEnv<'_, H> {
 
     fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)> {
         self.outside.messages().map(|messages| (messages, self.chip.memory()))
+    }
+
+    fn packets(&mut self) -> Option<(&mut dyn Packets, &GuestMemory)> {
+        self.outside.packets().map(|packets| (packets, self.chip.memory()))
     }
 
     fn channel(&mut self) -> Option<&mut dyn Channel> {

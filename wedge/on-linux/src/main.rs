@@ -34,6 +34,7 @@ mod signal;
 mod sites;
 mod steal;
 mod sys;
+mod vsock;
 
 use core::arch::naked_asm;
 use core::sync::atomic::Ordering::Relaxed;

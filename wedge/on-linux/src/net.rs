@@ -10,8 +10,11 @@
 //! Invariants: a ring has one process that puts and one that takes, each of which believes only its own position; what the other says is
 //! checked against the ring's size, for the guest can change all of it. Nobody waits for anything that is not announced:
 //! who waits says so first and looks once more.
+//!
+//! Packets of vsock go the same way ([`crate::vsock`]): one more network, behind all others.
 
 use core::cell::UnsafeCell;
+use core::ops::RangeInclusive;
 use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 use linux_raw_sys::general as linux;
@@ -35,8 +38,10 @@ const MIN_FRAME: u32 = 14;
 const MAX_STREAM_FRAME: u32 = 0xffff;
 /// Most bytes that are moved at once, so that one side works while the other does.
 const PIECE: u32 = OUT / 4;
+/// Number of the one that carries packets of vsock.
+pub const VSOCK: usize = MAX_NETS;
 /// Most processes of networks: for each a sender and a receiver.
-pub const MAX_WORKERS: usize = 2 * MAX_NETS;
+pub const MAX_WORKERS: usize = 2 * (VSOCK + 1);
 
 /// A ring of frames, with `SIZE` bytes.
 #[repr(C)]
@@ -163,6 +168,8 @@ pub struct Link {
     number: usize,
     /// Bytes of an offload header.
     header: u32,
+    /// Lengths of what the guest may send; what is of another one is lost.
+    sends: RangeInclusive<u32>,
     /// Bytes ever put and taken.
     head: u32,
     tail: u32,
@@ -171,12 +178,20 @@ pub struct Link {
 impl Link {
     /// The network with this number.
     pub fn new(number: usize, record: &Record) -> Self {
-        let header = if record.is_tap() { Offload::HEADER as u32 } else { 0 };
-        Self { number, header, head: 0, tail: 0 }
+        let (header, most) = match record.is_tap() {
+            true => (Offload::HEADER as u32, MAX_FRAME),
+            false => (0, MAX_STREAM_FRAME),
+        };
+        Self { number, header, sends: MIN_FRAME..=most, head: 0, tail: 0 }
+    }
+
+    /// The one of vsock, whose packets are as long as they are.
+    pub fn of_packets() -> Self {
+        Self { number: VSOCK, header: 0, sends: 0..=u32::MAX, head: 0, tail: 0 }
     }
 
     fn port(&self) -> &'static Port {
-        &shared().nets[self.number]
+        port(self.number)
     }
 
     fn call(&self) {
@@ -197,6 +212,66 @@ impl Link {
         let length = u32::from_be_bytes(ring.get(self.tail));
         // A stream's other side may say anything. Its frames are lost then, for nobody knows where the next one is.
         (length <= used - LENGTH).then_some(length)
+    }
+
+    /// Puts data behind its length and these bytes. `false`: there is no room; the virtual CPU is told when there is.
+    pub fn put(&mut self, before: &[u8], data: &mut Data<'_>) -> bool {
+        let ring = &self.port().out;
+        let length = before.len() as u32 + data.left();
+        let all = LENGTH + length;
+        if ring.room(self.head) < all {
+            ring.full.store(1, SeqCst);
+            if ring.room(self.head) < all {
+                return false;
+            }
+            ring.full.store(0, SeqCst);
+        }
+        ring.put(self.head, &length.to_be_bytes());
+        let at = self.head.wrapping_add(LENGTH);
+        ring.put(at, before);
+        ring.exchange_with_guest(Way::In, at.wrapping_add(before.len() as u32), data);
+        self.head = self.head.wrapping_add(all);
+        ring.head.store(self.head, SeqCst);
+        self.call();
+        true
+    }
+
+    /// The length of the first frame with its header. If there is none, the virtual CPU is told when there is.
+    pub fn await_first(&mut self) -> Option<u32> {
+        let ring = &self.port().inward;
+        loop {
+            if let Some(length) = self.first_length() {
+                return Some(length);
+            }
+            let seen = ring.head.load(SeqCst);
+            ring.hungry.store(1, SeqCst);
+            if ring.head.load(SeqCst) == seen && self.first_length().is_none() {
+                return None;
+            }
+            ring.hungry.store(0, SeqCst);
+        }
+    }
+
+    /// Copies bytes of the first frame, from behind so many, to guest memory.
+    pub fn copy_first(&self, before: u32, to: &mut Data<'_>) {
+        let Some(length) = self.first_length() else { return };
+        to.truncate(length.saturating_sub(before));
+        let at = self.tail.wrapping_add(LENGTH).wrapping_add(before);
+        self.port().inward.exchange_with_guest(Way::Out, at, to);
+    }
+
+    /// Bytes of the first frame, from behind so many, if it has them.
+    pub fn first_bytes<const N: usize>(&self, before: u32) -> Option<[u8; N]> {
+        let end = before.checked_add(N as u32)?;
+        let at = self.tail.wrapping_add(LENGTH).wrapping_add(before);
+        (end <= self.first_length()?).then(|| self.port().inward.get(at))
+    }
+
+    /// Forgets the first frame.
+    pub fn forget_first(&mut self) {
+        if let Some(length) = self.first_length() {
+            self.take(LENGTH + length);
+        }
     }
 
     /// Takes bytes out.
@@ -231,47 +306,19 @@ impl Net for Link {
     }
 
     fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool {
-        let ring = &self.port().out;
-        let length = frame.left();
-        let most = if self.header == 0 { MAX_STREAM_FRAME } else { MAX_FRAME };
-        if !self.link_up() || !(MIN_FRAME..=most).contains(&length) {
+        if !self.link_up() || !self.sends.contains(&frame.left()) {
             // As on a wire.
             return true;
         }
-        let all = LENGTH + self.header + length;
-        if ring.room(self.head) < all {
-            ring.full.store(1, SeqCst);
-            if ring.room(self.head) < all {
-                return false;
-            }
-            ring.full.store(0, SeqCst);
-        }
-        ring.put(self.head, &(self.header + length).to_be_bytes());
-        let at = self.head.wrapping_add(LENGTH);
-        ring.put(at, &offload.to_header()[..self.header as usize]);
-        ring.exchange_with_guest(Way::In, at.wrapping_add(self.header), frame);
-        self.head = self.head.wrapping_add(all);
-        ring.head.store(self.head, SeqCst);
-        self.call();
-        true
+        self.put(&offload.to_header()[..self.header as usize], frame)
     }
 
     fn first(&mut self) -> Option<(Offload, u32)> {
-        let ring = &self.port().inward;
         loop {
-            let Some(length) = self.first_length() else {
-                let seen = ring.head.load(SeqCst);
-                ring.hungry.store(1, SeqCst);
-                if ring.head.load(SeqCst) == seen && self.first_length().is_none() {
-                    return None;
-                }
-                ring.hungry.store(0, SeqCst);
-                continue;
-            };
-            let at = self.tail.wrapping_add(LENGTH);
+            let length = self.await_first()?;
             let offload = match self.header {
                 0 => Some(Offload::default()),
-                _ => Offload::from_header(&ring.get(at)),
+                _ => self.first_bytes(0).and_then(|bytes| Offload::from_header(&bytes)),
             };
             match (offload, length.checked_sub(self.header)) {
                 (Some(offload), Some(rest)) if rest <= MAX_FRAME => return Some((offload, rest)),
@@ -281,17 +328,11 @@ impl Net for Link {
     }
 
     fn copy(&mut self, offset: u32, to: &mut Data<'_>) {
-        let Some(length) = self.first_length() else { return };
-        let before = self.header.saturating_add(offset);
-        to.truncate(length.saturating_sub(before));
-        let at = self.tail.wrapping_add(LENGTH).wrapping_add(before);
-        self.port().inward.exchange_with_guest(Way::Out, at, to);
+        self.copy_first(self.header.saturating_add(offset), to);
     }
 
     fn drop_first(&mut self) {
-        if let Some(length) = self.first_length() {
-            self.take(LENGTH + length);
-        }
+        self.forget_first();
     }
 }
 
@@ -328,13 +369,21 @@ fn descriptor(number: usize) -> u32 {
     layout::NETS_FD + number as u32
 }
 
+fn port(number: usize) -> &'static Port {
+    shared().nets.get(number).unwrap_or_else(|| crate::shared::vsock())
+}
+
 /// Makes the processes of all networks. For the device process, before there are guests. Gives their ids.
 pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKERS], Errno> {
     let mut workers = [0; MAX_WORKERS];
-    for (index, place) in workers.iter_mut().take(2 * count(start)).enumerate() {
-        match processes::fork()? {
-            0 => work(index, filters),
-            worker => *place = worker,
+    for (index, place) in workers.iter_mut().enumerate() {
+        let number = index / 2;
+        let is_there = number < count(start) || number == VSOCK && start.vsock != 0;
+        if is_there {
+            match processes::fork()? {
+                0 => work(index, filters),
+                worker => *place = worker,
+            }
         }
     }
     Ok(workers)
@@ -350,7 +399,7 @@ fn work(index: usize, filters: &Filters) -> ! {
         sys::exit(report::HOST);
     }
     let is_tap = crate::shared::net(number).is_tap();
-    let worker = Worker { number, is_tap, port: &shared().nets[number] };
+    let worker = Worker { number, is_tap, port: port(number) };
     if index.is_multiple_of(2) { worker.send() } else { worker.receive() }
 }
 

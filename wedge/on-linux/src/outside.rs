@@ -5,11 +5,11 @@ use core::ops::Range;
 
 use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start};
 use vmm_bus::outside::BlockInfo;
-use vmm_bus::{Balloon, Block, Messages, Net};
+use vmm_bus::{Balloon, Block, Messages, Net, Packets};
 use vmm_machine::{Host, Level, Model, Outside, Slots};
 
 use crate::shared::{self, event, shared};
-use crate::{balloon, device, disk, net, processes, report, share, sys};
+use crate::{balloon, device, disk, net, processes, report, share, sys, vsock};
 
 /// The outside as the virtual CPU reaches it.
 pub struct LinuxHost {
@@ -54,8 +54,8 @@ impl Host for LinuxHost {
     }
 }
 
-/// PCI functions of a machine: disks, then shared directories, the source of random numbers, networks and the balloon.
-pub const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + 2 + MAX_NETS;
+/// PCI functions of a machine: disks, then shared directories, the source of random numbers, networks, vsock and the balloon.
+pub const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + 3 + MAX_NETS;
 
 /// What a PCI function is connected to.
 pub enum Link {
@@ -69,6 +69,8 @@ pub enum Link {
     Net(net::Link),
     /// A server of files.
     Share(share::Link),
+    /// Sockets of the host.
+    Vsock(vsock::Link),
 }
 
 impl Outside for Link {
@@ -100,6 +102,13 @@ impl Outside for Link {
         }
     }
 
+    fn packets(&mut self) -> Option<&mut dyn Packets> {
+        match self {
+            Self::Vsock(vsock) => Some(vsock),
+            _ => None,
+        }
+    }
+
     fn entropy(&mut self, to: &mut [u8]) -> bool {
         sys::random(to)
     }
@@ -111,7 +120,7 @@ pub struct Filled {
     pub disks: Range<usize>,
     /// Of shared directories.
     pub shares: Range<usize>,
-    /// Of networks.
+    /// Of networks and vsock.
     pub nets: Range<usize>,
     /// Of the balloon.
     pub balloon: Range<usize>,
@@ -137,13 +146,16 @@ pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start) -> Filled {
         let link = Link::Net(net::Link::new(number, &record));
         let _ = slots.add(Model::Net(net::info(&record)), link);
     }
+    if start.vsock != 0 {
+        let _ = slots.add(Model::Vsock(start.vsock), Link::Vsock(vsock::Link::new()));
+    }
     let balloon = balloon::Link::new(start);
     let balloon = balloon.and_then(|link| slots.add(Model::Balloon, Link::Balloon(link)).ok());
     let first_net = disks + shares + 1;
     Filled {
         disks: 0..disks,
         shares: disks..disks + shares,
-        nets: first_net..first_net + nets,
+        nets: first_net..first_net + nets + usize::from(start.vsock != 0),
         balloon: balloon.map_or(0..0, |slot| slot..slot + 1),
     }
 }

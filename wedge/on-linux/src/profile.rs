@@ -69,7 +69,7 @@ struct Tables {
     places: [Place; PLACES],
 }
 
-const _: () = assert!(AT + size_of::<Tables>() as u64 <= layout::SHARED + layout::QUEUES);
+const _: () = assert!(AT + size_of::<Tables>() as u64 <= layout::SHARED + layout::VSOCK);
 
 fn tables() -> &'static Tables {
     // SAFETY: in shared memory that is mapped as long as the process lives, zeroed in the beginning; all of it is atomic.

@@ -14,6 +14,8 @@ use vmm_cpu::MAX_VCPUS;
 use wedge_core::mapped::Mapped;
 use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
 
+use crate::net::Port;
+
 /// Most address spaces that have a process of their own, for each virtual CPU.
 pub const SLOTS: usize = 64;
 /// Bytes of a ring of the console.
@@ -47,6 +49,7 @@ pub const PRIVATE_LENGTH: u64 = 0x5_0000;
 
 const _: () = assert!(CELL == layout::SHARED + 0x1000 && PRIVATE == layout::PRIVATE);
 const _: () = assert!(SHARED_STRUCT + size_of::<Shared>() as u64 <= VCPUS);
+const _: () = assert!(layout::VSOCK + size_of::<Port>() as u64 <= layout::QUEUES);
 
 /// Bits of [`Cell::events`].
 pub mod event {
@@ -371,6 +374,12 @@ pub fn net(number: usize) -> Net {
     // SAFETY: as above.
     let nets = unsafe { &*(at as *const [[u64; Net::WORDS]; MAX_NETS]) };
     nets.get(number).map(Net::from_words).unwrap_or_default()
+}
+
+/// Packets of vsock on their way.
+pub fn vsock() -> &'static Port {
+    // SAFETY: as `shared`; there is room up to what follows.
+    unsafe { &*((layout::SHARED + layout::VSOCK) as *const Port) }
 }
 
 /// What the loader says of a shared directory.

@@ -118,7 +118,7 @@ const fn class(kind: Kind) -> u32 {
     match kind {
         Kind::Net => 0x02_0000,
         Kind::Block => 0x01_8000,
-        Kind::Console => 0x07_8000,
+        Kind::Console | Kind::Vsock => 0x07_8000,
         Kind::Entropy | Kind::Balloon | Kind::P9 => 0xff_0000,
     }
 }

@@ -1,0 +1,153 @@
+//! Sockets between a guest and programs of this host.
+
+use super::net::{noise, until};
+use super::{Rig, ended, start};
+use crate::system::artifacts;
+use anyhow::{Context, Result, bail, ensure};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+/// How long the other side may take.
+const PATIENCE: Duration = Duration::from_secs(100);
+/// Connections at once.
+const MANY: usize = 6;
+
+/// A connection to a port of the guest, if somebody is there.
+fn connect(path: &Path, port: u32) -> Result<Option<BufReader<UnixStream>>> {
+    let mut stream = match UnixStream::connect(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        stream => stream.context("cannot connect")?,
+    };
+    stream.set_read_timeout(Some(PATIENCE))?;
+    writeln!(stream, "CONNECT {port}").context("cannot say a port")?;
+    let mut stream = BufReader::new(stream);
+    let mut line = String::new();
+    stream.read_line(&mut line).context("no answer")?;
+    match line.strip_prefix("OK ").and_then(|port| port.trim_end().parse::<u32>().ok()) {
+        Some(_) => Ok(Some(stream)),
+        None if line.is_empty() => Ok(None),
+        None => bail!("the answer is `{line}`"),
+    }
+}
+
+/// Sends data, ends its direction and gets it back; more is under way than anybody has room for.
+fn round(stream: BufReader<UnixStream>, data: Vec<u8>) -> Result<()> {
+    let mut sender = stream.get_ref().try_clone().context("no descriptor")?;
+    let wanted = data.clone();
+    let sending = thread::spawn(move || -> Result<()> {
+        sender.write_all(&data).context("cannot send")?;
+        sender.shutdown(Shutdown::Write).context("cannot end a direction")
+    });
+    let mut back = Vec::new();
+    let mut stream = stream;
+    stream.read_to_end(&mut back).context("nothing comes back")?;
+    sending.join().map_err(|_| anyhow::anyhow!("the sender panicked"))??;
+    ensure!(back == wanted, "{} bytes came back, or others", back.len());
+    Ok(())
+}
+
+/// The host's side of the guest's script.
+fn talk(path: &Path, echo: &UnixListener, rude: &UnixListener) -> Result<()> {
+    let accept = |listener: &UnixListener| {
+        listener.set_nonblocking(true).context("cannot listen")?;
+        let stream = until("connection of the guest", || match listener.accept() {
+            Ok((stream, _)) => Ok(Some(stream)),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(None),
+            Err(error) => Err(error).context("cannot accept a connection"),
+        })?;
+        stream.set_nonblocking(false).context("cannot wait")?;
+        stream.set_read_timeout(Some(PATIENCE)).context("cannot wait")?;
+        Ok::<_, anyhow::Error>(stream)
+    };
+    // The guest connects: to who gives back what comes, and to who goes away when something has come.
+    let mut stream = accept(echo)?;
+    let mut sink = stream.try_clone().context("no descriptor")?;
+    std::io::copy(&mut stream, &mut sink).context("the guest's data stops")?;
+    drop((stream, sink));
+    let mut stream = accept(rude)?;
+    stream.read_exact(&mut [0; 1000]).context("the guest sends nothing")?;
+    drop(stream);
+    // The host connects: many at once, one that goes away in the middle, one to nobody.
+    let first = until("listener in the guest", || connect(path, 7))?;
+    let others = (1..MANY).map(|_| connect(path, 7)?.context("no further connection"));
+    let all: Vec<_> = std::iter::once(Ok(first)).chain(others).collect::<Result<_>>()?;
+    let rounds = all.into_iter().enumerate().map(|(number, stream)| {
+        let mut data = noise();
+        data.rotate_left(1000 * number);
+        thread::spawn(move || round(stream, data))
+    });
+    let rounds: Vec<_> = rounds.collect();
+    let mut gone = connect(path, 7)?.context("no further connection")?;
+    gone.get_mut().write_all(&vec![1; 200_000]).context("cannot send")?;
+    gone.read_exact(&mut [0; 10]).context("nothing comes back")?;
+    drop(gone);
+    for round in rounds {
+        round.join().map_err(|_| anyhow::anyhow!("a connection's thread panicked"))??;
+    }
+    ensure!(connect(path, 8)?.is_none(), "somebody listens at a port that nobody has");
+    // All of the first listener's are over; the second one's is what the guest waits for.
+    let last = until("last listener in the guest", || connect(path, 9))?;
+    round(last, b"the end".to_vec())
+}
+
+/// Programs of guest and host connect in both directions, with more than is kept on the way, several at once.
+pub fn both_ways() -> Result<()> {
+    let rig = Rig::new()?;
+    let path = rig.path("vsock");
+    let echo = UnixListener::bind(rig.path("vsock_50")).context("cannot listen")?;
+    let rude = UnixListener::bind(rig.path("vsock_51")).context("cannot listen")?;
+    // A socket that somebody has left.
+    drop(UnixListener::bind(&path).context("cannot listen")?);
+    let script = format!(
+        "v=/mnt/linux-vsock; $v connect 99 </dev/null || echo nobody there
+        dd if=/dev/urandom of=/tmp/data bs=1M count=8 2>/dev/null
+        $v connect 50 </tmp/data >/tmp/back; cmp /tmp/data /tmp/back; echo came back
+        $v flood 51 || echo rudely
+        $v listen 7 {}; $v listen 9 1\n",
+        MANY + 1
+    );
+    for cpus in ["1", "2"] {
+        let program = artifacts().join("linux-vsock");
+        let mut machine = rig.script(&script, &[&program])?;
+        let child = start(machine.args(["-c", cpus, "--vsock", "cid=42,path=vsock"]))?;
+        let host = talk(&path, &echo, &rude);
+        if host.is_ok() {
+            let mode = path.metadata().map(|file| file.permissions().mode() & 0o777);
+            ensure!(mode.ok().is_none_or(|mode| mode == 0o600), "others may connect");
+        }
+        let ended = match &host {
+            Ok(()) => ended(child)?,
+            Err(_) => {
+                super::succeed(std::process::Command::new("kill").arg(child.id().to_string()))?;
+                ended(child)?
+            }
+        };
+        // What the host has seen comes first: its failure is why the machine was ended.
+        host.with_context(|| format!("{}\n{}", ended.console, ended.messages))?;
+        let texts =
+            ["nobody there", "came back", "rudely", "7 connections", "1 connections, 0 lost"];
+        ended.well(0, &texts)?;
+        ensure!(!path.exists(), "the socket has stayed");
+    }
+    Ok(())
+}
+
+/// What cannot be is refused before anything runs.
+pub fn refusals() -> Result<()> {
+    let rig = Rig::new()?;
+    let _taken = UnixListener::bind(rig.path("taken")).context("cannot listen")?;
+    for (vsock, code, text) in [
+        ("cid=2,path=vsock", 65, "no number of a guest"),
+        ("cid=3", 65, "no `path`"),
+        ("cid=3,path=taken", 71, "another program serves"),
+        ("cid=3,path=none/vsock", 66, "none/vsock"),
+    ] {
+        super::end(rig.run().args(["--vsock", vsock]), "")?.has(code, &[text])?;
+    }
+    Ok(())
+}
