@@ -74,6 +74,8 @@ pub mod layout {
 
     /// Descriptor by which the device process is told what the machine shall do, and says what became of it: see [`control`](super::control).
     pub const CONTROL_FD: u32 = 32;
+    /// Descriptor of what the virtio console prints, and of what is typed there: a socket.
+    pub const CONSOLE_FD: u32 = 33;
 
     /// Where the records of the disks are in the shared memory.
     pub const DISKS: u64 = 0x800;
@@ -221,6 +223,8 @@ record! {
     shares,
     /// The guest's number for vsock; 0: it has none.
     vsock,
+    /// 1: there is a virtio console beside the serial line.
+    console,
 }
 
 const _: () = assert!(Start::WORDS as u64 * 8 <= layout::DISKS);

@@ -36,6 +36,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("cpus", hosted::cpus),
     ("compat", hosted::compat),
     ("share", hosted::share),
+    ("console", hosted::observed::console),
     ("vsock", hosted::vsock::both_ways),
     ("vsock-refusals", hosted::vsock::refusals),
     ("qcow2", hosted::qcow2),

@@ -4,7 +4,7 @@
 //! A key is a field here and nothing else: its text is the help of the option and the description in the JSON schema. Every field says
 //! nothing by default, so that a file and a command line can be merged; what is the case then, the code that uses it knows.
 
-use crate::console::Target;
+use crate::console::{Target, Virtio};
 use crate::debugger::Place;
 use crate::description::{self, Size};
 use crate::disk;
@@ -102,9 +102,12 @@ pub struct Vm {
     /// Messages about the machine that are printed when it has ended [default: warn].
     #[arg(long, value_enum, value_name = "LEVEL")]
     pub log: Option<Log>,
-    /// What the serial line is connected to: stdio, pty, null, file=PATH, unix=PATH [default: stdio].
+    /// What the serial line (ttyS0) is connected to: stdio, pty, null, file=PATH, unix=PATH [default: stdio; null with --console stdio].
     #[arg(long, value_name = "TARGET", value_parser = Target::parse)]
     pub serial: Option<Target>,
+    /// A virtio console (hvc0), which is the guest's first one then, and what it is connected to: off, or as --serial [default: off].
+    #[arg(long, value_name = "TARGET", value_parser = Virtio::parse)]
+    pub console: Option<Virtio>,
     /// Wait for a debugger (GDB): unix=SOCKET, or tcp=:PORT on the loopback address; with `,wait` the guest waits for it, too.
     #[arg(long, value_name = "PLACE", value_parser = Place::parse)]
     pub gdb: Option<Place>,
@@ -375,9 +378,12 @@ impl Config {
 
     /// With paths that start at a folder.
     fn in_folder(mut self, folder: &Path) -> Self {
-        let Vm { kernel, initrd, profile_writes, api_socket, metrics, serial, gdb, .. } =
-            &mut self.vm;
+        let Vm {
+            kernel, initrd, profile_writes, api_socket, metrics, serial, console, gdb, ..
+        } = &mut self.vm;
         let gdb = gdb.iter_mut().filter_map(Place::path_mut);
+        let targets = console.iter_mut().filter_map(|console| console.0.as_mut());
+        let console = targets.filter_map(Target::path_mut);
         let serial = serial.iter_mut().filter_map(Target::path_mut);
         let initrd = initrd.iter_mut().filter(|path| !is_busybox(path));
         let metrics = metrics.iter_mut().filter(|path| !is_stdout(path));
@@ -386,7 +392,7 @@ impl Config {
         let switches = self.net.iter_mut().filter_map(|net| net.switch.as_mut());
         let vsock = self.vsock.iter_mut().map(|vsock| &mut vsock.path);
         let files = kernel.iter_mut().chain(profile_writes).chain(api_socket);
-        let paths = files.chain(initrd).chain(metrics).chain(serial).chain(gdb);
+        let paths = files.chain(initrd).chain(metrics).chain(serial).chain(console).chain(gdb);
         for path in paths.chain(disks).chain(switches).chain(shares).chain(vsock) {
             *path = folder.join(&*path);
         }

@@ -1,4 +1,4 @@
-//! What a machine's serial line is connected to.
+//! What a machine's serial line, and its virtio console, are connected to.
 //!
 //! Only standard output can hold a machine up. Whoever else listens and does not keep up loses what does not fit: a machine goes on
 //! whatever its console's users do.
@@ -58,6 +58,51 @@ impl Target {
     }
 }
 
+/// What the user wants of a virtio console: what it is connected to; `None`: there is none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Virtio(pub Option<Target>);
+
+impl Virtio {
+    /// Reads `off`, or as [`Target::parse`].
+    pub fn parse(text: &str) -> Result<Self, String> {
+        match text {
+            "off" => Ok(Self(None)),
+            _ => Target::parse(text)
+                .map(|target| Self(Some(target)))
+                .map_err(|text| text.replace("none of", "none of off,")),
+        }
+    }
+}
+
+impl JsonSchema for Virtio {
+    fn schema_name() -> Cow<'static, str> {
+        "Console".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({
+            "description": "What a virtio console is connected to, or that there is none.",
+            "type": "string",
+            "pattern": "^(off|stdio|pty|null|file=.+|unix=.+)$",
+        })
+    }
+}
+
+impl Serialize for Virtio {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match &self.0 {
+            None => serializer.serialize_str("off"),
+            Some(target) => target.serialize(serializer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Virtio {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
+    }
+}
+
 impl JsonSchema for Target {
     fn schema_name() -> Cow<'static, str> {
         "Serial".into()
@@ -65,7 +110,7 @@ impl JsonSchema for Target {
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
         json_schema!({
-            "description": "What a serial line is connected to.",
+            "description": "What a line is connected to.",
             "type": "string",
             "pattern": "^(stdio|pty|null|file=.+|unix=.+)$",
         })
@@ -138,11 +183,11 @@ pub enum Input {
 }
 
 impl Console {
-    /// Connects it.
+    /// Connects it; `name` is for messages.
     ///
     /// # Errors
     /// A file or socket cannot be made: code 66, 71 or 77.
-    pub fn open(target: &Target) -> Result<Self, Failure> {
+    pub fn open(target: &Target, name: &str) -> Result<Self, Failure> {
         Ok(match target {
             Target::Stdio => Self::Stdio,
             Target::Null => Self::Null,
@@ -151,14 +196,14 @@ impl Console {
                 Self::File(opened.map_err(|error| Failure::file("write", path, &error))?)
             }
             Target::Pty => {
-                let (master, other, name) = pty().map_err(|error| {
+                let (master, other, path) = pty().map_err(|error| {
                     Failure::os("make a pseudoterminal", &io::Error::from(error))
                 })?;
-                say(Level::Info, &format!("the serial line is {name}"));
+                say(Level::Info, &format!("{name} is {path}"));
                 Self::Pty { master, _other: other }
             }
             Target::Unix(path) => {
-                let listener = listen(path, "the serial line's socket")?;
+                let listener = listen(path, &format!("{name}'s socket"))?;
                 Self::Unix(Socket { path: path.clone(), listener, client: None })
             }
         })
@@ -316,7 +361,7 @@ mod tests {
     fn a_socket_serves_one_after_another() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("serial");
-        let mut console = Console::open(&Target::Unix(path.clone())).unwrap();
+        let mut console = Console::open(&Target::Unix(path.clone()), "it").unwrap();
         console.write(b"lost").unwrap();
         let mut buffer = [0; 8];
         for word in [b"one", b"two"] {
@@ -330,7 +375,7 @@ mod tests {
             drop(client);
             assert!(matches!(console.read(&mut buffer), Input::Nothing));
         }
-        assert!(Console::open(&Target::Unix(path.clone())).is_err());
+        assert!(Console::open(&Target::Unix(path.clone()), "it").is_err());
         drop(console);
         assert!(!path.exists());
     }

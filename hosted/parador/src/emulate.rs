@@ -71,7 +71,7 @@ pub fn run(plan: &Plan, image: &Image, options: &Options) -> Result<u8, Failure>
     let machine = Machine::start("QEMU", command)?;
     let limit = machine::deadline(options.timeout);
     let (end, messages) =
-        machine.serve(limit, &keys(&plan.console_clients()), &mut Console::Stdio, None)?;
+        machine.serve(limit, &keys(&plan.console_clients()), &mut Console::Stdio, None, None)?;
     let verdict = judge(&end);
     if verdict.show_log {
         show("QEMU's messages", &messages.text(), &options.qemu.display().to_string());

@@ -59,6 +59,14 @@ pub trait Watched {
     fn readable(&mut self, index: usize) -> Option<End>;
 }
 
+/// A line beside the serial one: the machine's side of it, and what it is connected to.
+pub struct Second<'a> {
+    /// Both directions.
+    pub stream: UnixStream,
+    /// What it is connected to.
+    pub console: &'a mut Console,
+}
+
 /// When a time limit that begins now is reached.
 pub fn deadline(timeout: Option<Duration>) -> Option<Instant> {
     timeout.and_then(|timeout| Instant::now().checked_add(timeout))
@@ -176,6 +184,7 @@ impl Machine {
         deadline: Option<Instant>,
         keys: &str,
         console: &mut Console,
+        second: Option<Second<'_>>,
         watched: Option<&mut dyn Watched>,
     ) -> Result<(End, Heard), Failure> {
         let (Some(input), Some(output), Some(errors)) =
@@ -184,7 +193,12 @@ impl Machine {
             return Err(Failure::new(failure::INTERNAL, format!("{} has no pipes", self.name)));
         };
         set_nonblocking(input.as_fd())?;
-        let raw = if console.is_stdio() { Raw::enter() } else { None };
+        let (stream, second) = second.map(|Second { stream, console }| (stream, console)).unzip();
+        if let Some(stream) = &stream {
+            set_nonblocking(stream.as_fd())?;
+        }
+        let has_terminal = console.is_stdio() || second.as_ref().is_some_and(|one| one.is_stdio());
+        let raw = if has_terminal { Raw::enter() } else { None };
         if raw.is_some() {
             if messages::is_json() {
                 messages::say(Level::Info, keys);
@@ -192,15 +206,17 @@ impl Machine {
                 eprint!("parador: {}\r\n", keys.replace('\n', "\r\n"));
             }
         }
+        let mut lines = vec![Line::new(input.as_fd(), output.as_fd(), console)];
+        if let (Some(stream), Some(console)) = (&stream, second) {
+            lines.push(Line::new(stream.as_fd(), stream.as_fd(), console));
+        }
         let mut traffic = Traffic {
             raw: raw.is_some(),
             keys: Keys::default(),
-            input_open: true,
-            pending: Vec::new(),
+            lines,
             messages: Heard::new(self.name, Some(profile::MARK)),
         };
-        let pipes = [input.as_fd(), output.as_fd(), errors.as_fd()];
-        let stop = traffic.carry(&self.signals, &self.others, pipes, console, deadline, watched);
+        let stop = traffic.carry(&self.signals, &self.others, errors.as_fd(), deadline, watched);
         drop(raw);
         let end = match stop? {
             Stop::End(end) => end,
@@ -229,13 +245,53 @@ fn set_nonblocking(pipe: BorrowedFd<'_>) -> Result<(), Failure> {
         .map_err(|error| Failure::os("set up a pipe", &error.into()))
 }
 
-/// Bytes on their way.
-struct Traffic {
-    raw: bool,
-    keys: Keys,
+/// A line of the machine, and what it is connected to.
+struct Line<'a> {
+    input: BorrowedFd<'a>,
+    output: BorrowedFd<'a>,
+    console: &'a mut Console,
     input_open: bool,
+    output_open: bool,
     /// Keys that the machine has not taken yet; while there are any, no more are read.
     pending: Vec<u8>,
+}
+
+impl<'a> Line<'a> {
+    fn new(input: BorrowedFd<'a>, output: BorrowedFd<'a>, console: &'a mut Console) -> Self {
+        Self { input, output, console, input_open: true, output_open: true, pending: Vec::new() }
+    }
+
+    /// What is wanted of its descriptors.
+    fn wanted(&self, index: usize) -> impl Iterator<Item = (Source, BorrowedFd<'_>, PollFlags)> {
+        let reads = self.input_open && self.pending.is_empty();
+        let keyboard = self.console.input().filter(|_| reads);
+        let keyboard = keyboard.map(|fd| (Source::Keyboard(index), fd, PollFlags::IN));
+        let output = (Source::Output(index), self.output, PollFlags::IN);
+        let input = (Source::Input(index), self.input, PollFlags::OUT);
+        let output = self.output_open.then_some(output);
+        let input = (!self.pending.is_empty()).then_some(input);
+        output.into_iter().chain(keyboard).chain(input)
+    }
+
+    /// To the machine, as much as it takes.
+    fn send(&mut self) {
+        match write(self.input, &self.pending) {
+            Ok(taken) => drop(self.pending.drain(..taken)),
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            // It has ended, or closed its side: nothing will be taken any more.
+            Err(_) => {
+                self.pending.clear();
+                self.input_open = false;
+            }
+        }
+    }
+}
+
+/// Bytes on their way.
+struct Traffic<'a> {
+    raw: bool,
+    keys: Keys,
+    lines: Vec<Line<'a>>,
     messages: Heard,
 }
 
@@ -245,37 +301,32 @@ enum Source {
     Signal(i32),
     /// Another process, by its number.
     Other(usize),
-    Output,
+    /// Of a line, by its number.
+    Output(usize),
     Errors,
-    Keyboard,
-    Input,
+    Keyboard(usize),
+    Input(usize),
     /// A descriptor of [`Watched`].
     Watched(usize),
 }
 
-impl Traffic {
+impl Traffic<'_> {
     /// Until something ends.
     fn carry(
         &mut self,
         signals: &[(i32, UnixStream)],
         others: &[Other],
-        [input, output, errors]: [BorrowedFd<'_>; 3],
-        console: &mut Console,
+        errors: BorrowedFd<'_>,
         deadline: Option<Instant>,
         mut watched: Option<&mut dyn Watched>,
     ) -> Result<Stop, Failure> {
-        let (mut output_open, mut errors_open) = (true, true);
-        while output_open || errors_open {
+        let mut errors_open = true;
+        while errors_open || self.lines.iter().any(|line| line.output_open) {
             // A descriptor reports hang-ups even if nothing is wanted from it; so only those that
             // matter now are listed.
-            let reads = self.input_open && self.pending.is_empty();
-            let keyboard = console.input().filter(|_| reads);
-            let pipes = [
-                (output_open, Source::Output, output, PollFlags::IN),
-                (errors_open, Source::Errors, errors, PollFlags::IN),
-                (keyboard.is_some(), Source::Keyboard, keyboard.unwrap_or(input), PollFlags::IN),
-                (!self.pending.is_empty(), Source::Input, input, PollFlags::OUT),
-            ];
+            let errors_wanted = errors_open.then_some((Source::Errors, errors, PollFlags::IN));
+            let lines = self.lines.iter().enumerate();
+            let pipes = lines.flat_map(|(index, line)| line.wanted(index)).chain(errors_wanted);
             let signals = signals
                 .iter()
                 .map(|(signal, pipe)| (Source::Signal(*signal), pipe.as_fd(), PollFlags::IN));
@@ -283,10 +334,6 @@ impl Traffic {
                 .iter()
                 .enumerate()
                 .map(|(number, other)| (Source::Other(number), other.alive.as_fd(), PollFlags::IN));
-            let pipes = pipes
-                .into_iter()
-                .filter(|pipe| pipe.0)
-                .map(|(_, source, fd, flags)| (source, fd, flags));
             let more = watched.as_ref().map(|watched| watched.descriptors()).unwrap_or_default();
             let more = more
                 .into_iter()
@@ -313,18 +360,21 @@ impl Traffic {
                 match source {
                     Source::Signal(signal) => return Ok(Stop::End(End::Signal(signal))),
                     Source::Other(number) => return Ok(Stop::Other(number)),
-                    Source::Output => match pass(output, console)? {
-                        Flow::Open => {}
-                        Flow::Closed => output_open = false,
-                        Flow::Ended(end) => return Ok(Stop::End(end)),
-                    },
+                    Source::Output(index) => {
+                        let line = &mut self.lines[index];
+                        match pass(line.output, line.console)? {
+                            Flow::Open => {}
+                            Flow::Closed => line.output_open = false,
+                            Flow::Ended(end) => return Ok(Stop::End(end)),
+                        }
+                    }
                     Source::Errors => errors_open = self.errors(errors)?,
-                    Source::Keyboard => {
-                        if self.keyboard(console) {
+                    Source::Keyboard(index) => {
+                        if self.keyboard(index) {
                             return Ok(Stop::End(End::Keys));
                         }
                     }
-                    Source::Input => self.input(input),
+                    Source::Input(index) => self.lines[index].send(),
                     Source::Watched(index) => {
                         let end = watched.as_mut().and_then(|watched| watched.readable(index));
                         if let Some(end) = end {
@@ -345,31 +395,19 @@ impl Traffic {
         Ok(length != 0)
     }
 
-    /// From the console. `true`: the user ends the machine.
-    fn keyboard(&mut self, console: &mut Console) -> bool {
+    /// From what a line is connected to. `true`: the user ends the machine.
+    fn keyboard(&mut self, index: usize) -> bool {
+        let line = &mut self.lines[index];
         let mut buffer = [0; 4096];
-        match console.read(&mut buffer) {
-            Input::Bytes(length) if self.raw => {
-                return self.keys.pass(&buffer[..length], &mut self.pending);
+        match line.console.read(&mut buffer) {
+            Input::Bytes(length) if self.raw && line.console.is_stdio() => {
+                return self.keys.pass(&buffer[..length], &mut line.pending);
             }
-            Input::Bytes(length) => self.pending.extend_from_slice(&buffer[..length]),
+            Input::Bytes(length) => line.pending.extend_from_slice(&buffer[..length]),
             Input::Nothing => {}
-            Input::End => self.input_open = false,
+            Input::End => line.input_open = false,
         }
         false
-    }
-
-    /// To the machine, as much as it takes.
-    fn input(&mut self, to: BorrowedFd<'_>) {
-        match write(to, &self.pending) {
-            Ok(taken) => drop(self.pending.drain(..taken)),
-            Err(Errno::AGAIN | Errno::INTR) => {}
-            // It has ended, or closed its side: nothing will be taken any more.
-            Err(_) => {
-                self.pending.clear();
-                self.input_open = false;
-            }
-        }
     }
 }
 
@@ -413,6 +451,8 @@ fn receive(from: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<usize, Failure> {
         match read(from, &mut *buffer) {
             Ok(length) => return Ok(length),
             Err(Errno::INTR) => {}
+            // The other side of a socket has ended and left something that it was sent.
+            Err(Errno::CONNRESET) => return Ok(0),
             Err(error) => return Err(Failure::os("read", &error.into())),
         }
     }

@@ -5,7 +5,7 @@ use crate::compat;
 use crate::config::{
     Backend, Config, Log, Optimisation, Protection, Sandbox, Then, Vm, is_busybox, is_stdout,
 };
-use crate::console::Console;
+use crate::console::{Console, Target};
 use crate::control::{Control, Supervisor};
 use crate::debugger::{self, Debugger, Kernel, Place, Ram};
 use crate::device;
@@ -15,7 +15,7 @@ use crate::fetch;
 use crate::initramfs;
 use crate::interrupt::Interruptible;
 use crate::kvm;
-use crate::machine::{self, End, Machine};
+use crate::machine::{self, End, Machine, Second};
 use crate::messages::{self, Level, More, say};
 use crate::net::{self, Net};
 use crate::output::print;
@@ -56,14 +56,15 @@ const MEMORY: u64 = 1 << 30;
 const LEAST_MEMORY: u64 = 64 << 20;
 /// What a kernel is told that KVM runs: the serial line is the console.
 const KVM_COMMAND_LINE: &str = "console=ttyS0 panic=-1";
-/// What a kernel is told before what the user says: the serial line is the console; time comes from the counter that the wedge has no part in;
-/// what defends a kernel against its programs on a processor that it does not own is of no use; and large pages of programs are one fault and one
+/// What a kernel is told before what the user says, behind its consoles: time comes from the counter that the wedge has no part in; what defends a kernel against its programs on a processor that it does not own is of no use; and large pages of programs are one fault and one
 /// mapping of the host each (Linux has them with 512 MiB or more).
-const COMMAND_LINE: &str = "console=ttyS0 panic=-1 mitigations=off transparent_hugepage=always";
+const COMMAND_LINE: &str = "panic=-1 mitigations=off transparent_hugepage=always";
 
 /// What is added to it where the host has no 32-bit programs.
 const NO_COMPAT: &str = "ia32_emulation=off";
 
+/// The serial line in messages.
+const SERIAL: &str = "the serial line";
 /// What the keys of a terminal do.
 const KEYS: &str = "Ctrl-A X ends the machine; all other keys go to the guest";
 
@@ -152,6 +153,22 @@ fn bits(vm: &Vm) -> u64 {
     })
 }
 
+/// What the serial line is connected to, and the virtio console if there is one.
+fn lines(vm: &Vm) -> Result<(Target, Option<Target>), Failure> {
+    let second = vm.console.as_ref().and_then(|console| console.0.clone());
+    let first = match (&vm.serial, &second) {
+        (None, Some(Target::Stdio)) => Target::Null,
+        (serial, _) => serial.clone().unwrap_or_default(),
+    };
+    let is_shared = !matches!(first, Target::Null | Target::Pty) && second.as_ref() == Some(&first);
+    if is_shared {
+        let text = "--serial and --console are connected to the same";
+        let failure = Failure::new(failure::BAD_CONFIG, text);
+        return Err(failure.help("connect one of them elsewhere: --serial null"));
+    }
+    Ok((first, second))
+}
+
 /// How a kernel is run.
 enum Runner<'a> {
     /// By KVM.
@@ -175,13 +192,14 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
         || !config.net.is_empty()
         || !config.share.is_empty()
         || config.vsock.is_some()
+        || vm.console.as_ref().is_some_and(|console| console.0.is_some())
         || config.disk.iter().any(disk::Description::is_image)
         || vm.is_controlled()
         || balloon;
     let parse = || Image::parse(bytes);
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
-            let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --counters, --gdb, --net, \
+            let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --console, --counters, --gdb, --net, \
                         --perf-map, --profile-writes, --protection keys or remap, --sandbox strict, --share, --vsock, qcow2 images and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
@@ -263,7 +281,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Some(more) => format!("{first} {more}"),
         None => first.to_owned(),
     };
-    let target = vm.serial.clone().unwrap_or_default();
+    let (target, second) = lines(vm)?;
     let log = match vm.log.unwrap_or_default() {
         Log::Error => log::ERROR,
         Log::Warn => log::WARN,
@@ -292,13 +310,13 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
                 log,
                 disks: records.iter().map(|record| record.to_words()).collect(),
             };
-            let mut console = Console::open(&target)?;
+            let mut console = Console::open(&target, SERIAL)?;
             let command = kvm::command(&machine, &bytes, &initrd, disks)?;
             drop((bytes, initrd));
             say(Level::Info, "back end `kvm`");
             let start = Instant::now();
             let (end, messages) =
-                Machine::start("kvm", command)?.serve(deadline, KEYS, &mut console, None)?;
+                Machine::start("kvm", command)?.serve(deadline, KEYS, &mut console, None, None)?;
             messages.print();
             let (code, text) = judge(&end);
             say_end(code, &text, start);
@@ -310,6 +328,13 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let line = if compat { COMMAND_LINE.to_owned() } else { format!("{COMMAND_LINE} {NO_COMPAT}") };
     let compat = if compat { option::COMPAT } else { 0 };
     let wedge = wedge(options.artifacts.as_deref())?;
+    // The last one is the first program's.
+    let consoles = match (&target, &second) {
+        (_, None) => "console=ttyS0",
+        (Target::Null, Some(_)) => "console=hvc0",
+        (_, Some(_)) => "console=ttyS0 console=hvc0",
+    };
+    let first = format!("{consoles} {line}");
     let prepare = |image: &Image<'_>| {
         let mut nets = open_nets(&config.net)?;
         let net_records: Vec<_> = nets.iter().map(|net| net.record).collect();
@@ -318,7 +343,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             memory,
             vcpus,
             initrd: initrd.as_deref(),
-            command_line: &command_line(&line),
+            command_line: &command_line(&first),
             options: bits(vm) | compat | if keys { option::KEYS } else { 0 },
             log,
             balloon,
@@ -326,6 +351,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             nets: &net_records,
             shares: &share_records,
             vsock: config.vsock.as_ref().map(|vsock| vsock.cid()),
+            console: second.is_some(),
         };
         let prepared =
             hosted_vmm::prepare(image, &machine).map_err(|error| refused(&error, kernel))?;
@@ -346,7 +372,9 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let text = format!("programs of this guest can reach its kernel: {why}");
         say(Level::Warn, &text);
     }
-    let mut console = Console::open(&target)?;
+    let mut console = Console::open(&target, SERIAL)?;
+    let open = |target: &Target| Console::open(target, "the virtio console");
+    let mut second = second.as_ref().map(open).transpose()?;
     let vsock = config.vsock.as_ref().map(Vsock::open).transpose()?;
     let sink = vm.event_fd.map(event_sink).transpose()?;
     let metrics = vm.metrics.as_deref().map(metrics_sink).transpose()?;
@@ -389,6 +417,13 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             (doorbell, layout::DOORBELL_FD),
             (theirs.into(), layout::CONTROL_FD),
         ];
+        let mut stream = None;
+        if second.is_some() {
+            let pair = UnixStream::pair();
+            let (ours, theirs) = pair.map_err(|error| Failure::os("make a pipe", &error))?;
+            stream = Some(ours);
+            descriptors.push((theirs.into(), layout::CONSOLE_FD));
+        }
         if let Some(vsock) = &vsock {
             let (other, stream) = vsock.start()?;
             served.push(other);
@@ -417,8 +452,12 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let asked = asked.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
         let mut supervisor = Supervisor::new(&control, &woken, ours, asked, maps.as_mut());
         hosted_jail::give_back();
+        let second = match (&mut second, stream) {
+            (Some(console), Some(stream)) => Some(Second { stream, console }),
+            _ => None,
+        };
         let (end, mut messages) =
-            machine.serve(deadline, KEYS, &mut console, Some(&mut supervisor))?;
+            machine.serve(deadline, KEYS, &mut console, second, Some(&mut supervisor))?;
         if let Some(path) = &vm.profile_writes {
             let lines = messages.take_marked();
             let profile = with_image(kernel, |image| Ok(profile::report(&lines, image)))?;

@@ -193,10 +193,11 @@ fn device(traced: bool) -> Result<Rules, BackendError> {
         }
         allow_all(&mut rules, &[linux::__NR_rt_sigtimedwait]);
     }
-    for descriptor in [layout::OUTPUT_FD, layout::CONTROL_FD] {
+    for descriptor in [layout::OUTPUT_FD, layout::CONTROL_FD, layout::CONSOLE_FD] {
         allow(&mut rules, linux::__NR_write, &[&[(0, descriptor)]])?;
     }
-    for descriptor in [layout::INPUT_FD, layout::DOORBELL_FD, layout::CONTROL_FD] {
+    let inputs = [layout::INPUT_FD, layout::DOORBELL_FD, layout::CONTROL_FD, layout::CONSOLE_FD];
+    for descriptor in inputs {
         allow(&mut rules, linux::__NR_read, &[&[(0, descriptor)]])?;
     }
     // A process of the guest maps what belongs to its virtual CPU.

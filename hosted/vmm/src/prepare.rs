@@ -47,6 +47,8 @@ pub struct Machine<'a> {
     pub shares: &'a [Share],
     /// The guest's number for vsock, if it has that.
     pub vsock: Option<u32>,
+    /// It has a virtio console beside the serial line.
+    pub console: bool,
 }
 
 /// What the wedge is started with.
@@ -99,6 +101,7 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         nets: machine.nets.len() as u64,
         shares: machine.shares.len() as u64,
         vsock: machine.vsock.unwrap_or(0).into(),
+        console: machine.console.into(),
         log: machine.log,
         balloon: machine.balloon.map_or(0, |bytes| bytes / PAGE_SIZE + 1),
         ..Start::default()

@@ -119,6 +119,7 @@ fn machine(memory: u64) -> Machine<'static> {
         nets: &[],
         shares: &[],
         vsock: None,
+        console: false,
     }
 }
 

@@ -1,7 +1,7 @@
 //! What users see of a machine that runs: messages as JSON, its serial line elsewhere, maps for profilers.
 
-use super::{Rig, children, end, ended, start};
-use anyhow::{Context, Result, ensure};
+use super::{PROMPT, Rig, children, end, ended, start};
+use anyhow::{Context, Result, bail, ensure};
 use std::collections::HashMap;
 use std::fs;
 use std::io::{Read, Write};
@@ -73,6 +73,56 @@ pub fn serial() -> Result<()> {
     terminal.write_all(b"machine-exit 5\n").context("cannot write")?;
     let status = child.wait().context("cannot wait for parador")?;
     ensure!(status.code() == Some(5), "{status}");
+    Ok(())
+}
+
+/// Reads until there is this text.
+fn read_until(from: &mut impl Read, text: &str) -> Result<String> {
+    let (mut all, mut buffer) = (Vec::new(), [0; 4096]);
+    loop {
+        match from.read(&mut buffer).context("cannot read")? {
+            0 => bail!("`{text}` did not appear:\n{}", String::from_utf8_lossy(&all)),
+            count => all.extend(&buffer[..count]),
+        }
+        if String::from_utf8_lossy(&all).contains(text) {
+            return Ok(String::from_utf8_lossy(&all).into_owned());
+        }
+    }
+}
+
+/// A virtio console in the place of the serial line, and beside it: both ways, with more than is kept on the way.
+pub fn console() -> Result<()> {
+    let rig = Rig::new()?;
+    let mut child = start(rig.run().args(["--console", "stdio"]))?;
+    let mut input = child.stdin.take().context("no input")?;
+    let mut output = child.stdout.take().context("no output")?;
+    let mut printed = read_until(&mut output, PROMPT)?;
+    ensure!(printed.contains("Run /init"), "{printed}");
+    input.write_all(b"tty; seq 30000; sleep 1; machine-exit 4\n").context("cannot write")?;
+    output.read_to_string(&mut printed).context("cannot read")?;
+    let status = child.wait().context("cannot wait for parador")?;
+    ensure!(status.code() == Some(4) && printed.contains("\n/dev/hvc0\r"), "{status}:\n{printed}");
+    let numbers = printed.lines().filter_map(|line| line.parse::<u32>().ok());
+    ensure!(numbers.eq(1..=30000), "numbers are missing:\n{printed}");
+
+    // Two virtual CPUs; the kernel's messages go to both, the shell has one of them.
+    let mut machine = rig.run();
+    machine.args(["-c", "2", "--console", "unix=hvc", "--serial", "file=out"]);
+    let mut child = start(&mut machine)?;
+    let path = rig.path("hvc");
+    let mut client = wait(|| UnixStream::connect(&path).ok())?;
+    read_until(&mut client, PROMPT)?;
+    client.write_all(b"echo $((6*7)) is; echo to the line >/dev/ttyS0; sleep 1; poweroff\n")?;
+    let mut printed = String::new();
+    client.read_to_string(&mut printed).context("cannot read")?;
+    ensure!(printed.contains("42 is") && !printed.contains("\nto the line"), "{printed}");
+    ensure!(child.wait().context("cannot wait for parador")?.success() && !path.exists());
+    let line = fs::read_to_string(rig.path("out")).context("no output")?;
+    let has = |text: &str| line.contains(text);
+    ensure!(has("Linux version") && has("to the line") && !has("42 is"), "{line}");
+
+    let both = ["--console", "stdio", "--serial", "stdio"];
+    end(rig.run().args(both), "")?.has(65, &["connected to the same"])?;
     Ok(())
 }
 

@@ -9,7 +9,7 @@ use vmm_cpu::MAX_VCPUS;
 use crate::memory::Ram;
 use crate::processes::{self, KICK};
 use crate::report::{HOST, say};
-use crate::shared::{RING, SLOTS, event, shared, vcpus};
+use crate::shared::{RING, Ring, SLOTS, event, shared, vcpus};
 use crate::{debug, disk, net, sys};
 
 const READABLE: u16 = linux::POLLIN as u16;
@@ -22,6 +22,36 @@ pub struct Device {
     guests: [[u32; SLOTS]; MAX_VCPUS],
     disks: [u32; disk::MAX_WORKERS],
     nets: [u32; net::MAX_WORKERS],
+    /// There is a virtio console.
+    has_console: bool,
+}
+
+/// The serial line, and the virtio console: what is typed and printed.
+struct Line {
+    /// Descriptors.
+    typed: u32,
+    printed: u32,
+    input: &'static Ring,
+    output: &'static Ring,
+}
+
+/// The lines.
+fn lines() -> [Line; 2] {
+    let shared = shared();
+    [
+        Line {
+            typed: layout::INPUT_FD,
+            printed: layout::OUTPUT_FD,
+            input: &shared.input,
+            output: &shared.output,
+        },
+        Line {
+            typed: layout::CONSOLE_FD,
+            printed: layout::CONSOLE_FD,
+            input: &shared.console_input,
+            output: &shared.console_output,
+        },
+    ]
 }
 
 impl Device {
@@ -31,8 +61,9 @@ impl Device {
         ram: Ram,
         disks: [u32; disk::MAX_WORKERS],
         nets: [u32; net::MAX_WORKERS],
+        has_console: bool,
     ) -> Self {
-        Self { filters, ram, guests: [[0; SLOTS]; MAX_VCPUS], disks, nets }
+        Self { filters, ram, guests: [[0; SLOTS]; MAX_VCPUS], disks, nets, has_console }
     }
 
     /// Makes the process of a slot of a virtual CPU, if it has none.
@@ -66,7 +97,8 @@ impl Device {
             return HOST;
         }
         let shared = shared();
-        let (mut input, mut controlled, mut started) = (true, true, false);
+        let (lines, mut inputs) = (lines(), [true, self.has_console]);
+        let (mut controlled, mut started) = (true, false);
         loop {
             shared.rung.store(0, SeqCst);
             self.drain();
@@ -110,11 +142,15 @@ impl Device {
             if debug::shared().news.swap(0, SeqCst) != 0 {
                 let _ = sys::write(layout::CONTROL_FD, &[control::HALTED]);
             }
-            let room = shared.input.room();
-            let [rung, typed, told] = wait([
+            let wanted = |index: usize| {
+                let is_wanted = inputs[index] && lines[index].input.room() > RING / 2;
+                is_wanted.then_some(lines[index].typed)
+            };
+            let [rung, told, typed @ ..] = wait([
                 Some(layout::DOORBELL_FD),
-                (input && room > RING / 2).then_some(layout::INPUT_FD),
                 controlled.then_some(layout::CONTROL_FD),
+                wanted(0),
+                wanted(1),
             ]);
             if told {
                 let mut byte = [0];
@@ -128,14 +164,14 @@ impl Device {
                 // It has been readable, so there is something to take.
                 let _ = sys::read(layout::DOORBELL_FD, &mut count);
             }
-            if typed {
+            for (index, line) in lines.iter().enumerate().filter(|(index, _)| typed[*index]) {
                 let mut bytes = [0; 4096];
-                match sys::read(layout::INPUT_FD, &mut bytes) {
-                    Ok(0) | Err(_) => input = false,
+                match sys::read(line.typed, &mut bytes) {
+                    Ok(0) | Err(_) => inputs[index] = false,
                     Ok(count) => {
                         for &byte in &bytes[..count] {
                             // There is room: more than half of the ring.
-                            shared.input.put(byte);
+                            line.input.put(byte);
                         }
                         self.tell(0, event::CONSOLE);
                     }
@@ -204,7 +240,11 @@ impl Device {
 
     /// Prints what the guest has put.
     fn drain(&self) {
-        let output = &shared().output;
+        let count = 1 + usize::from(self.has_console);
+        lines().iter().take(count).for_each(|line| self.drain_line(line));
+    }
+
+    fn drain_line(&self, &Line { output, printed, .. }: &Line) {
         let mut bytes = [0; 4096];
         loop {
             let mut used = 0;
@@ -218,7 +258,7 @@ impl Device {
             }
             let mut rest = &bytes[..used];
             while !rest.is_empty() {
-                match sys::write(layout::OUTPUT_FD, rest) {
+                match sys::write(printed, rest) {
                     Ok(count) => rest = &rest[count..],
                     Err(sys::Errno(4 | 11)) => {}
                     // Nobody listens any longer.

@@ -1040,6 +1040,7 @@ fn drive(all: &All<'_>, index: usize) -> ! {
             .chain(asked(event::SHARE, &filled.shares))
             .chain(asked(event::NET, &filled.nets))
             .chain(asked(event::BALLOON, &filled.balloon))
+            .chain(asked(event::CONSOLE, &filled.console))
         {
             machine.function_input(slot, Some(&state), &mut host);
         }

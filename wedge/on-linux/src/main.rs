@@ -136,11 +136,12 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
         .map_err(|error| ("the host makes no process for a network", error))?;
     let disks = disk::make_workers(&start, &filters)
         .map_err(|error| ("the host makes no process for a disk", error))?;
+    let last = if start.console != 0 { layout::CONSOLE_FD } else { layout::CONTROL_FD };
     // They are the workers'.
     sys::close(layout::DISKS_FD, layout::CONTROL_FD - 1)
-        .and_then(|()| sys::close(layout::CONTROL_FD + 1, u32::MAX))
+        .and_then(|()| sys::close(last + 1, u32::MAX))
         .map_err(|error| ("the host closes no descriptors", error))?;
-    let mut device = Device::new(filters, ram, disks, nets);
+    let mut device = Device::new(filters, ram, disks, nets, start.console != 0);
     for vcpu in 0..shared::vcpus().len() {
         device.make(vcpu, 0).map_err(|error| ("the host makes no process", error))?;
     }

@@ -8,7 +8,7 @@ use vmm_bus::outside::BlockInfo;
 use vmm_bus::{Balloon, Block, Messages, Net, Packets};
 use vmm_machine::{Host, Level, Model, Outside, Slots};
 
-use crate::shared::{self, event, shared};
+use crate::shared::{self, Ring, event, shared};
 use crate::{balloon, device, disk, net, processes, report, share, sys, vsock};
 
 /// The outside as the virtual CPU reaches it.
@@ -29,18 +29,11 @@ impl Host for LinuxHost {
     }
 
     fn put(&mut self, byte: u8) -> bool {
-        let put = shared().output.put(byte);
-        processes::ring();
-        put
+        put(&shared().output, byte)
     }
 
     fn take(&mut self) -> Option<u8> {
-        let byte = shared().input.take();
-        if byte.is_none() {
-            // There may be more, now that there is room.
-            processes::ring();
-        }
-        byte
+        take(&shared().input)
     }
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
@@ -54,8 +47,26 @@ impl Host for LinuxHost {
     }
 }
 
-/// PCI functions of a machine: disks, then shared directories, the source of random numbers, networks, vsock and the balloon.
-pub const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + 3 + MAX_NETS;
+/// Puts a byte for the device process.
+fn put(ring: &Ring, byte: u8) -> bool {
+    let put = ring.put(byte);
+    processes::ring();
+    put
+}
+
+/// Takes a byte of the device process.
+fn take(ring: &Ring) -> Option<u8> {
+    let byte = ring.take();
+    if byte.is_none() {
+        // There may be more, now that there is room.
+        processes::ring();
+    }
+    byte
+}
+
+/// PCI functions of a machine: disks, then shared directories, the source of random numbers, networks, vsock, the balloon
+/// and the console.
+pub const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + 4 + MAX_NETS;
 
 /// What a PCI function is connected to.
 pub enum Link {
@@ -71,6 +82,8 @@ pub enum Link {
     Share(share::Link),
     /// Sockets of the host.
     Vsock(vsock::Link),
+    /// The device process.
+    Console,
 }
 
 impl Outside for Link {
@@ -109,6 +122,14 @@ impl Outside for Link {
         }
     }
 
+    fn put(&mut self, byte: u8) -> bool {
+        put(&shared().console_output, byte)
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        take(&shared().console_input)
+    }
+
     fn entropy(&mut self, to: &mut [u8]) -> bool {
         sys::random(to)
     }
@@ -124,6 +145,8 @@ pub struct Filled {
     pub nets: Range<usize>,
     /// Of the balloon.
     pub balloon: Range<usize>,
+    /// Of the console.
+    pub console: Range<usize>,
 }
 
 /// Fills the slots of the bus.
@@ -151,11 +174,14 @@ pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start) -> Filled {
     }
     let balloon = balloon::Link::new(start);
     let balloon = balloon.and_then(|link| slots.add(Model::Balloon, Link::Balloon(link)).ok());
+    let has_console = start.console != 0;
+    let console = has_console.then(|| slots.add(Model::Console, Link::Console).ok()).flatten();
     let first_net = disks + shares + 1;
     Filled {
         disks: 0..disks,
         shares: disks..disks + shares,
         nets: first_net..first_net + nets + usize::from(start.vsock != 0),
         balloon: balloon.map_or(0..0, |slot| slot..slot + 1),
+        console: console.map_or(0..0, |slot| slot..slot + 1),
     }
 }

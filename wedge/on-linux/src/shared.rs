@@ -275,6 +275,10 @@ pub struct Shared {
     pub output: Ring,
     /// To the guest.
     pub input: Ring,
+    /// The same of the virtio console.
+    pub console_output: Ring,
+    /// See above.
+    pub console_input: Ring,
     /// Frames of networks.
     pub nets: crate::net::Ports,
     /// The balloon.
