@@ -862,6 +862,19 @@ impl<'a> Controlled<'a> {
         Ok(said)
     }
 
+    /// Until it waits for boot.
+    fn waits(&self) -> Result<()> {
+        let deadline = Instant::now() + 3 * GONE;
+        loop {
+            let (code, said) = self.ctl(&["status"])?;
+            if code == 0 && said.contains("\"state\": \"created\"") {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "it does not wait: {code}\n{said}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
     /// How far the guest has counted.
     fn count(&self) -> usize {
         let console = fs::read_to_string(self.rig.path(Self::CONSOLE)).unwrap_or_default();
@@ -899,8 +912,18 @@ pub fn api() -> Result<()> {
     let rig = Rig::new()?;
     let evdev = rig.module("kernel/drivers/input/evdev.ko")?;
     let mut run = rig.script(COUNT, &[&evdev])?;
-    let machine = Controlled::start(&rig, run.args(["--metrics", "metrics"]))?;
+    run.args(["--metrics", "metrics", "--wait-boot"]);
+    let machine = Controlled::start(&rig, &mut run)?;
+    // Everything is there but the guest.
+    machine.waits()?;
+    machine.told(&["stats"], 0, "\"processes\": 0")?;
+    for words in [&["pause"][..], &["resume"], &["reset"], &["shutdown"]] {
+        machine.told(words, 1, "waits for boot")?;
+    }
+    ensure!(machine.count() == 0, "a machine that waits has counted");
+    machine.told(&["boot"], 0, "starting")?;
     machine.counts()?;
+    machine.told(&["boot"], 1, "started already")?;
     machine.told(&["resume"], 1, "not paused")?;
     machine.told(&["pause"], 0, "paused")?;
     let before = machine.count();
@@ -930,6 +953,7 @@ pub fn api() -> Result<()> {
     let events = String::from_utf8_lossy(&events.stdout).into_owned();
     let kinds: Vec<&str> = events.lines().filter_map(|line| line.split('"').nth(3)).collect();
     let all = [
+        "created",
         "started",
         "running",
         "paused",
@@ -959,6 +983,44 @@ pub fn api() -> Result<()> {
     machine.told(&["shutdown", "--force"], 0, "ended")?;
     let (code, messages) = machine.wait()?;
     ensure!(code == Some(0) && messages.contains("ended by request"), "{code:?}: {messages}");
+    Ok(())
+}
+
+/// A machine that waits for boot and is ended otherwise.
+pub fn boot() -> Result<()> {
+    let rig = Rig::new()?;
+    let waiting = |limit, more: &[&str]| -> Result<Controlled<'_>> {
+        let mut run = rig.bare(limit);
+        run.args(["-i", "busybox", "--wait-boot"]).args(more);
+        let machine = Controlled::start(&rig, &mut run)?;
+        machine.waits()?;
+        Ok(machine)
+    };
+    let socket = rig.path(Controlled::SOCKET);
+    let is_over = |machine: Controlled<'_>, code, text| -> Result<()> {
+        let (ended, messages) = machine.wait()?;
+        ensure!(ended == Some(code) && messages.contains(text), "{ended:?}: {messages}");
+        ensure!(!socket.exists(), "the control socket has stayed");
+        Ok(())
+    };
+    let machine = waiting(LIMIT, &[])?;
+    machine.told(&["shutdown", "--force"], 0, "ended")?;
+    is_over(machine, 0, "ended by request")?;
+    let machine = waiting(LIMIT, &[])?;
+    succeed(Command::new("kill").arg(machine.child.id().to_string()))?;
+    is_over(machine, 128 + 15, "signal 15")?;
+    is_over(waiting(2, &[])?, 124, "time limit")?;
+    // The machine starts anew by itself.
+    let machine = waiting(LIMIT, &["--on-reset", "reset", "-p", "parador.run=\"reboot -f\""])?;
+    machine.told(&["boot"], 0, "starting")?;
+    let deadline = Instant::now() + 3 * GONE;
+    while !machine.ctl(&["metrics"])?.1.contains("parador_resets_total 2") {
+        ensure!(Instant::now() < deadline, "it does not start anew");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    machine.told(&["shutdown", "--force"], 0, "ended")?;
+    is_over(machine, 0, "ended by request")?;
+    end(rig.run().arg("--wait-boot"), "")?.has(64, &["nobody could say when"])?;
     Ok(())
 }
 

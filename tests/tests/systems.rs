@@ -59,6 +59,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("kvm", kvm::guests),
     ("kvm-refused", kvm::refused),
     ("api", hosted::api),
+    ("boot", hosted::boot),
     ("config", hosted::config),
     ("gdb", hosted::debugger::session),
     ("json", hosted::observed::json),

@@ -254,6 +254,7 @@ async fn reply(
             let text = control.statistics().prometheus();
             return Ok(response("text/plain; version=0.0.4", text));
         }
+        ("/v1/vm/boot", None) => Some(Wish::Boot),
         ("/v1/vm/pause", None) => Some(Wish::Pause),
         ("/v1/vm/resume", None) => Some(Wish::Resume),
         ("/v1/vm/reset", None) => Some(Wish::Reset),
@@ -280,7 +281,7 @@ async fn reply(
 }
 
 /// Paths, what is asked of them, and what for.
-const PATHS: [(&str, &str, &str); 9] = [
+const PATHS: [(&str, &str, &str); 10] = [
     ("/v1/openapi.json", "GET", "This description."),
     ("/v1/vm", "GET", "What the machine is, and its state."),
     ("/v1/vm/stats", "GET", "What it has done and what it needs of the host."),
@@ -290,6 +291,7 @@ const PATHS: [(&str, &str, &str); 9] = [
         "GET",
         "What has happened to it and what happens, a JSON object a line, until it has ended.",
     ),
+    ("/v1/vm/boot", "PUT", "Starts a machine that waits for it."),
     ("/v1/vm/pause", "PUT", "Stops the guest."),
     ("/v1/vm/resume", "PUT", "Lets it go on."),
     ("/v1/vm/reset", "PUT", "Ends the machine and starts it anew."),
@@ -392,6 +394,7 @@ mod tests {
             ("GET /v1/nothing", "404", "there is no /v1/nothing"),
             ("PUT /v1/vm", "405", "is for GET, not PUT"),
             ("GET /v1/vm/pause", "405", "allow: PUT"),
+            ("GET /v1/vm/boot", "405", "allow: PUT"),
             ("PUT /v1/vm/pause?now", "400", "no parameter `now`"),
             ("PUT /v1/vm/shutdown?force=maybe", "400", "no parameter"),
         ] {

@@ -121,6 +121,10 @@ pub struct Vm {
     /// Control socket, which is made: see docs/spec/api.md.
     #[arg(long, value_name = "SOCKET")]
     pub api_socket: Option<PathBuf>,
+    /// Start when the control socket says so: PUT /v1/vm/boot.
+    #[arg(long)]
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub wait_boot: bool,
     /// Descriptor that events are written to, a JSON object a line.
     #[arg(long, value_name = "NUMBER")]
     pub event_fd: Option<u32>,

@@ -6,11 +6,12 @@
 use crate::config::Config;
 use crate::events::{Event, Events};
 use crate::failure::Failure;
-use crate::machine::{End, Watched};
+use crate::machine::{self, End, Watched};
 use crate::perf::Maps;
 use crate::statistics::{self, Statistics};
 use hyper::body::Bytes;
 use proto::wedge::control as byte;
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{Errno, read, write};
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -29,6 +30,8 @@ const MOST_WISHES: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
+    /// It has not been started: it waits for boot.
+    Created,
     /// Its first instruction is still to come.
     Starting,
     /// The guest runs.
@@ -42,6 +45,8 @@ pub enum State {
 /// What can be wanted of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wish {
+    /// A machine that waits for it is started.
+    Boot,
     /// The guest stops.
     Pause,
     /// It goes on.
@@ -159,6 +164,68 @@ impl Control {
         known.process = Some(process);
         known.memory = Some((memory.0.into(), memory.1.into()));
         known.events.happened(Event::Started { process });
+    }
+
+    /// The machine waits for boot: see [`Self::await_boot`].
+    pub fn created(&self) {
+        let mut known = self.known();
+        known.state = State::Created;
+        known.events.happened(Event::Created);
+    }
+
+    /// Waits until somebody wants the machine to be started; if something else ends it, what. `woken` is that of [`Self::new`], `asked` as in [`Supervisor::new`].
+    pub fn await_boot(
+        &self,
+        woken: &UnixStream,
+        deadline: Option<Instant>,
+        asked: Option<(&UnixStream, &dyn Fn())>,
+    ) -> Result<Option<End>, Failure> {
+        let signals = machine::ending_signals()?;
+        loop {
+            let mut fds = vec![woken.as_fd(), asked.map_or(woken, |asked| asked.0).as_fd()];
+            fds.extend(signals.iter().map(|signal| signal.1.as_fd()));
+            let mut fds: Vec<_> =
+                fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+            let Some(left) = machine::left(deadline) else { return Ok(Some(End::Timeout)) };
+            match poll(&mut fds, left.as_ref()) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(Failure::os("wait for boot", &error.into())),
+            }
+            let is_ready = |index: usize| !fds[index].revents().is_empty();
+            let signal = signals.iter().enumerate().find(|(index, _)| is_ready(index + 2));
+            if let Some((_, (signal, _))) = signal {
+                return Ok(Some(End::Signal(*signal)));
+            }
+            if let Some((pipe, write)) = asked.filter(|_| is_ready(1)) {
+                drain(pipe.as_fd());
+                write();
+            }
+            drain(woken.as_fd());
+            if let Some(what) = self.wishes_before_boot() {
+                return Ok(what);
+            }
+        }
+    }
+
+    /// Answers what is wanted of a machine that waits for boot: whether it is started or ended then.
+    fn wishes_before_boot(&self) -> Option<Option<End>> {
+        let mut known = self.known();
+        loop {
+            let (wish, answer) = known.wishes.pop_front()?;
+            let (said, what) = match wish {
+                Wish::Boot => (Ok(State::Starting), Some(None)),
+                Wish::End => (Ok(State::Ended), Some(Some(End::Request))),
+                _ => (Err("the machine waits for boot".to_owned()), None),
+            };
+            if what == Some(None) {
+                known.state = State::Starting;
+            }
+            // Who has gone away in the meantime wants no answer.
+            let _ = answer.send(said);
+            if what.is_some() {
+                return what;
+            }
+        }
     }
 
     /// A debugger is told by this of what happens.
@@ -300,6 +367,10 @@ impl<'a> Supervisor<'a> {
                     let _ = answer.send(Ok(State::Ended));
                     return Some(End::Request);
                 }
+                (Wish::Boot, _) => {
+                    let _ = answer.send(Err("the machine has been started already".to_owned()));
+                    continue;
+                }
                 (Wish::Reset, _) => {
                     let _ = answer.send(Ok(State::Starting));
                     return Some(End::Reset);
@@ -322,7 +393,7 @@ impl<'a> Supervisor<'a> {
                     let _ = answer.send(Err("the machine is not paused".to_owned()));
                     continue;
                 }
-                (_, State::Starting | State::Ended) => {
+                (_, State::Created | State::Starting | State::Ended) => {
                     let _ = answer.send(Err("the guest does not run yet".to_owned()));
                     continue;
                 }

@@ -45,6 +45,8 @@ enum Verb {
     Metrics,
     /// What has happened to it and what happens, a JSON object a line, until it has ended.
     Events,
+    /// Start a machine that waits for it (parador run --wait-boot).
+    Boot,
     /// Stop the guest.
     Pause,
     /// Let it go on.
@@ -75,6 +77,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Verb::Stats => client.show("/v1/vm/stats"),
         Verb::Metrics => print(text(client.ask("GET", "/v1/metrics")?)),
         Verb::Events => client.events(),
+        Verb::Boot => client.put("/v1/vm/boot"),
         Verb::Pause => client.put("/v1/vm/pause"),
         Verb::Resume => client.put("/v1/vm/resume"),
         Verb::Reset => client.put("/v1/vm/reset"),

@@ -20,6 +20,8 @@ const MOST_LISTENERS: usize = 8;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Event {
+    /// Everything is there, and waits for boot.
+    Created,
     /// The machine's first process is there.
     Started {
         /// Its number.

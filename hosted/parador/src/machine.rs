@@ -72,6 +72,26 @@ pub fn deadline(timeout: Option<Duration>) -> Option<Instant> {
     timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }
 
+/// How long that is from now on, for poll(2): for ever, or some time; `None`: it is reached.
+pub fn left(deadline: Option<Instant>) -> Option<Option<Timespec>> {
+    let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+    if left == Some(Duration::ZERO) {
+        return None;
+    }
+    Some(left.and_then(|left| Timespec::try_from(left).ok()))
+}
+
+/// One pipe for each of [`ENDING`], readable when the signal has come, which then does nothing else.
+pub fn ending_signals() -> Result<Vec<(i32, UnixStream)>, Failure> {
+    let pipes = ENDING.into_iter().map(|signal| {
+        let (ours, theirs) = UnixStream::pair()?;
+        pipe::register(signal, theirs)?;
+        Ok((signal, ours))
+    });
+    let pipes: io::Result<_> = pipes.collect();
+    pipes.map_err(|error| Failure::os("listen to signals", &error))
+}
+
 /// A process beside the machine's program that the machine cannot do without. Dropping it ends it.
 #[derive(Debug)]
 pub struct Other {
@@ -134,7 +154,7 @@ pub struct Machine {
     name: &'static str,
     child: Child,
     others: Vec<Other>,
-    /// One pipe for each of [`ENDING`], readable when the signal came.
+    /// See [`ending_signals`].
     signals: Vec<(i32, UnixStream)>,
 }
 
@@ -149,15 +169,7 @@ impl Drop for Machine {
 impl Machine {
     /// Starts the program, which is called `name` in messages.
     pub fn start(name: &'static str, mut command: Command) -> Result<Self, Failure> {
-        let mut signals = Vec::new();
-        for signal in ENDING {
-            let registered = UnixStream::pair().and_then(|(ours, theirs)| {
-                pipe::register(signal, theirs)?;
-                Ok(ours)
-            });
-            let ours = registered.map_err(|error| Failure::os("listen to signals", &error))?;
-            signals.push((signal, ours));
-        }
+        let signals = ending_signals()?;
         let child = command
             .process_group(0)
             .stdin(Stdio::piped())
@@ -345,11 +357,7 @@ impl Traffic<'_> {
                 .chain(more)
                 .map(|(source, fd, flags)| (source, PollFd::from_borrowed_fd(fd, flags)))
                 .unzip();
-            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            if left == Some(Duration::ZERO) {
-                return Ok(Stop::End(End::Timeout));
-            }
-            let left = left.and_then(|left| Timespec::try_from(left).ok());
+            let Some(left) = left(deadline) else { return Ok(Stop::End(End::Timeout)) };
             match poll(&mut fds, left.as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(Failure::os("wait for the machine", &error.into())),

@@ -265,6 +265,10 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let text = "a profile of writes is of one virtual CPU";
         return Err(Failure::new(failure::USAGE, text).help("leave --cpus out"));
     }
+    if vm.wait_boot && vm.api_socket.is_none() {
+        let text = "--wait-boot: nobody could say when";
+        return Err(Failure::new(failure::USAGE, text).help("name an --api-socket, too"));
+    }
     let disks = open_disks(&config.disk)?;
     let shares = open_shares(&config.share)?;
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
@@ -379,6 +383,9 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let sink = vm.event_fd.map(event_sink).transpose()?;
     let metrics = vm.metrics.as_deref().map(metrics_sink).transpose()?;
     let (control, woken) = Control::new(config.clone(), memory, sink)?;
+    if vm.wait_boot {
+        control.created();
+    }
     let socket = vm.api_socket.as_deref();
     let server = socket.map(|path| Server::start(path, control.clone())).transpose()?;
     let debugger = debugged.map(|(place, kernel)| {
@@ -395,6 +402,18 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     };
     let asked = metrics.as_ref().map(|_| asked()).transpose()?;
     say(Level::Info, "back end `process`");
+    if vm.wait_boot {
+        let start = Instant::now();
+        let asked = asked.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
+        if let Some(end) = control.await_boot(&woken, deadline, asked)? {
+            let (code, text) = judge(&end);
+            say_end(code, &text, start);
+            control.ended(code, &text);
+            write_metrics();
+            drop((server, debugger));
+            return Ok(code);
+        }
+    }
     loop {
         let start = Instant::now();
         let shown = (clone(&prepared.memory)?, clone(&prepared.shared)?);

@@ -166,7 +166,8 @@ impl Statistics {
             let labels = |name: &str| format!("{{{label}=\"{name}\"}}");
             values.iter().map(|(name, count)| (labels(name), count.to_string())).collect()
         };
-        let states = [State::Starting, State::Running, State::Paused, State::Ended].map(|state| {
+        let states = [State::Created, State::Starting, State::Running, State::Paused, State::Ended];
+        let states = states.map(|state| {
             let name = format!("{state:?}").to_lowercase();
             (format!("{{state=\"{name}\"}}"), u8::from(state == self.state).to_string())
         });
