@@ -77,6 +77,12 @@ pub mod layout {
     /// Descriptor of what the virtio console prints, and of what is typed there: a socket.
     pub const CONSOLE_FD: u32 = 33;
 
+    /// Descriptor of the ring of a process of a disk (io_uring(7)).
+    pub const RING_FD: u32 = 34;
+
+    /// Signal by which the device process tells a process of the guest of events.
+    pub const KICK_SIGNAL: u32 = 34;
+
     /// Where the records of the disks are in the shared memory.
     pub const DISKS: u64 = 0x800;
     /// Where the records of the networks are in the shared memory.

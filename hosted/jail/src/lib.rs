@@ -7,6 +7,7 @@
 mod confine;
 mod footprint;
 mod image;
+mod ring;
 mod share;
 mod vsock;
 mod worker;
@@ -14,6 +15,7 @@ mod worker;
 pub use confine::Failed;
 pub use footprint::give_back;
 pub use image::{Image, serve_image};
+pub use ring::has_rings;
 pub use share::{Share, serve_share};
 pub use vsock::{Vsock, serve_vsock};
 pub use worker::{Machine, READY, Worker};

@@ -113,6 +113,7 @@ fn examine() -> Report {
         ),
         mappings(),
         large_pages(),
+        rings(),
         present(
             "user namespaces",
             number("/proc/sys/user/max_user_namespaces").is_some_and(|most| most > 0)
@@ -209,6 +210,18 @@ fn large_pages() -> Finding {
     };
     let found = format!("{chosen} for shared memory");
     Finding { name: "large pages", state, found, purpose: "fewer faults" }
+}
+
+/// Rings can wait for memory since Linux 6.7; many containers permit none.
+fn rings() -> Finding {
+    let release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let is_new = version(&release).is_some_and(|version| version >= (6, 7));
+    let (state, found) = match (is_new, hosted_jail::has_rings()) {
+        (true, true) => (State::Ok, "yes: all requests of a disk at a time"),
+        (false, _) => (State::Absent, "not before Linux 6.7: two requests of a disk at a time"),
+        (_, false) => (State::Absent, "not permitted: two requests of a disk at a time"),
+    };
+    Finding { name: "io_uring", state, found: found.to_owned(), purpose: "raw disks" }
 }
 
 fn system_call() -> Finding {

@@ -1,16 +1,17 @@
 //! What the processes of a machine may ask of the host: filters of system calls (seccomp(2)), made by `seccompiler`, installed by the wedge.
 //!
 //! A guest process runs the guest's kernel, which may contain anything; with its filter it can change mappings of its own address space, of
-//! the machine's memory or of fresh memory, give memory of the machine back, wait and wake, let others run, set its timer, ask for the CPU
-//! time that it has used, describe thread-local storage of 32-bit code, ring the device process, and end. Everything else ends it, and the
+//! the machine's memory or of fresh memory, give memory of the machine back, wait and wake, let others run, set its one timer, choose its own
+//! CPUs, ask for the CPU time that it has used, describe thread-local storage of 32-bit code, ring the device process, and end. Everything else
+//! ends it, and the
 //! machine with it.
 
 use std::collections::BTreeMap;
 
-use linux_raw_sys::{general as linux, ioctl, ptrace};
-use proto::wedge::{Filters, layout};
+use linux_raw_sys::{general as linux, io_uring, ioctl, prctl, ptrace};
+use proto::wedge::{Filters, MAX_DISKS, MAX_NETS, layout};
 use seccompiler::SeccompCmpArgLen::Dword;
-use seccompiler::SeccompCmpOp::{Eq, MaskedEq};
+use seccompiler::SeccompCmpOp::{Eq, Ge, Le, MaskedEq};
 use seccompiler::{
     BackendError, BpfProgram, SeccompAction, SeccompCondition, SeccompFilter, SeccompRule,
     TargetArch, apply_filter_all_threads, sock_filter,
@@ -132,8 +133,6 @@ fn guest() -> Result<Rules, BackendError> {
     )?;
     let hole = linux::FALLOC_FL_PUNCH_HOLE | linux::FALLOC_FL_KEEP_SIZE;
     allow(&mut rules, linux::__NR_fallocate, &[&[(0, layout::MEMORY_FD), (1, hole)]])?;
-    let clock = linux::CLOCK_MONOTONIC;
-    allow(&mut rules, linux::__NR_timer_create, &[&[(0, clock)]])?;
     // Its own CPUs only.
     allow(&mut rules, linux::__NR_sched_setaffinity, &[&[(0, 0)]])?;
     // Its own CPU time.
@@ -161,16 +160,22 @@ fn guest() -> Result<Rules, BackendError> {
 fn worker() -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
     common(&mut rules, &[layout::ERRORS_FD, layout::DOORBELL_FD])?;
-    allow_all(
-        &mut rules,
-        &[
-            linux::__NR_preadv,
-            linux::__NR_pwritev,
-            linux::__NR_pwrite64,
-            linux::__NR_fdatasync,
-            linux::__NR_fallocate,
-        ],
-    );
+    for disk in layout::DISKS_FD..layout::DISKS_FD + MAX_DISKS as u32 {
+        // What waits, or not.
+        for flags in [0, linux::RWF_NOWAIT] {
+            allow(&mut rules, linux::__NR_preadv2, &[&[(0, disk), (5, flags)]])?;
+        }
+        for call in [linux::__NR_pwritev, linux::__NR_pwrite64, linux::__NR_fdatasync] {
+            allow(&mut rules, call, &[&[(0, disk)]])?;
+        }
+        for mode in [linux::FALLOC_FL_PUNCH_HOLE, linux::FALLOC_FL_ZERO_RANGE] {
+            let mode = mode | linux::FALLOC_FL_KEEP_SIZE;
+            allow(&mut rules, linux::__NR_fallocate, &[&[(0, disk), (1, mode)]])?;
+        }
+    }
+    // What its ring does is restricted when it is made.
+    let enter = &[(0, layout::RING_FD), (3, io_uring::IORING_ENTER_GETEVENTS)];
+    allow(&mut rules, linux::__NR_io_uring_enter, &[enter])?;
     Ok(rules)
 }
 
@@ -179,8 +184,12 @@ fn worker() -> Result<Rules, BackendError> {
 fn net() -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
     common(&mut rules, &[layout::ERRORS_FD, layout::DOORBELL_FD])?;
-    allow_all(&mut rules, &[linux::__NR_readv, linux::__NR_writev]);
-    allow(&mut rules, linux::__NR_ioctl, &[&[(1, ioctl::TUNSETOFFLOAD)]])?;
+    // Behind the networks is vsock's stream.
+    for net in layout::NETS_FD..=layout::NETS_FD + MAX_NETS as u32 {
+        allow(&mut rules, linux::__NR_readv, &[&[(0, net)]])?;
+        allow(&mut rules, linux::__NR_writev, &[&[(0, net)]])?;
+        allow(&mut rules, linux::__NR_ioctl, &[&[(0, net), (1, ioctl::TUNSETOFFLOAD)]])?;
+    }
     Ok(rules)
 }
 
@@ -208,17 +217,28 @@ fn device(traced: bool) -> Result<Rules, BackendError> {
     )?;
     // A process, not a thread, and no name spaces.
     allow(&mut rules, linux::__NR_clone, &[&[(0, linux::SIGCHLD)]])?;
+    // One process, not a group or all.
+    for signal in [linux::SIGKILL, linux::SIGSTOP, linux::SIGCONT, layout::KICK_SIGNAL] {
+        let mut conditions = vec![SeccompCondition::new(1, Dword, Eq, signal.into())?];
+        conditions.push(SeccompCondition::new(0, Dword, Ge, 1)?);
+        conditions.push(SeccompCondition::new(0, Dword, Le, i32::MAX as u64)?);
+        rules.entry(linux::__NR_kill.into()).or_default().push(SeccompRule::new(conditions)?);
+    }
+    for request in [prctl::PR_SET_PDEATHSIG, prctl::PR_SET_SYSCALL_USER_DISPATCH] {
+        allow(&mut rules, linux::__NR_prctl, &[&[(0, request)]])?;
+    }
+    // `SECCOMP_SET_MODE_FILTER` without flags.
+    allow(&mut rules, linux::__NR_seccomp, &[&[(0, 1), (1, 0)]])?;
+    // The timer of a process of the guest.
+    allow(&mut rules, linux::__NR_timer_create, &[&[(0, linux::CLOCK_MONOTONIC)]])?;
     allow_all(
         &mut rules,
         &[
             linux::__NR_poll,
             linux::__NR_wait4,
-            linux::__NR_kill,
             linux::__NR_getpid,
             linux::__NR_getppid,
             linux::__NR_close_range,
-            linux::__NR_prctl,
-            linux::__NR_seccomp,
             linux::__NR_rt_sigaction,
             linux::__NR_rt_sigprocmask,
         ],
@@ -437,8 +457,6 @@ mod tests {
             202 => matches!(second, 0 | 1),
             // sched_setaffinity: of itself
             203 => first == 0,
-            // timer_create: CLOCK_MONOTONIC
-            222 => first == 1,
             // clock_gettime: CLOCK_PROCESS_CPUTIME_ID
             228 => first == 2,
             _ => false,
@@ -480,6 +498,40 @@ mod tests {
             }
         }
         assert!(allowed > 6 * TRIES);
+    }
+
+    /// The process of a disk reaches disks, in the ways that it needs, and its ring in one way.
+    #[test]
+    fn a_process_of_a_disk_may_do_this_and_no_more() {
+        const GETEVENTS: u64 = 1;
+        const NOWAIT: u64 = 8;
+        let filters = filters();
+        let worker = &filters[Filters::WORKER * Filters::WORDS..][..Filters::WORDS];
+        let may = |call, arguments| allows(worker, call, X86_64, arguments);
+        for fd in 0..64 {
+            let is_disk = (6..10).contains(&fd);
+            // preadv2, pwritev, pwrite64, fdatasync, fallocate
+            for (call, arguments) in [
+                (327, [fd, 1, 1, 0, 0, NOWAIT]),
+                (296, [fd, 1, 1, 0, 0, 0]),
+                (18, [fd, 1, 1, 0, 0, 0]),
+                (75, [fd, 0, 0, 0, 0, 0]),
+                (285, [fd, 3, 0, 512, 0, 0]),
+            ] {
+                assert_eq!(may(call, arguments), is_disk, "{call} {fd}");
+            }
+            assert_eq!(may(426, [fd, 1, 1, GETEVENTS, 0, 0]), fd == 33);
+        }
+        // Writing at the end, taking blocks out, polling threads, other calls of rings.
+        for (call, arguments) in [
+            (327, [6, 1, 1, 0, 0, 16]),
+            (285, [6, 8, 0, 512, 0, 0]),
+            (426, [33, 1, 1, 2, 0, 0]),
+            (425, [8, 0, 0, 0, 0, 0]),
+            (427, [33, 2, 0, 0, 0, 0]),
+        ] {
+            assert!(!may(call, arguments), "{call} {arguments:?}");
+        }
     }
 
     /// None of the three lets anything new be executed, traced or opened, or reaches other processes' memory or the network.

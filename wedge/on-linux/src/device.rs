@@ -101,7 +101,7 @@ impl Device {
         let (mut controlled, mut started) = (true, false);
         loop {
             shared.rung.store(0, SeqCst);
-            self.drain();
+            let has_more = self.drain();
             let ended = shared.ended.load(SeqCst);
             if ended != 0 {
                 self.drain();
@@ -146,12 +146,14 @@ impl Device {
                 let is_wanted = inputs[index] && lines[index].input.room() > RING / 2;
                 is_wanted.then_some(lines[index].typed)
             };
-            let [rung, told, typed @ ..] = wait([
+            let descriptors = [
                 Some(layout::DOORBELL_FD),
                 controlled.then_some(layout::CONTROL_FD),
                 wanted(0),
                 wanted(1),
-            ]);
+            ];
+            // Now and then it looks whether a process has died.
+            let [rung, told, typed @ ..] = wait(descriptors, if has_more { 0 } else { 1000 });
             if told {
                 let mut byte = [0];
                 match sys::read(layout::CONTROL_FD, &mut byte) {
@@ -238,15 +240,16 @@ impl Device {
         }
     }
 
-    /// Prints what the guest has put.
-    fn drain(&self) {
+    /// Prints what the guest has put; whether there is more, which waits until other things have been looked at.
+    fn drain(&self) -> bool {
         let count = 1 + usize::from(self.has_console);
-        lines().iter().take(count).for_each(|line| self.drain_line(line));
+        // Each line has its turn.
+        lines().iter().take(count).fold(false, |more, line| self.drain_line(line) | more)
     }
 
-    fn drain_line(&self, &Line { output, printed, .. }: &Line) {
+    fn drain_line(&self, &Line { output, printed, .. }: &Line) -> bool {
         let mut bytes = [0; 4096];
-        loop {
+        for _ in 0..RING / bytes.len() {
             let mut used = 0;
             while used < bytes.len() {
                 let Some(byte) = output.take() else { break };
@@ -254,7 +257,7 @@ impl Device {
                 used += 1;
             }
             if used == 0 {
-                return;
+                return false;
             }
             let mut rest = &bytes[..used];
             while !rest.is_empty() {
@@ -262,7 +265,7 @@ impl Device {
                     Ok(count) => rest = &rest[count..],
                     Err(sys::Errno(4 | 11)) => {}
                     // Nobody listens any longer.
-                    Err(_) => return,
+                    Err(_) => return false,
                 }
             }
             if output.room() <= RING / 2 {
@@ -271,6 +274,7 @@ impl Device {
             // The serial line may have had to wait for room.
             self.tell(0, event::CONSOLE);
         }
+        true
     }
 
     /// Ends all other processes, and waits until they are gone: whoever waits for this one finds nothing left, and no disk in use.
@@ -300,13 +304,12 @@ pub fn tell_by_bell(index: usize, what: u32) {
     processes::ring();
 }
 
-/// Waits until one of these descriptors can be read: which of them can.
-fn wait<const COUNT: usize>(descriptors: [Option<u32>; COUNT]) -> [bool; COUNT] {
+/// Waits until one of these descriptors can be read, for so many milliseconds at most: which of them can.
+fn wait<const COUNT: usize>(descriptors: [Option<u32>; COUNT], most: u64) -> [bool; COUNT] {
     // `struct pollfd`; of a negative descriptor nothing is said.
     let entry = |fd: Option<u32>| u64::from(fd.unwrap_or(u32::MAX)) | u64::from(READABLE) << 32;
     let mut entries = descriptors.map(entry);
-    // Now and then it looks whether a process has died.
-    let arguments = [entries.as_mut_ptr() as u64, COUNT as u64, 1000, 0, 0, 0];
+    let arguments = [entries.as_mut_ptr() as u64, COUNT as u64, most, 0, 0, 0];
     // SAFETY: the kernel writes the entries' results.
     match unsafe { sys::call(linux::__NR_poll, arguments) } {
         Ok(1..) => entries.map(|entry| entry >> 48 != 0),

@@ -1,8 +1,9 @@
 //! Disks: files of the host, read and written by processes of their own.
 //!
 //! The virtual CPU leaves requests in shared memory ([`proto::requests`]); a disk's workers carry them out with the host's vectored
-//! calls, straight to and from guest memory. Workers are processes, because this program has no threads, and several for each disk,
-//! because the host's calls wait: the console is served meanwhile, and a read does not wait for a flush. They have the disk's descriptor, which
+//! calls, straight to and from guest memory. Workers are processes, because this program has no threads. Where the host has rings that suffice
+//! ([`crate::ring`]), there is one for each disk, which has all requests carried out at a time; else there are two,
+//! because the host's calls wait: a read does not wait for a flush. They have the disk's descriptor, which
 //! the guest's processes have not.
 //!
 //! A worker believes nothing of what it finds in a request: sectors outside of the disk and parts outside of memory fail.
@@ -11,17 +12,18 @@ use core::sync::atomic::{Ordering::Relaxed, Ordering::SeqCst};
 
 use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
-use proto::requests::{Client, PARTS, Part, Queue, Request, op, status};
+use proto::requests::{Client, PARTS, Part, Queue, REQUESTS, Request, op, status};
 use proto::wedge::{Disk, Filters, MAX_DISKS, MAX_QUEUES, Start, layout};
 use vmm_bus::outside::{Block, BlockOp, BlockStatus, Data, SECTOR};
 
 use crate::memory::Ram;
 use crate::report::{self, HOST};
+use crate::ring::{Entry, Ring};
 use crate::shared::event;
 use crate::sys::{self, Errno, Vector};
 use crate::{device, processes};
 
-/// Processes for each disk.
+/// Processes for each disk, where the host has no rings.
 const WORKERS: usize = 2;
 /// Most processes of disks.
 pub const MAX_WORKERS: usize = MAX_DISKS * WORKERS;
@@ -108,12 +110,18 @@ pub fn give(client: &mut Client<'_>, id: u16) {
 pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKERS], Errno> {
     let count = (start.disks as usize).min(MAX_DISKS);
     let mut workers = [0; MAX_WORKERS];
-    for (index, place) in workers.iter_mut().take(count * WORKERS).enumerate() {
-        if crate::shared::disk(index / WORKERS).is_elsewhere {
+    // Read here: when a worker first runs, the guest may have changed it.
+    let disks: [Disk; MAX_DISKS] = core::array::from_fn(crate::shared::disk);
+    let is_ours = |disk: &Disk| !disk.is_elsewhere;
+    let has_rings = disks[..count].iter().any(is_ours) && Ring::is_possible();
+    let each = if has_rings { 1 } else { WORKERS };
+    for (index, place) in workers.iter_mut().take(count * each).enumerate() {
+        let number = index / each;
+        if !is_ours(&disks[number]) {
             continue;
         }
         match processes::fork()? {
-            0 => work(index / WORKERS, start, filters),
+            0 => work(number, disks[number], has_rings, start, filters),
             worker => *place = worker,
         }
     }
@@ -121,38 +129,19 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
 }
 
 /// A worker of disk `number`.
-fn work(number: usize, start: &Start, filters: &Filters) -> ! {
+fn work(number: usize, disk: Disk, has_ring: bool, start: &Start, filters: &Filters) -> ! {
     let fd = layout::DISKS_FD + number as u32;
+    let make = || if has_ring { Ring::new(fd).map(Some) } else { Ok(None) };
     let alone = sys::ignore(linux::SIGXFSZ)
-        .and_then(|()| processes::become_worker(fd, filters, Filters::WORKER));
-    if let Err(error) = alone {
-        report::say(format_args!("a process for disk {number} cannot be set up: {error:?}"));
-        sys::exit(HOST);
-    }
-    let worker = Worker { fd, number, disk: crate::shared::disk(number), ram: Ram::new(start) };
-    let queue = queue(number);
-    let mut next = 0;
-    loop {
-        let Some(id) = queue.take(&mut next) else {
-            queue.sleep(|calls, seen| sys::wait(calls, seen, None));
-            continue;
-        };
-        let request = &queue.requests[id];
-        let status = match worker.carry_out(request) {
-            Ok(()) => status::DONE,
-            Err(Failure::Nonsense) => status::FAILED,
-            Err(Failure::Host(Errno(number))) if number == errno::EOPNOTSUPP as i32 => {
-                status::UNSUPPORTED
-            }
-            Err(Failure::Host(error)) => {
-                worker.tell(queue, error);
-                status::FAILED
-            }
-        };
-        if queue.end(id, status) {
-            sys::wake(&queue.answers);
+        .and_then(|()| processes::become_worker(fd, make, filters, Filters::WORKER));
+    let worker = Worker { fd, number, disk, ram: Ram::new(start), queue: queue(number) };
+    match alone {
+        Ok(Some(ring)) => worker.serve_many(ring),
+        Ok(None) => worker.serve(),
+        Err(error) => {
+            report::say(format_args!("a process for disk {number} cannot be set up: {error:?}"));
+            sys::exit(HOST)
         }
-        device::tell_by_bell(0, event::DISK);
     }
 }
 
@@ -173,15 +162,203 @@ impl From<Errno> for Failure {
 /// Zeros for hosts that make none themselves.
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
+/// What is to be done for a request.
+#[derive(Clone, Copy)]
+struct Job {
+    kind: Kind,
+    /// Where in the file, and how many bytes are left.
+    at: u64,
+    left: u64,
+    /// What of the vectors is left.
+    first: usize,
+    used: usize,
+    vectors: [Vector; PARTS],
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Read,
+    Write,
+    Flush,
+    /// `fallocate` with this mode; if the host cannot, it may be asked to write zeros.
+    Allocate(u32, bool),
+}
+
+impl Job {
+    const NONE: Self = Self {
+        kind: Kind::Flush,
+        at: 0,
+        left: 0,
+        first: 0,
+        used: 0,
+        vectors: [Vector { address: 0, length: 0 }; PARTS],
+    };
+
+    fn vectors(&self) -> &[Vector] {
+        &self.vectors[self.first..self.used]
+    }
+
+    /// As the ring has it.
+    fn entry(&self) -> Entry<'_> {
+        match self.kind {
+            Kind::Read => Entry::Read(self.vectors(), self.at),
+            Kind::Write => Entry::Write(self.vectors(), self.at),
+            Kind::Flush => Entry::Flush,
+            Kind::Allocate(mode, _) => Entry::Allocate(mode, self.at, self.left),
+        }
+    }
+
+    /// So many bytes have been moved.
+    fn advance(&mut self, done: u64) {
+        self.left -= done;
+        self.at += done;
+        let mut passed = done;
+        while let Some(first) = self.vectors[self.first..self.used].first_mut() {
+            if first.length > passed {
+                first.address += passed;
+                first.length -= passed;
+                return;
+            }
+            passed -= first.length;
+            self.first += 1;
+        }
+    }
+}
+
 struct Worker {
     fd: u32,
     number: usize,
     disk: Disk,
     ram: Ram,
+    queue: &'static Queue,
 }
 
 impl Worker {
-    fn carry_out(&self, request: &Request) -> Result<(), Failure> {
+    /// One request after the other, beside another worker.
+    fn serve(&self) -> ! {
+        let (mut next, mut job) = (0, Job::NONE);
+        loop {
+            let Some(id) = self.queue.take(&mut next) else {
+                self.queue.sleep(|calls, seen| sys::wait(calls, seen, None));
+                continue;
+            };
+            let planned = self.plan(&self.queue.requests[id], &mut job);
+            let done = planned.and_then(|()| {
+                loop {
+                    let result = self.call(&job, 0);
+                    if let Some(done) = self.went(&mut job, result) {
+                        break done;
+                    }
+                }
+            });
+            self.finish(id, done);
+        }
+    }
+
+    /// All requests at a time, alone. What the host has at hand is done at once, everything else by the ring.
+    fn serve_many(&self, mut ring: Ring) -> ! {
+        /// Of the wait for requests; the others are those of requests.
+        const WAIT: u64 = REQUESTS as u64;
+        let queue = self.queue;
+        let (mut next, mut jobs) = (0, [Job::NONE; REQUESTS]);
+        // Requests that the ring has: a bit for each. The guest may say that there is one of these once more.
+        let mut busy = 0_u64;
+        let mut waits = false;
+        loop {
+            while let Some(id) = queue.take(&mut next) {
+                if busy >> id & 1 != 0 {
+                    continue;
+                }
+                let job = &mut jobs[id];
+                let done = match self.plan(&queue.requests[id], job) {
+                    Ok(()) => self.try_at_once(job, busy != 0),
+                    Err(failure) => Some(Err(failure)),
+                };
+                match done {
+                    Some(done) => self.finish(id, done),
+                    None => {
+                        ring.push(job.entry(), id as u64);
+                        busy |= 1 << id;
+                    }
+                }
+            }
+            if busy == 0 && !waits {
+                queue.sleep(|calls, seen| sys::wait(calls, seen, None));
+                continue;
+            }
+            if !waits {
+                // As `Queue::sleep` does.
+                let seen = queue.calls.load(SeqCst);
+                queue.sleepers.fetch_add(1, SeqCst);
+                waits = true;
+                ring.push(Entry::Wait(&queue.calls, seen), WAIT);
+            }
+            let least = if queue.waiting.load(SeqCst) == 0 { 1 } else { 0 };
+            match ring.wait(least) {
+                Err(Errno(number)) if number != errno::EINTR as i32 => {
+                    let disk = self.number;
+                    report::say(format_args!("disk {disk}: the host's ring fails: error {number}"));
+                    sys::exit(HOST)
+                }
+                _ => {}
+            }
+            while let Some((id, result)) = ring.completed() {
+                let Some(job) = jobs.get_mut(id as usize) else {
+                    waits = false;
+                    queue.sleepers.fetch_sub(1, SeqCst);
+                    continue;
+                };
+                match self.went(job, result) {
+                    Some(done) => {
+                        busy &= !(1 << id);
+                        self.finish(id as usize, done);
+                    }
+                    None => ring.push(job.entry(), id),
+                }
+            }
+        }
+    }
+
+    /// Does what does not wait: reads of what the host has in memory; what it has not said of itself, and writes, if nothing else is to be done meanwhile.
+    /// `None`: it is for the ring.
+    fn try_at_once(&self, job: &mut Job, is_busy: bool) -> Option<Result<(), Failure>> {
+        const AGAIN: i32 = errno::EAGAIN as i32;
+        const UNKNOWN: i32 = errno::EOPNOTSUPP as i32;
+        let is_alone = !is_busy && self.queue.waiting.load(SeqCst) == 0;
+        let result = match job.kind {
+            Kind::Read => match self.call(job, linux::RWF_NOWAIT) {
+                Err(Errno(AGAIN)) => return None,
+                Err(Errno(UNKNOWN)) if is_alone => self.call(job, 0),
+                Err(Errno(UNKNOWN)) => return None,
+                result => result,
+            },
+            Kind::Write if is_alone => self.call(job, 0),
+            _ => return None,
+        };
+        self.went(job, result)
+    }
+
+    /// A request has ended.
+    fn finish(&self, id: usize, done: Result<(), Failure>) {
+        let status = match done {
+            Ok(()) => status::DONE,
+            Err(Failure::Nonsense) => status::FAILED,
+            Err(Failure::Host(Errno(number))) if number == errno::EOPNOTSUPP as i32 => {
+                status::UNSUPPORTED
+            }
+            Err(Failure::Host(error)) => {
+                self.tell(error);
+                status::FAILED
+            }
+        };
+        if self.queue.end(id, status) {
+            sys::wake(&self.queue.answers);
+        }
+        device::tell_by_bell(0, event::DISK);
+    }
+
+    /// Makes a job of a request, each value of which is read once.
+    fn plan(&self, request: &Request, job: &mut Job) -> Result<(), Failure> {
         let sector = request.sector.load(Relaxed);
         let count = request.count.load(Relaxed);
         let op = request.op.load(Relaxed);
@@ -189,22 +366,75 @@ impl Worker {
         if writes && self.disk.read_only {
             return Err(Failure::Nonsense);
         }
-        match op {
-            op::READ => self.transfer(linux::__NR_preadv, sector, request),
-            op::WRITE => self.transfer(linux::__NR_pwritev, sector, request),
-            // SAFETY: no memory is touched.
-            op::FLUSH => unsafe {
-                sys::call(linux::__NR_fdatasync, [self.fd.into(), 0, 0, 0, 0, 0])?;
-                Ok(())
-            },
-            op::DISCARD => self.allocate(linux::FALLOC_FL_PUNCH_HOLE, sector, count),
-            op::UNMAP => self
-                .allocate(linux::FALLOC_FL_PUNCH_HOLE, sector, count)
-                .or_else(|_| self.zero(sector, count)),
-            op::ZERO => self
-                .allocate(linux::FALLOC_FL_ZERO_RANGE, sector, count)
-                .or_else(|_| self.zero(sector, count)),
-            _ => Err(Failure::Nonsense),
+        let allocate = |mode, or_zeros| Kind::Allocate(mode | linux::FALLOC_FL_KEEP_SIZE, or_zeros);
+        (job.first, job.used) = (0, 0);
+        job.kind = match op {
+            op::READ => Kind::Read,
+            op::WRITE => Kind::Write,
+            op::FLUSH => Kind::Flush,
+            op::DISCARD => allocate(linux::FALLOC_FL_PUNCH_HOLE, false),
+            op::UNMAP => allocate(linux::FALLOC_FL_PUNCH_HOLE, true),
+            op::ZERO => allocate(linux::FALLOC_FL_ZERO_RANGE, true),
+            _ => return Err(Failure::Nonsense),
+        };
+        job.left = match job.kind {
+            Kind::Flush => return Ok(()),
+            Kind::Allocate(..) => u64::from(count) * u64::from(SECTOR),
+            Kind::Read | Kind::Write => self.take_parts(request, job)?,
+        };
+        job.at = self.place(sector, job.left)?;
+        Ok(())
+    }
+
+    /// Where data is in this process; gives its length.
+    fn take_parts(&self, request: &Request, job: &mut Job) -> Result<u64, Failure> {
+        let used = request.used.load(Relaxed) as usize;
+        let parts = request.parts.get(..used).ok_or(Failure::Nonsense)?;
+        let mut length = 0;
+        for (vector, part) in job.vectors.iter_mut().zip(parts) {
+            let address = part.address.load(Relaxed);
+            let bytes = u64::from(part.length.load(Relaxed));
+            self.ram.offset(address).filter(|&(_, most)| most >= bytes).ok_or(Failure::Nonsense)?;
+            *vector = Vector { address: layout::DIRECT + address, length: bytes };
+            length += bytes;
+        }
+        if length == 0 || !length.is_multiple_of(SECTOR.into()) {
+            return Err(Failure::Nonsense);
+        }
+        job.used = used;
+        Ok(length)
+    }
+
+    /// Asks the host for what is left of a job.
+    fn call(&self, job: &Job, flags: u32) -> Result<u64, Errno> {
+        let fd = self.fd.into();
+        let vectors = (job.vectors().as_ptr() as u64, job.vectors().len() as u64);
+        let (call, arguments) = match job.kind {
+            Kind::Read => {
+                (linux::__NR_preadv2, [fd, vectors.0, vectors.1, job.at, 0, flags.into()])
+            }
+            Kind::Write => (linux::__NR_pwritev, [fd, vectors.0, vectors.1, job.at, 0, 0]),
+            Kind::Flush => (linux::__NR_fdatasync, [fd, 0, 0, 0, 0, 0]),
+            Kind::Allocate(mode, _) => {
+                (linux::__NR_fallocate, [fd, mode.into(), job.at, job.left, 0, 0])
+            }
+        };
+        // SAFETY: the vectors are guest memory, which is mapped and where no Rust object is.
+        unsafe { sys::call(call, arguments) }
+    }
+
+    /// What the host has answered; `None`: there is more to do.
+    fn went(&self, job: &mut Job, result: Result<u64, Errno>) -> Option<Result<(), Failure>> {
+        match (job.kind, result) {
+            (_, Err(Errno(number))) if number == errno::EINTR as i32 => None,
+            (Kind::Read | Kind::Write, Ok(0)) => Some(Err(Errno(errno::EIO as i32).into())),
+            (Kind::Read | Kind::Write, Ok(done)) => {
+                job.advance(done.min(job.left));
+                (job.left == 0).then_some(Ok(()))
+            }
+            (Kind::Allocate(_, true), Err(_)) => Some(self.zero(job.at, job.left)),
+            (_, Ok(_)) => Some(Ok(())),
+            (_, Err(error)) => Some(Err(error.into())),
         }
     }
 
@@ -217,68 +447,8 @@ impl Worker {
         }
     }
 
-    /// Reads or writes, until all is done.
-    fn transfer(&self, call: u32, sector: u64, request: &Request) -> Result<(), Failure> {
-        let mut vectors = [Vector { address: 0, length: 0 }; PARTS];
-        let used = request.used.load(Relaxed) as usize;
-        let parts = request.parts.get(..used).ok_or(Failure::Nonsense)?;
-        let mut left = 0;
-        for (vector, part) in vectors.iter_mut().zip(parts) {
-            let address = part.address.load(Relaxed);
-            let length = u64::from(part.length.load(Relaxed));
-            self.ram
-                .offset(address)
-                .filter(|&(_, most)| most >= length)
-                .ok_or(Failure::Nonsense)?;
-            *vector = Vector { address: layout::DIRECT + address, length };
-            left += length;
-        }
-        if left == 0 || !left.is_multiple_of(SECTOR.into()) {
-            return Err(Failure::Nonsense);
-        }
-        let mut at = self.place(sector, left)?;
-        let mut vectors = &mut vectors[..used];
-        loop {
-            let arguments =
-                [self.fd.into(), vectors.as_ptr() as u64, vectors.len() as u64, at, 0, 0];
-            // SAFETY: the vectors are guest memory, which is mapped and where no Rust object is.
-            let done = match unsafe { sys::call(call, arguments) } {
-                Ok(0) => return Err(Failure::Host(Errno(errno::EIO as i32))),
-                Ok(done) => done.min(left),
-                Err(Errno(number)) if number == errno::EINTR as i32 => continue,
-                Err(error) => return Err(error.into()),
-            };
-            left -= done;
-            at += done;
-            if left == 0 {
-                return Ok(());
-            }
-            let mut passed = done;
-            while let Some(first) = vectors.first_mut().filter(|first| first.length <= passed) {
-                passed -= first.length;
-                vectors = &mut vectors[1..];
-            }
-            if let Some(first) = vectors.first_mut() {
-                first.address += passed;
-                first.length -= passed;
-            }
-        }
-    }
-
-    /// Changes the room that sectors take; afterwards they read as zeros.
-    fn allocate(&self, mode: u32, sector: u64, count: u32) -> Result<(), Failure> {
-        let length = u64::from(count) * u64::from(SECTOR);
-        let at = self.place(sector, length)?;
-        let mode = u64::from(mode | linux::FALLOC_FL_KEEP_SIZE);
-        // SAFETY: no memory is touched.
-        unsafe { sys::call(linux::__NR_fallocate, [self.fd.into(), mode, at, length, 0, 0]) }?;
-        Ok(())
-    }
-
     /// Writes zeros.
-    fn zero(&self, sector: u64, count: u32) -> Result<(), Failure> {
-        let mut left = u64::from(count) * u64::from(SECTOR);
-        let mut at = self.place(sector, left)?;
+    fn zero(&self, mut at: u64, mut left: u64) -> Result<(), Failure> {
         while left != 0 {
             let length = left.min(ZEROS.len() as u64);
             let arguments = [self.fd.into(), ZEROS.as_ptr() as u64, length, at, 0, 0];
@@ -294,8 +464,8 @@ impl Worker {
     }
 
     /// Says once for each disk that the host has failed; the guest gets an error each time.
-    fn tell(&self, queue: &Queue, error: Errno) {
-        if queue.told.swap(1, SeqCst) == 0 {
+    fn tell(&self, error: Errno) {
+        if self.queue.told.swap(1, SeqCst) == 0 {
             let number = self.number;
             report::say(format_args!(
                 "disk {number}: the host refuses a request with error {}",

@@ -27,6 +27,7 @@ mod place;
 mod processes;
 mod profile;
 mod report;
+mod ring;
 mod sandbox;
 mod share;
 mod shared;

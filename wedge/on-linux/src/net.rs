@@ -380,8 +380,10 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
         let number = index / 2;
         let is_there = number < count(start) || number == VSOCK && start.vsock != 0;
         if is_there {
+            // Read here: when a worker first runs, the guest may have changed it.
+            let is_tap = crate::shared::net(number).is_tap();
             match processes::fork()? {
-                0 => work(index, filters),
+                0 => work(index, is_tap, filters),
                 worker => *place = worker,
             }
         }
@@ -390,15 +392,15 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
 }
 
 /// The sender or the receiver of a network.
-fn work(index: usize, filters: &Filters) -> ! {
+fn work(index: usize, is_tap: bool, filters: &Filters) -> ! {
     let number = index / 2;
-    let alone = sys::ignore(linux::SIGPIPE)
-        .and_then(|()| processes::become_worker(descriptor(number), filters, Filters::NET));
+    let alone = sys::ignore(linux::SIGPIPE).and_then(|()| {
+        processes::become_worker(descriptor(number), || Ok(()), filters, Filters::NET)
+    });
     if let Err(error) = alone {
         report::say(format_args!("a process for network {number} cannot be set up: {error:?}"));
         sys::exit(report::HOST);
     }
-    let is_tap = crate::shared::net(number).is_tap();
     let worker = Worker { number, is_tap, port: port(number) };
     if index.is_multiple_of(2) { worker.send() } else { worker.receive() }
 }

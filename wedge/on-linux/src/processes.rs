@@ -25,7 +25,7 @@ use crate::sys::{self, Backing, Errno};
 use crate::{extended, keys, monitor, place, report, signal, steal};
 
 /// Signal by which the device process tells of events.
-pub const KICK: u32 = 34;
+pub const KICK: u32 = layout::KICK_SIGNAL;
 /// Signal of the timer.
 pub const TIMER: u32 = 35;
 
@@ -305,8 +305,14 @@ pub fn die_with_parent(made_by: u32) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Makes this new process one that works on a descriptor of the host, which is the only one that it keeps beside those that all have.
-pub fn become_worker(fd: u32, filters: &Filters, which: usize) -> Result<(), Errno> {
+/// Makes this new process one that works on a descriptor of the host, which is the only one that it keeps beside those that all have, and those that
+/// `make` makes, before it is confined.
+pub fn become_worker<T>(
+    fd: u32,
+    make: impl FnOnce() -> Result<T, Errno>,
+    filters: &Filters,
+    which: usize,
+) -> Result<T, Errno> {
     die_with_parent(device())?;
     for (first, last) in [
         (layout::INPUT_FD, layout::OUTPUT_FD),
@@ -318,7 +324,9 @@ pub fn become_worker(fd: u32, filters: &Filters, which: usize) -> Result<(), Err
             sys::close(first, last)?;
         }
     }
-    confine(filters, which)
+    let made = make()?;
+    confine(filters, which)?;
+    Ok(made)
 }
 
 /// Goes to the guest until it stops.

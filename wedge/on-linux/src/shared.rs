@@ -166,7 +166,8 @@ impl Ring {
     pub fn take(&self) -> Option<u8> {
         use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
         let tail = self.tail.load(Relaxed);
-        if tail == self.head.load(Acquire) {
+        // More than there is room for is nonsense, which the guest can write there.
+        if !(1..=RING).contains(&(self.head.load(Acquire).wrapping_sub(tail) as usize)) {
             return None;
         }
         let byte = self.bytes[tail as usize % RING].load(Relaxed);
@@ -405,7 +406,7 @@ pub struct Mine {
     pub vcpu: AtomicU32,
     /// Its timer is set to this value of the time-stamp counter.
     pub armed: AtomicU64,
-    /// Its timer, plus 1.
+    /// Its timer.
     pub timer: AtomicU32,
     /// The CPU of the host that it keeps to.
     pub bound: crate::place::Bound,

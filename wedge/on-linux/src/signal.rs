@@ -79,6 +79,7 @@ const DEBUG: u64 = 1;
 
 /// Makes signals come to this process's handler, and system calls of programs too.
 pub fn set_up() -> Result<(), Errno> {
+    make_timer()?;
     let stack = &STACKS[usize::from(keys::are_on())];
     // SAFETY: the stack is this process's own memory and used for nothing else.
     unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
@@ -462,19 +463,7 @@ pub fn until(tsc: u64) -> u64 {
 }
 
 fn set_timer(deadline: u64) -> Result<(), Errno> {
-    let mine = mine();
-    if mine.timer.load(Relaxed) == 0 {
-        // `struct sigevent`: value, signal, how to notify.
-        let event =
-            [0_u64, u64::from(TIMER) | u64::from(linux::SIGEV_SIGNAL) << 32, 0, 0, 0, 0, 0, 0];
-        let mut timer = 0_u32;
-        let clock = u64::from(linux::CLOCK_MONOTONIC);
-        let arguments = [clock, event.as_ptr() as u64, &raw mut timer as u64, 0, 0, 0];
-        // SAFETY: the kernel reads the description and writes the number.
-        unsafe { sys::call(linux::__NR_timer_create, arguments) }?;
-        mine.timer.store(timer + 1, Relaxed);
-    }
-    let timer = u64::from(mine.timer.load(Relaxed) - 1);
+    let timer = mine().timer.load(Relaxed).into();
     // A time of 0 stops it.
     let wait = if deadline == u64::MAX { 0 } else { until(deadline).max(1) };
     let time = [0, 0, wait / 1_000_000_000, wait % 1_000_000_000];
@@ -482,4 +471,17 @@ fn set_timer(deadline: u64) -> Result<(), Errno> {
     unsafe {
         sys::call(linux::__NR_timer_settime, [timer, 0, time.as_ptr() as u64, 0, 0, 0]).map(drop)
     }
+}
+
+/// Makes this process's timer. Timers count against a limit of all processes of the user, so a guest's kernel must not make any.
+fn make_timer() -> Result<(), Errno> {
+    // `struct sigevent`: value, signal, how to notify.
+    let event = [0_u64, u64::from(TIMER) | u64::from(linux::SIGEV_SIGNAL) << 32, 0, 0, 0, 0, 0, 0];
+    let mut timer = 0_u32;
+    let clock = u64::from(linux::CLOCK_MONOTONIC);
+    let arguments = [clock, event.as_ptr() as u64, &raw mut timer as u64, 0, 0, 0];
+    // SAFETY: the kernel reads the description and writes the number.
+    unsafe { sys::call(linux::__NR_timer_create, arguments) }?;
+    mine().timer.store(timer, Relaxed);
+    Ok(())
 }

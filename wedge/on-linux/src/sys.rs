@@ -40,7 +40,7 @@ pub unsafe fn call(number: u32, arguments: [u64; 6]) -> Result<u64> {
 }
 
 /// `struct iovec`: memory that a call reads or writes.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Vector {
     /// Where it is.

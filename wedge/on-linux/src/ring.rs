@@ -1,0 +1,233 @@
+//! Requests to the host without waiting for each: a ring of io_uring(7), of one process, for one file.
+//!
+//! The ring is restricted before it is used (`IORING_REGISTER_RESTRICTIONS`): to reads, writes, flushes and changes of room, of the one file that it has,
+//! and to waiting for a word in memory, by which the process waits for its queue and for completions at once. The descriptors that it does not have the ring
+//! has neither. Hosts that permit no rings, or whose rings cannot wait for words (before Linux 6.7), have two processes for each disk instead.
+//!
+//! Only the process and the host's kernel reach the ring's memory.
+
+use core::sync::atomic::{AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+
+use linux_raw_sys::general as linux;
+use linux_raw_sys::io_uring as uring;
+use linux_raw_sys::io_uring::{
+    io_uring_op as op, io_uring_register_op as register,
+    io_uring_register_restriction_op as restriction,
+};
+use proto::wedge::layout;
+
+use crate::sys::{self, Errno, Vector};
+
+/// Entries: each request of a queue, and a wait, has one at most; a power of two.
+const ENTRIES: u32 = 128;
+/// What is done.
+const OPERATIONS: [u8; 5] = [
+    op::IORING_OP_READV as u8,
+    op::IORING_OP_WRITEV as u8,
+    op::IORING_OP_FSYNC as u8,
+    op::IORING_OP_FALLOCATE as u8,
+    op::IORING_OP_FUTEX_WAIT as u8,
+];
+/// `IOSQE_FIXED_FILE`: the descriptor is an index of registered files.
+const FIXED_FILE: u64 = 1;
+/// The process waits for completions only where it says so.
+const FLAGS: u32 = uring::IORING_SETUP_R_DISABLED
+    | uring::IORING_SETUP_SINGLE_ISSUER
+    | uring::IORING_SETUP_DEFER_TASKRUN
+    | uring::IORING_SETUP_NO_SQARRAY;
+
+/// A request to the host.
+#[derive(Clone, Copy, Debug)]
+pub enum Entry<'a> {
+    /// Reads from this place of the file on.
+    Read(&'a [Vector], u64),
+    /// Writes.
+    Write(&'a [Vector], u64),
+    /// `fdatasync`.
+    Flush,
+    /// `fallocate`: mode, place, length.
+    Allocate(u32, u64, u64),
+    /// Waits until a word is woken, if it has this value.
+    Wait(&'a AtomicU32, u32),
+}
+
+impl Entry<'_> {
+    /// `struct io_uring_sqe`.
+    fn words(&self, id: u64) -> [u64; 8] {
+        let (operation, fd, offset, address, length, flags, third) = match *self {
+            Self::Read(vectors, at) => {
+                (0, 0, at, vectors.as_ptr() as u64, vectors.len() as u64, 0, 0)
+            }
+            Self::Write(vectors, at) => {
+                (1, 0, at, vectors.as_ptr() as u64, vectors.len() as u64, 0, 0)
+            }
+            Self::Flush => (2, 0, 0, 0, 0, uring::IORING_FSYNC_DATASYNC, 0),
+            Self::Allocate(mode, at, length) => (3, 0, at, length, mode.into(), 0, 0),
+            Self::Wait(word, value) => (
+                4,
+                linux::FUTEX2_SIZE_U32,
+                value.into(),
+                word.as_ptr() as u64,
+                0,
+                0,
+                u64::from(linux::FUTEX_BITSET_MATCH_ANY),
+            ),
+        };
+        let first = u64::from(OPERATIONS[operation]) | FIXED_FILE << 8 | u64::from(fd) << 32;
+        let fourth = length | u64::from(flags) << 32;
+        [first, offset, address, fourth, id, 0, third, 0]
+    }
+}
+
+/// A ring.
+#[derive(Debug)]
+pub struct Ring {
+    /// Addresses.
+    sqes: u64,
+    sq_tail: u64,
+    cq_head: u64,
+    cq_tail: u64,
+    cqes: u64,
+    /// Entries of the kernel's that are used again in a circle.
+    mask: u32,
+    cq_mask: u32,
+    tail: u32,
+    /// Entries that the host has not been told of.
+    unsubmitted: u32,
+}
+
+impl Ring {
+    /// Whether the host lets this process have rings that do all that is needed here.
+    pub fn is_possible() -> bool {
+        let Ok((fd, _)) = set_up() else { return false };
+        // `struct io_uring_probe`: the last operation, how many follow, then each: number, flags.
+        const SUPPORTED: u64 = 1;
+        const MOST: usize = 256;
+        let mut probe = [0_u64; 2 + MOST];
+        let arguments = [
+            fd.into(),
+            register::IORING_REGISTER_PROBE as u64,
+            probe.as_mut_ptr() as u64,
+            MOST as u64,
+            0,
+            0,
+        ];
+        // SAFETY: the kernel writes the probe.
+        let is_probed = unsafe { sys::call(linux::__NR_io_uring_register, arguments) }.is_ok();
+        let _ = sys::close(fd, fd);
+        let has = |operation: &u8| probe[2 + usize::from(*operation)] >> 16 & SUPPORTED != 0;
+        is_probed && OPERATIONS.iter().all(has)
+    }
+
+    /// Makes one for a descriptor. Its own is [`layout::RING_FD`].
+    pub fn new(file: u32) -> Result<Self, Errno> {
+        let (fd, params) = set_up()?;
+        // SAFETY: no memory is touched.
+        unsafe { sys::call(linux::__NR_dup3, [fd.into(), layout::RING_FD.into(), 0, 0, 0, 0]) }?;
+        sys::close(fd, fd)?;
+        // Without an array of indices, completions are the last there. More than there is cannot be mapped.
+        let length = u64::from(params.cq_off.cqes) + u64::from(params.cq_entries) * 16;
+        let ring = map(length, uring::IORING_OFF_SQ_RING)?;
+        let sqes = map(u64::from(params.sq_entries) * 64, uring::IORING_OFF_SQES)?;
+        let call = |what: register, argument: u64, count: usize| {
+            let arguments = [layout::RING_FD.into(), what as u64, argument, count as u64, 0, 0];
+            // SAFETY: the kernel reads what the callers below give.
+            unsafe { sys::call(linux::__NR_io_uring_register, arguments).map(drop) }
+        };
+        call(register::IORING_REGISTER_FILES, &raw const file as u64, 1)?;
+        // `struct io_uring_restriction`: what (16 bits), a number (8).
+        let restrict = |what: restriction, value: u8| [what as u64 | u64::from(value) << 16, 0];
+        let [read, write, flush, allocate, wait] =
+            OPERATIONS.map(|value| restrict(restriction::IORING_RESTRICTION_SQE_OP, value));
+        let fixed = FIXED_FILE as u8;
+        let restrictions = [
+            read,
+            write,
+            flush,
+            allocate,
+            wait,
+            restrict(restriction::IORING_RESTRICTION_SQE_FLAGS_ALLOWED, fixed),
+            restrict(restriction::IORING_RESTRICTION_SQE_FLAGS_REQUIRED, fixed),
+        ];
+        let address = restrictions.as_ptr() as u64;
+        call(register::IORING_REGISTER_RESTRICTIONS, address, restrictions.len())?;
+        call(register::IORING_REGISTER_ENABLE_RINGS, 0, 0)?;
+        Ok(Self {
+            sqes,
+            sq_tail: ring + u64::from(params.sq_off.tail),
+            cq_head: ring + u64::from(params.cq_off.head),
+            cq_tail: ring + u64::from(params.cq_off.tail),
+            cqes: ring + u64::from(params.cq_off.cqes),
+            mask: params.sq_entries - 1,
+            cq_mask: params.cq_entries - 1,
+            tail: 0,
+            unsubmitted: 0,
+        })
+    }
+
+    /// Adds a request, which [`Self::wait`] hands to the host. There are never more at a time than entries.
+    pub fn push(&mut self, entry: Entry<'_>, id: u64) {
+        let at = self.sqes + u64::from(self.tail & self.mask) * 64;
+        // SAFETY: it is one of the entries, which the kernel reads when it is called only.
+        unsafe { (at as *mut [u64; 8]).write_volatile(entry.words(id)) };
+        self.tail = self.tail.wrapping_add(1);
+        self.unsubmitted += 1;
+        word(self.sq_tail).store(self.tail, Release);
+    }
+
+    /// Hands requests to the host, and waits until `least` have been completed.
+    pub fn wait(&mut self, least: u32) -> Result<(), Errno> {
+        let arguments = [
+            layout::RING_FD.into(),
+            self.unsubmitted.into(),
+            least.into(),
+            uring::IORING_ENTER_GETEVENTS.into(),
+            0,
+            0,
+        ];
+        // SAFETY: what the requests touch is their owner's to say, who has them carried out on memory of the guest.
+        let taken = unsafe { sys::call(linux::__NR_io_uring_enter, arguments) }?;
+        self.unsubmitted = self.unsubmitted.saturating_sub(taken as u32);
+        Ok(())
+    }
+
+    /// The next request that has been completed, with its result.
+    pub fn completed(&mut self) -> Option<(u64, Result<u64, Errno>)> {
+        let head = word(self.cq_head).load(Relaxed);
+        if head == word(self.cq_tail).load(Acquire) {
+            return None;
+        }
+        // `struct io_uring_cqe`.
+        let at = self.cqes + u64::from(head & self.cq_mask) * 16;
+        // SAFETY: it is one of the completions, and the kernel does not change it before the head says that it was taken.
+        let [id, result] = unsafe { (at as *const [u64; 2]).read_volatile() };
+        word(self.cq_head).store(head.wrapping_add(1), Release);
+        let result = result as i32;
+        Some((id, u64::try_from(result).map_err(|_| Errno(-result))))
+    }
+}
+
+/// A word of the ring.
+fn word(address: u64) -> &'static AtomicU32 {
+    // SAFETY: the kernel says that there is one; the mapping lives as long as the process.
+    unsafe { &*(address as *const AtomicU32) }
+}
+
+/// Maps a part of the ring, where the host's kernel wants it: it takes no other address.
+fn map(length: u64, offset: u32) -> Result<u64, Errno> {
+    let rights = linux::PROT_READ | linux::PROT_WRITE;
+    let (shared, fd) = (linux::MAP_SHARED | linux::MAP_POPULATE, layout::RING_FD);
+    let arguments = [0, length, rights.into(), shared.into(), fd.into(), offset.into()];
+    // SAFETY: nothing that is mapped is in the way.
+    unsafe { sys::call(linux::__NR_mmap, arguments) }
+}
+
+fn set_up() -> Result<(u32, uring::io_uring_params), Errno> {
+    // SAFETY: it consists of numbers.
+    let mut params: uring::io_uring_params = unsafe { core::mem::zeroed() };
+    params.flags = FLAGS;
+    let arguments = [ENTRIES.into(), &raw mut params as u64, 0, 0, 0, 0];
+    // SAFETY: the kernel reads and writes the parameters.
+    let fd = unsafe { sys::call(linux::__NR_io_uring_setup, arguments) }?;
+    Ok((fd as u32, params))
+}
