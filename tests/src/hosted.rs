@@ -1,6 +1,7 @@
 //! Machines that are processes of this host: `parador run` with the kernel of `parador kernel build`. No QEMU.
 
 pub mod debugger;
+pub mod escape;
 pub mod net;
 pub mod observed;
 pub mod vsock;

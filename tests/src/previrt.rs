@@ -41,8 +41,8 @@ const NEVER: [&str; 5] = ["vmcall", "encls", "mwaitx", "sysexit", "lmsw"];
 const BUSYBOX: &str = "/bin/busybox";
 /// Ours, from sources in a folder outside the kernel's.
 const DRIVER: [&str; 3] = ["Kbuild", "parador_com.c", "parador_com.h"];
-/// Modules that check: sequences of sensitive instructions, system calls of the host.
-const CHECK: [&str; 3] = ["Kbuild", "check_wedge.c", "check_host.c"];
+/// Modules that check: sequences of sensitive instructions, system calls of the host, attacks on it.
+const CHECK: [&str; 4] = ["Kbuild", "check_wedge.c", "check_host.c", "check_escape.c"];
 /// Runs them; their results are in the kernel's log.
 const CHECK_SCRIPT: &str = "set -x
 for seed in 1 2 3 4 5 6 7 8; do
@@ -137,6 +137,11 @@ impl Kernel {
     /// A module that asks the host.
     pub fn check_host(&self) -> PathBuf {
         self.check.with_file_name("check_host.ko")
+    }
+
+    /// A module that means harm to the host.
+    pub fn check_escape(&self) -> PathBuf {
+        self.check.with_file_name("check_escape.ko")
     }
 
     /// One of its modules.

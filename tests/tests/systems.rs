@@ -21,6 +21,8 @@ const PREVIRT_CPUS: [u32; 2] = [1, 2];
 
 /// What a test does.
 type Body = fn() -> Result<()>;
+/// A test of attacks, which may be long.
+type Attack = fn(bool) -> Result<()>;
 /// Machines that are processes of this host.
 const HOSTED: &[(&str, Body)] = &[
     ("shell", hosted::shell),
@@ -44,6 +46,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("refusals", hosted::refusals),
     ("profile", hosted::profile),
     ("escapes", hosted::escapes),
+    ("escape-keys", hosted::escape::keys),
     ("functions", hosted::functions),
     ("calls", hosted::calls),
     ("ladder", hosted::ladder),
@@ -68,6 +71,14 @@ const HOSTED: &[(&str, Body)] = &[
     ("steal", hosted::observed::steal),
     ("protection", keys::protection),
     ("protection-choices", keys::choices),
+];
+/// Attacks of a guest's kernel on its host: long, or short.
+const ESCAPES: &[(&str, Attack)] = &[
+    ("escape-calls", hosted::escape::calls),
+    ("escape-numbers", hosted::escape::numbers),
+    ("escape-jumps", hosted::escape::jumps),
+    ("escape-gate", hosted::escape::gate),
+    ("escape-memory", hosted::escape::memory),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.
 const STRESS_SECONDS: u32 = 10;
@@ -1029,6 +1040,9 @@ fn main() -> ExitCode {
     }
     let seconds = std::env::var(STRESS).ok().and_then(|text| text.parse().ok());
     let seconds = seconds.unwrap_or(STRESS_SECONDS);
+    for &(name, body) in ESCAPES {
+        add(format!("hosted/{name}"), Box::new(move || body(seconds > STRESS_SECONDS)));
+    }
     add("hosted/stress".to_owned(), Box::new(move || hosted::stress(seconds)));
     add("hosted/systemd".to_owned(), Box::new(debian::in_processes));
     add("hosted/debian".to_owned(), Box::new(move || userland::debian(seconds.div_ceil(4))));
