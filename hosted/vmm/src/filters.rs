@@ -520,15 +520,15 @@ mod tests {
             ] {
                 assert_eq!(may(call, arguments), is_disk, "{call} {fd}");
             }
-            assert_eq!(may(426, [fd, 1, 1, GETEVENTS, 0, 0]), fd == 33);
+            assert_eq!(may(426, [fd, 1, 1, GETEVENTS, 0, 0]), fd == 34);
         }
         // Writing at the end, taking blocks out, polling threads, other calls of rings.
         for (call, arguments) in [
             (327, [6, 1, 1, 0, 0, 16]),
             (285, [6, 8, 0, 512, 0, 0]),
-            (426, [33, 1, 1, 2, 0, 0]),
+            (426, [34, 1, 1, 2, 0, 0]),
             (425, [8, 0, 0, 0, 0, 0]),
-            (427, [33, 2, 0, 0, 0, 0]),
+            (427, [34, 2, 0, 0, 0, 0]),
         ] {
             assert!(!may(call, arguments), "{call} {arguments:?}");
         }
