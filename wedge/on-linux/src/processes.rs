@@ -1,5 +1,5 @@
-//! The processes of a machine: for each virtual CPU one for each address space of the guest, made when it is first needed, by the device
-//! process.
+//! The processes of a machine: for each virtual CPU one for each address space of the guest, made by the device process when it is first
+//! needed, or a moment before.
 //!
 //! One of those of a virtual CPU has it. What the virtual CPU is consists of shared memory (registers of the guest, the wedge's stack) and of
 //! what the host's processor holds (extended state, bases of `FS` and `GS`), which is carried over when another process takes it. Processes of
