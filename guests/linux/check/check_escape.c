@@ -60,7 +60,7 @@ enum {
 /* Numbers and flags of the host. */
 enum {
 	NR_WRITE = 1, NR_MMAP = 9, NR_MPROTECT = 10, NR_MUNMAP = 11, NR_SIGRETURN = 15, NR_YIELD = 24, NR_SIGALTSTACK = 131, NR_FUTEX = 202, NR_RESTART = 219,
-	NR_SETTIME = 223, NR_FALLOCATE = 285, NR_GETRANDOM = 318, NR_PKEY_MPROTECT = 329,
+	NR_SETAFFINITY = 203, NR_SETTIME = 223, NR_GETTIME = 228, NR_FALLOCATE = 285, NR_GETRANDOM = 318, NR_PKEY_MPROTECT = 329,
 	SHARED_FIXED = 0x11, OWN_FIXED = 0x32, POPULATE = 0x8000, READ_WRITE = 3, PUNCH_KEEP = 3,
 };
 
@@ -201,6 +201,7 @@ static void call_at_random(u64 own_page)
 {
 	static const unsigned long kinds[] = {
 		NR_WRITE, NR_MMAP, NR_MMAP, NR_MPROTECT, NR_MUNMAP, NR_YIELD, NR_SIGALTSTACK, NR_FUTEX, NR_SETTIME, NR_FALLOCATE, NR_GETRANDOM, NR_PKEY_MPROTECT, NR_RESTART,
+		NR_SETAFFINITY, NR_GETTIME,
 	};
 	u64 data = DATA + (below(DATA_LENGTH - 0x1000) & ~7UL), *words = (u64 *)data, length, at = field(&length), i;
 	unsigned long stack[3];
@@ -255,6 +256,13 @@ static void call_at_random(u64 own_page)
 		break;
 	case NR_GETRANDOM:
 		HOST(NR_GETRANDOM, below(8) ? data : 0x800000000000, below(512), value());
+		break;
+	case NR_SETAFFINITY:
+		HOST(NR_SETAFFINITY, 0, below(2) ? 8 * below(64) : value(), below(2) ? data : address());
+		break;
+	case NR_GETTIME:
+		/* CLOCK_PROCESS_CPUTIME_ID */
+		HOST(NR_GETTIME, 2, below(2) ? data : nowhere());
 		break;
 	case NR_RESTART:
 		HOST(NR_RESTART, value(), value(), value());
