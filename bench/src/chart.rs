@@ -13,7 +13,7 @@ const GAP: f64 = 10.0;
 /// Above the bars, with one row of legends.
 const HEAD: f64 = 70.0;
 /// Legends in a row, and the height of a row.
-const LEGENDS: usize = 5;
+const LEGENDS: usize = 3;
 const ROW: f64 = 16.0;
 /// Value at the left end of the axis.
 const FIRST: f64 = 0.5;
@@ -47,7 +47,7 @@ pub fn ratios(title: &str, legends: &[&str], groups: &[Group], last: f64) -> Res
         bottom + 40.0
     )?;
     for (index, legend) in legends.iter().enumerate() {
-        let at = 12.0 + 170.0 * (index % LEGENDS) as f64;
+        let at = 12.0 + 284.0 * (index % LEGENDS) as f64;
         let y = 36.0 + ROW * (index / LEGENDS) as f64;
         let colour = COLOURS[index % COLOURS.len()];
         writeln!(

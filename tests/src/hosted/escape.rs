@@ -299,8 +299,8 @@ pub fn numbers(is_long: bool) -> Result<()> {
         let ended = outside.attack(&format!("what={what} number={number}"), &[])?;
         // A host without 32-bit calls answers these with a fault, which the guest gets: then it is a call of its own kernel by itself, which that does
         // not survive.
-        let is_fault = what == "int80"
-            && (ended.console.contains("refused") || ended.code == PANIC);
+        let is_fault =
+            what == "int80" && (ended.console.contains("refused") || ended.code == PANIC);
         let has_come_back = ended.messages.contains("comes back");
         let is_killed = ended.code == KILLED && !ended.console.contains("goes on");
         if has_come_back || !(is_killed || is_fault) {
