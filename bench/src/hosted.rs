@@ -167,7 +167,7 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
                     all[place as usize].add("start_ms", time, time);
                 }
                 if !is_slow(place) {
-                    all[place as usize].read(&userland.run(place, &kernels)?);
+                    all[place as usize].read(&userland.run(place, &kernels, &[])?);
                 }
                 if place == Place::Parador {
                     let bytes = places::machine_bytes(&kernels)?;
@@ -190,7 +190,7 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
             continue;
         }
         println!("programs of Debian: {}", place.name());
-        match userland.run(place, &kernels) {
+        match userland.run(place, &kernels, &[]) {
             Ok(output) => all[place as usize].read(&output),
             Err(error) if place == Place::Uml => without_uml = Some(format!("{error:#}")),
             Err(error) => return Err(error.context(place.name())),
@@ -203,17 +203,26 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
     if !quick {
         report::append_line("hosted.jsonl", &json!({ "rounds": rounds, "figures": figures }))?;
     }
-    ladder::large(&kernels, &userland, &all, climbed)?;
+    ladder::large(&kernels, &userland, climbed)?;
     if results.iter().any(|(row, result)| !result.holds(row)) {
         bail!("a figure misses its limit");
     }
     Ok(())
 }
 
-/// `bench ladder`: the small part of the ladder alone.
+/// `bench ladder`: the ladder alone.
 pub fn ladder(kernel: PathBuf) -> Result<()> {
     places::bind()?;
+    let userland = Userland::new(&debian::busy_disk()?, &work()?)?;
+    let kernels = Kernels { parador: kernel, ..Kernels::default() };
     // Each of which is a median already.
+    let climbed = ladder::small(&kernels, QUICK_ROUNDS)?;
+    ladder::large(&kernels, &userland, climbed)
+}
+
+/// With `--quick`: without Debian's programs.
+pub fn small_ladder(kernel: PathBuf) -> Result<()> {
+    places::bind()?;
     ladder::small(&Kernels { parador: kernel, ..Kernels::default() }, QUICK_ROUNDS).map(drop)
 }
 

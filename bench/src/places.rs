@@ -236,12 +236,24 @@ impl Userland {
         Ok(Self { disk, tree, work: work.to_owned(), work_disk })
     }
 
-    /// Runs `userland` in a place; gives what it prints.
-    pub fn run(&self, place: Place, kernels: &Kernels) -> Result<String> {
-        let first = |device: &str| FIRST.replace("DISK", device);
+    /// Runs `userland` in a place, with these variables of its environment; gives what it prints.
+    pub fn run(
+        &self,
+        place: Place,
+        kernels: &Kernels,
+        environment: &[(&str, &str)],
+    ) -> Result<String> {
+        // What Linux does not know of its command line is the first program's environment.
+        let variables: String =
+            environment.iter().map(|(name, value)| format!("{name}={value} ")).collect();
+        let first = |device: &str| variables.clone() + &FIRST.replace("DISK", device);
         let virtio = first("/dev/vdb");
         let mut command = match place {
-            Place::Native => self.native()?,
+            Place::Native => {
+                let mut command = self.native()?;
+                command.envs(environment.iter().copied());
+                command
+            }
             Place::Parador => {
                 let mut run = run_parador(kernels);
                 for disk in [&self.disk, &self.work_disk] {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // System calls by `int $0x80`, and what else only 32-bit programs do: segments for thread-local storage, also in threads and processes that take
-// turns; signals; 64-bit code on the way. Without a library, so that nothing but a compiler is needed. As a 64-bit program it does the calls only.
+// turns; signals; 64-bit code on the way. Of a 64-bit program, calls of the page of old calls (`vsyscall`), too. Without a library, so that nothing but a compiler is needed. As a 64-bit program it does the calls only.
 #define NOINLINE __attribute__((noinline))
 
 typedef unsigned int u32;
@@ -231,6 +231,30 @@ static void run(u32 *top)
 	end(0);
 }
 #else
+// A call of the page of old calls: `index` KiB behind its beginning.
+static long old_call(long index, void *a, void *b)
+{
+	long (*function)(void *, void *) = (void *)(0xffffffffff600000 + 0x400 * index);
+	return function(a, b);
+}
+
+static void old_calls(void)
+{
+	// Long ago, so that it is the guest's kernel that knows it.
+	struct { long seconds, microseconds; } now = { 1000000000, 0 };
+	long set, also, past;
+	u32 cpu = -1, node = -1;
+	asm volatile("syscall" : "=a"(set) : "a"(164), "D"(&now), "S"(0) : "rcx", "r11", "memory");
+	check(set == 0, "settimeofday");
+	now.seconds = 0;
+	check(old_call(0, &now, 0) == 0, "gettimeofday of the old page");
+	check(now.seconds - 1000000000 < 60 && now.seconds >= 1000000000 && now.microseconds < 1000000, "its time");
+	past = old_call(1, &also, 0);
+	check(past == also && past - now.seconds < 60 && past >= now.seconds, "time of the old page");
+	check(old_call(2, &cpu, &node) == 0 && cpu < 64 && node == 0, "getcpu of the old page");
+	say("old calls: all well\n");
+}
+
 static void run(void)
 {
 	long own, found = call(GETPID, 0, 0, 0, 0);
@@ -238,6 +262,7 @@ static void run(void)
 	check(found == own, "getpid");
 	check(call(0x7fff, 0, 0, 0, 0) == -38, "a call that is none");
 	say("int 0x80 of 64-bit code: all well\n");
+	old_calls();
 	end(0);
 }
 #endif

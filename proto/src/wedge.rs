@@ -83,6 +83,12 @@ pub mod layout {
     /// Signal by which the device process tells a process of the guest of events.
     pub const KICK_SIGNAL: u32 = 34;
 
+    /// Linux' page of old calls, outside of what programs can map (`Documentation/arch/x86/x86_64/mm.rst` in Linux): a call at its beginning and one
+    /// each KiB farther on.
+    pub const VSYSCALL: u64 = 0xffff_ffff_ff60_0000;
+    /// Numbers of the system calls that they are: `gettimeofday`, `time`, `getcpu`.
+    pub const VSYSCALL_CALLS: [u32; 3] = [96, 201, 309];
+
     /// Where the records of the disks are in the shared memory.
     pub const DISKS: u64 = 0x800;
     /// Where the records of the networks are in the shared memory.

@@ -34,22 +34,27 @@ pub fn words(traced: bool) -> Result<Vec<u64>, Error> {
         [(guest(), true), (worker(), false), (device(traced), true), (net(), false)]
     {
         let program = rules.and_then(compile).map_err(|error| Error::Filters(error.to_string()))?;
-        let before = if is_guest { &call_of_32_bits()[..] } else { &[] };
+        let before = if is_guest { &calls_of_programs()[..] } else { &[] };
         words.extend(pack(&[before, &program[..]].concat())?);
     }
     Ok(words)
 }
 
-/// What comes before the filter of a process that runs guests' programs: of 32-bit calls, it may describe thread-local storage. Other calls go on.
-fn call_of_32_bits() -> [sock_filter; 6] {
+/// What comes before the filter of a process that runs guests' programs. Of 32-bit calls, it may describe thread-local storage. A call of the
+/// host's old page for calls (`vsyscall`), which dispatching does not see, becomes a signal. Other calls go on.
+fn calls_of_programs() -> [sock_filter; 16] {
     /// `set_thread_area` (`arch/x86/entry/syscalls/syscall_32.tbl` in Linux).
     const SET_THREAD_AREA: u32 = 243;
     /// `AUDIT_ARCH_I386`.
     const I386: u32 = 0x4000_0003;
+    let [gettimeofday, time, getcpu] = layout::VSYSCALL_CALLS;
+    let (high, low) = ((layout::VSYSCALL >> 32) as u32, layout::VSYSCALL as u32);
     // Offsets in `struct seccomp_data`.
     const NUMBER: u32 = 0;
     const ARCHITECTURE: u32 = 4;
+    const INSTRUCTION_POINTER: u32 = 8;
     let load = |k| sock_filter { code: 0x20, jt: 0, jf: 0, k };
+    let and = |k| sock_filter { code: 0x54, jt: 0, jf: 0, k };
     let unless = |k, jf| sock_filter { code: 0x15, jt: 0, jf, k };
     let give = |k| sock_filter { code: 0x06, jt: 0, jf: 0, k };
     [
@@ -59,6 +64,17 @@ fn call_of_32_bits() -> [sock_filter; 6] {
         unless(SET_THREAD_AREA, 1),
         give(ptrace::SECCOMP_RET_ALLOW),
         give(ptrace::SECCOMP_RET_KILL_PROCESS),
+        // Only of these: the host need not carry the filter out for what is allowed by its number alone.
+        load(NUMBER),
+        sock_filter { jt: 2, ..unless(gettimeofday, 0) },
+        sock_filter { jt: 1, ..unless(time, 0) },
+        unless(getcpu, 6),
+        load(INSTRUCTION_POINTER + 4),
+        unless(high, 4),
+        load(INSTRUCTION_POINTER),
+        and(0xffff_f000),
+        unless(low, 1),
+        give(ptrace::SECCOMP_RET_TRAP),
     ]
 }
 
@@ -404,11 +420,18 @@ mod tests {
         }
     }
 
-    /// Whether the host carries a call out: the program on `struct seccomp_data`, as `Documentation/networking/filter.rst` in Linux says.
+    const ALLOW: u32 = 0x7fff_0000;
+    const TRAP: u32 = 0x0003_0000;
+
+    /// Whether the host carries a call out.
     fn allows(filter: &[u64], call: u32, architecture: u32, arguments: [u64; 6]) -> bool {
+        action(filter, call, architecture, 0x5555_6666_7777, arguments) == ALLOW
+    }
+
+    /// What the host does: the program on `struct seccomp_data`, as `Documentation/networking/filter.rst` in Linux says.
+    fn action(filter: &[u64], call: u32, architecture: u32, at: u64, arguments: [u64; 6]) -> u32 {
         const KILL_PROCESS: u32 = 0x8000_0000;
-        const ALLOW: u32 = 0x7fff_0000;
-        let mut data = vec![call, architecture, 0, 0];
+        let mut data = vec![call, architecture, at as u32, (at >> 32) as u32];
         data.extend(arguments.iter().flat_map(|&word| [word as u32, (word >> 32) as u32]));
         let (mut at, mut accumulator) = (1, 0);
         loop {
@@ -429,8 +452,8 @@ mod tests {
                 0x45 => at += jump(accumulator & k != 0),
                 // BPF_RET
                 0x06 => {
-                    assert!(matches!(k, KILL_PROCESS | ALLOW), "{k:#x}");
-                    return k == ALLOW;
+                    assert!(matches!(k, KILL_PROCESS | ALLOW | TRAP), "{k:#x}");
+                    return k;
                 }
                 _ => panic!("instruction {code:#x}"),
             }
@@ -498,6 +521,30 @@ mod tests {
             }
         }
         assert!(allowed > 6 * TRIES);
+    }
+
+    /// The guest answers calls of the host's old page; nothing else comes of being there.
+    #[test]
+    fn calls_of_the_old_page_become_signals() {
+        let filters = filters();
+        for which in [Filters::GUEST, Filters::DEVICE] {
+            let filter = &filters[which * Filters::WORDS..][..Filters::WORDS];
+            for call in 0..CALLS {
+                for (at, is_there) in [
+                    (0xffff_ffff_ff60_0000, true),
+                    (0xffff_ffff_ff60_0800, true),
+                    (0xffff_ffff_ff60_0fff, true),
+                    (0xffff_ffff_ff60_1000, false),
+                    (0xffff_ffff_ff5f_ffff, false),
+                    (0x7fff_ff60_0000, false),
+                    (0xff60_0000, false),
+                ] {
+                    let does = |at| action(filter, call, X86_64, at, [0; 6]);
+                    let is_old = is_there && matches!(call, 96 | 201 | 309);
+                    assert_eq!(does(at), if is_old { TRAP } else { does(0) }, "{call} at {at:#x}");
+                }
+            }
+        }
     }
 
     /// The process of a disk reaches disks, in the ways that it needs, and its ring in one way.

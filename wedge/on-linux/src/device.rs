@@ -10,7 +10,7 @@ use crate::memory::Ram;
 use crate::processes::{self, KICK};
 use crate::report::{HOST, say};
 use crate::shared::{RING, Ring, SLOTS, event, shared, vcpus};
-use crate::{debug, disk, net, sys};
+use crate::{debug, disk, idle, net, sys};
 
 const READABLE: u16 = linux::POLLIN as u16;
 
@@ -227,8 +227,7 @@ impl Device {
         let (Some(vcpu), Some(guests)) = (vcpus().get(index), self.guests.get(index)) else {
             return;
         };
-        if vcpu.idle.load(SeqCst) != 0 {
-            sys::wake(vcpu.events());
+        if idle::wake(vcpu) {
             return;
         }
         // If it is going from one process to another, or to one that does not listen yet, the next one looks.
@@ -296,8 +295,7 @@ pub fn tell_by_bell(index: usize, what: u32) {
     if vcpu.events().fetch_or(what, SeqCst) & what != 0 {
         return;
     }
-    if vcpu.idle.load(SeqCst) != 0 {
-        sys::wake(vcpu.events());
+    if idle::wake(vcpu) {
         return;
     }
     shared().kick.fetch_or(1 << index, SeqCst);

@@ -30,7 +30,8 @@ use crate::shared::{
 };
 use crate::sites::{FUNCTION, Sites, put_back, write_code};
 use crate::{
-    calls, code, compat, debug, extended, keys, place, processes, profile, report, signal, steal,
+    calls, code, compat, debug, extended, idle, keys, place, processes, profile, report, signal,
+    steal,
 };
 
 /// Error code of a page fault: the access was a write.
@@ -499,6 +500,25 @@ impl LinuxVcpu<'_> {
         }
     }
 
+    /// A program calls Linux' old page of calls, which this host does not have: it comes to the system call, and a return. Of hosts that have it,
+    /// the filter of system calls makes the same.
+    fn old_call(&mut self, linear: u64) -> Option<()> {
+        let cpu = cpu();
+        let offset = linear.checked_sub(layout::VSYSCALL)?;
+        let number = layout::VSYSCALL_CALLS.get(usize::try_from(offset / 0x400).ok()?)?;
+        let stack = cpu.frame.gpr[4];
+        let is_whole = offset % 0x400 == 0 && stack % memory::PAGE <= memory::PAGE - 8;
+        let paging = cpu.paging(stack, true);
+        let found = is_whole.then(|| paging.translate(&self.memory, stack, Intent::Read, true));
+        let back = self.memory.read::<u64>(found?.ok()?.0).ok()?;
+        count(count::CALLS);
+        cpu.frame.gpr[0] = u64::from(*number);
+        cpu.frame.gpr[4] = stack.wrapping_add(8);
+        cpu.frame.rip = back;
+        cpu.system_call();
+        Some(())
+    }
+
     fn page_fault(&mut self, linear: u64, code: u64) -> Step {
         let cpu = cpu();
         let intent = if code & FETCH != 0 {
@@ -515,6 +535,9 @@ impl LinuxVcpu<'_> {
             if profile::write_fault(cpu, memory, linear, annotated) {
                 return Step::On;
             }
+        }
+        if intent == Intent::Fetch && cpu.cpl == 3 && self.old_call(linear).is_some() {
+            return Step::On;
         }
         if intent == Intent::Fetch && cpu.cpl == 0 && memory::fill_image(cpu, &self.memory, linear)
         {
@@ -1014,7 +1037,7 @@ fn drive(all: &All<'_>, index: usize) -> ! {
     loop {
         let events = match machine.run(&mut state, &mut vcpu, &mut host) {
             Pause::Recall(events) => events as u32,
-            Pause::Idle { deadline_tsc } => idle(deadline_tsc),
+            Pause::Idle { deadline_tsc } => idle::wait(deadline_tsc),
             Pause::End(outcome) => {
                 if outcome == Outcome::TripleFault {
                     describe();
@@ -1045,27 +1068,6 @@ fn drive(all: &All<'_>, index: usize) -> ! {
             machine.function_input(slot, Some(&state), &mut host);
         }
     }
-}
-
-/// Waits for events, which it takes, or until the time-stamp counter has this value. A halted virtual CPU does not take them itself.
-fn idle(deadline: u64) -> u32 {
-    let vcpu = vcpu();
-    place::idle();
-    vcpu.idle.store(1, SeqCst);
-    let limit = (deadline != u64::MAX).then(|| signal::until(deadline));
-    if limit != Some(0) && events().load(SeqCst) == 0 {
-        steal::rest();
-        crate::sys::wait(events(), 0, limit);
-        steal::go_on();
-    }
-    vcpu.idle.store(0, SeqCst);
-    let pending = events().swap(0, SeqCst);
-    if pending & event::TIMER != 0 {
-        // The machine looks at the time itself; the timer has to be set again in any case.
-        mine().armed.store(u64::MAX, Relaxed);
-        signal::arm();
-    }
-    pending
 }
 
 /// The processor as the loader wants it.

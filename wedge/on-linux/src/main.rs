@@ -18,6 +18,7 @@ mod device;
 mod disk;
 mod extended;
 mod guest;
+mod idle;
 mod keys;
 mod memory;
 mod monitor;

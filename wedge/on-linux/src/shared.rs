@@ -206,8 +206,10 @@ pub struct Vcpu {
     pub running: AtomicU32,
     /// The slot that wants a process, plus 1.
     pub wanted: AtomicU32,
-    /// The virtual CPU waits for events.
+    /// Whether the virtual CPU waits for events: see [`crate::idle::state`].
     pub idle: AtomicU32,
+    /// For how long it looks for them itself at first, in microseconds.
+    pub looks: Owned<u64>,
     /// Time-stamp counter at which the virtual CPU wants to be told.
     pub deadline: AtomicU64,
     /// Changes of the kernel's mappings so far.

@@ -1,0 +1,94 @@
+//! A virtual CPU that has nothing to do waits for events.
+//!
+//! Where the host has several CPUs it looks for them itself at first: whoever runs on another CPU then has nobody to wake, which would cost
+//! both sides more than a short wait. As KVM does (`halt_poll_ns`, `Documentation/virt/kvm/halt-polling.rst` in Linux), it looks for longer when its
+//! last waits were a little longer than that, and not at all when they were long.
+
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+
+use crate::guest::tsc;
+use crate::shared::{event, events, mine, shared, vcpu};
+use crate::{place, signal, steal, sys};
+
+/// It looks for so long when it begins to, in microseconds.
+const FIRST: u64 = 10;
+/// It never looks for longer, and begins to when a wait was not longer. Whoever needs this host CPU waits for so long at most.
+const MOST: u64 = 50;
+
+/// Values of [`crate::shared::Vcpu::idle`].
+pub mod state {
+    /// It does something: whoever has an event must interrupt it.
+    pub const BUSY: u32 = 0;
+    /// It is to be woken.
+    pub const WAITS: u32 = 1;
+    /// It looks for events.
+    pub const LOOKS: u32 = 2;
+}
+
+/// Whoever has left an event for a virtual CPU wakes it if that waits; `false`: it has to be interrupted.
+pub fn wake(vcpu: &crate::shared::Vcpu) -> bool {
+    match vcpu.idle.load(SeqCst) {
+        state::BUSY => return false,
+        state::LOOKS => {}
+        _ => sys::wake(vcpu.events()),
+    }
+    true
+}
+
+/// Waits for events, which it takes, or until the time-stamp counter has this value. A halted virtual CPU does not take them itself.
+pub fn wait(deadline: u64) -> u32 {
+    let vcpu = vcpu();
+    if !look(deadline) {
+        place::idle();
+        vcpu.idle.store(state::WAITS, SeqCst);
+        let limit = (deadline != u64::MAX).then(|| signal::until(deadline));
+        if limit != Some(0) && events().load(SeqCst) == 0 {
+            let begin = tsc();
+            steal::rest();
+            sys::wait(events(), 0, limit);
+            steal::go_on();
+            vcpu.looks.set(next(vcpu.looks.get(), microseconds(tsc().saturating_sub(begin))));
+        }
+    }
+    vcpu.idle.store(state::BUSY, SeqCst);
+    let pending = events().swap(0, SeqCst);
+    if pending & event::TIMER != 0 {
+        // The machine looks at the time itself; the timer has to be set again in any case.
+        mine().armed.store(u64::MAX, Relaxed);
+        signal::arm();
+    }
+    pending
+}
+
+/// Looks for events for as long as seems right; whether there are any, or the time has come.
+fn look(deadline: u64) -> bool {
+    let vcpu = vcpu();
+    let limit = vcpu.looks.get();
+    if limit == 0 || !shared().places.load(Relaxed) {
+        return false;
+    }
+    vcpu.idle.store(state::LOOKS, SeqCst);
+    let end = tsc().saturating_add(limit.saturating_mul(shared().tsc_khz.load(Relaxed)) / 1000);
+    loop {
+        if events().load(SeqCst) != 0 {
+            return true;
+        }
+        let now = tsc();
+        if now >= deadline {
+            return true;
+        }
+        if now >= end {
+            return false;
+        }
+        core::hint::spin_loop();
+    }
+}
+
+fn microseconds(ticks: u64) -> u64 {
+    ticks.saturating_mul(1000) / shared().tsc_khz.load(Relaxed).max(1)
+}
+
+/// For how long it looks the next time if it has looked for `looks` and then waited for `waited`, in microseconds.
+fn next(looks: u64, waited: u64) -> u64 {
+    if waited > MOST { 0 } else { (2 * looks).clamp(FIRST, MOST) }
+}
