@@ -46,7 +46,7 @@ pub fn trial() -> Result<(), String> {
                 let output = child.wait_with_output().map_err(|error| error.to_string())?;
                 return Err(String::from_utf8_lossy(&output.stdout).trim().to_owned());
             }
-            None => thread::sleep(Duration::from_millis(5)),
+            None => thread::sleep(Duration::from_micros(500)),
         }
     }
     // Fails if it has ended just now. Nobody waits: the host's kernel may not let go of it.

@@ -45,6 +45,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
+use vmm_mem::large::Large;
 
 /// The program that is the wedge, among Parador's own.
 const WEDGE: &str = "parador-wedge";
@@ -272,7 +273,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let disks = open_disks(&config.disk)?;
     let shares = open_shares(&config.share)?;
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
-    let bytes = read(kernel).map_err(|failure| {
+    let bytes = read_large(kernel).map_err(|failure| {
         failure.help("`parador kernel build` makes a kernel that runs in processes")
     })?;
     let runner = runner(&config, &bytes, kernel)?;
@@ -505,12 +506,17 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     }
 }
 
+fn read_large(path: &Path) -> Result<Large, Failure> {
+    let read = File::open(path).and_then(|mut file| Large::read(&mut file));
+    read.map_err(|error| Failure::file("read", path, &error))
+}
+
 /// Reads a kernel for processes once more, for as long as `then` needs it.
 fn with_image<T>(
     kernel: &Path,
     then: impl FnOnce(&Image<'_>) -> Result<T, Failure>,
 ) -> Result<T, Failure> {
-    let bytes = fs::read(kernel).map_err(|error| Failure::file("read", kernel, &error))?;
+    let bytes = read_large(kernel)?;
     then(&Image::parse(&bytes).map_err(|error| refused(&error, kernel))?)
 }
 

@@ -8,6 +8,7 @@ use object::elf;
 use object::read::elf::{ElfFile64, FileHeader, Rela, SectionHeader, Sym};
 use object::{LittleEndian, Object, ObjectSection, ObjectSymbol};
 use proto::wedge::layout;
+use vmm_mem::large::Large;
 use wedge_sites::{ConstantId, Constants, Sites, Table, Width};
 
 use crate::Error;
@@ -45,10 +46,8 @@ pub struct Image<'a> {
 pub struct Part {
     /// Guest-physical address.
     pub address: u64,
-    /// Its first bytes.
-    pub bytes: Vec<u8>,
-    /// Its length; the rest is zero.
-    pub length: u64,
+    /// Its first bytes; the rest is zero.
+    pub bytes: Large,
     /// Linear address as linked.
     linked: u64,
 }
@@ -197,8 +196,9 @@ impl<'a> Image<'a> {
                 ));
             }
             let linked = segment.p_vaddr.get(ENDIAN);
-            let bytes = bytes.ok_or_else(cut)?.to_vec();
-            parts.push(Part { address, bytes, length, linked });
+            let bytes = Large::copy_of(bytes.ok_or_else(cut)?)
+                .map_err(|error| Error::Host("make room for the kernel", error))?;
+            parts.push(Part { address, bytes, linked });
         }
         self.relocate(&mut parts)?;
         self.set_constants(&mut parts)?;
@@ -229,10 +229,20 @@ impl<'a> Image<'a> {
             let Some((relocations, _)) = section.rela(ENDIAN, self.file.data())? else { continue };
             let target = sections.section(section.info_link(ENDIAN))?;
             let loaded = target.sh_flags(ENDIAN).0 & elf::SHF_ALLOC.0 != 0;
-            if !loaded || target.sh_type(ENDIAN) == elf::SHT_NOBITS {
+            if !loaded || target.sh_type(ENDIAN) == elf::SHT_NOBITS || relocations.is_empty() {
                 continue;
             }
             let in_per_cpu = Some(section.info_link(ENDIAN).0) == per_cpu;
+            // The place of the section's first byte, and which tables are in it: there are hundreds of thousands of relocations.
+            let start = target.sh_addr(ENDIAN);
+            let length = target.sh_size(ENDIAN);
+            let bytes = field(parts, start, usize::try_from(length).unwrap_or(usize::MAX));
+            let Some(bytes) = bytes else { return Err(misfit(start, b"a section")) };
+            let tables: Vec<u64> = tables
+                .iter()
+                .copied()
+                .filter(|&table| table.wrapping_sub(start) < length)
+                .collect();
             for relocation in relocations {
                 any = true;
                 let at = relocation.r_offset(ENDIAN);
@@ -265,8 +275,9 @@ impl<'a> Image<'a> {
                     | elf::R_X86_64_PLT32 => 4,
                     _ => return Err(misfit(at, name())),
                 };
-                let field = field(parts, at, size).ok_or_else(|| misfit(at, name()))?;
-                add(field, change);
+                let offset = usize::try_from(at.wrapping_sub(start)).ok();
+                let field = offset.and_then(|offset| bytes.get_mut(offset..)?.get_mut(..size));
+                add(field.ok_or_else(|| misfit(at, name()))?, change);
             }
         }
         if any {

@@ -81,6 +81,11 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     let copies = if machine.options & option::KEYS != 0 { machine.vcpus.into() } else { 0 };
     let mut memory = SharedMemory::new("parador-guest", machine.memory * (1 + copies))
         .map_err(host("make the guest's memory"))?;
+    check_room(image, machine.memory)?;
+    // The kernel is at the beginning of memory, which is that of the descriptor. What follows a part's bytes is zero already.
+    for part in image.moved()? {
+        memory.write_at(part.address, &part.bytes).map_err(host("write the kernel to memory"))?;
+    }
     let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, chips.hole_start).collect();
     let (sites, sites_length) = image.sites();
     // A kernel without them does it itself.
@@ -131,6 +136,14 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     Ok(Prepared { memory, low: machine.memory.min(chips.hole_start), shared })
 }
 
+fn check_room(image: &Image<'_>, available: u64) -> Result<(), Error> {
+    let needed = image.end();
+    if needed > available {
+        return Err(vmm_boot::BootError::TooLittleMemory { needed, available }.into());
+    }
+    Ok(())
+}
+
 fn fill(
     memory: &GuestMemory,
     image: &Image<'_>,
@@ -146,17 +159,7 @@ fn fill(
         initrd: machine.initrd,
         command_line: machine.command_line.as_bytes(),
     };
-    if image.end() > machine.memory {
-        let needed = image.end();
-        let available = machine.memory;
-        return Err(vmm_boot::BootError::TooLittleMemory { needed, available }.into());
-    }
     start.rdi = vmm_boot::load_rest(memory, &rest)?;
-    for part in image.moved()? {
-        memory.write_slice(part.address, &part.bytes).map_err(failed)?;
-        let used = part.bytes.len() as u64;
-        memory.fill(part.address + used, part.length - used, 0).map_err(failed)?;
-    }
     let write = |at: u64, value: u64| memory.write(at, value).map_err(failed);
     let variables = [
         ("page_offset_base", layout::DIRECT),

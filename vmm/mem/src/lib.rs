@@ -18,6 +18,8 @@
 extern crate std;
 
 #[cfg(feature = "shared")]
+pub mod large;
+#[cfg(feature = "shared")]
 pub mod shared;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
