@@ -119,15 +119,17 @@ impl Filters {
     /// Words of each.
     pub const WORDS: usize = 512;
     /// How many there are.
-    pub const COUNT: usize = 4;
+    pub const COUNT: usize = 7;
     /// [`Self::programs`]: of the guest's processes.
     pub const GUEST: usize = 0;
     /// Of those of disks.
     pub const WORKER: usize = 1;
-    /// Of the device process.
-    pub const DEVICE: usize = 2;
     /// Of those of networks.
-    pub const NET: usize = 3;
+    pub const NET: usize = 2;
+    /// What is added to these for the same that may send [`layout::KICK_SIGNAL`], where that reaches processes of the machine only.
+    pub const KICKS: usize = 3;
+    /// Of the device process.
+    pub const DEVICE: usize = 6;
 }
 
 const _: () = assert!(layout::FILTERS + size_of::<Filters>() as u64 <= layout::SHARED_LENGTH);

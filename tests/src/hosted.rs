@@ -203,12 +203,16 @@ pub fn sandbox() -> Result<()> {
     let outside = network("self").context("no namespaces")?;
     for (which, is_shut_in) in [("strict", true), ("off", false)] {
         let mut child = start(rig.run().args(["-d", "disk.img", "--sandbox", which]))?;
+        let mut numbered = false;
         for process in children(&child)?.into_iter().skip(1) {
             let status = fs::read_to_string(format!("/proc/{process}/status"))
                 .with_context(|| format!("no process {process}"))?;
             let has = |text: &str| status.contains(text);
             ensure!(has("NoNewPrivs:\t1") && has("Seccomp:\t2"), "{which}:\n{status}");
             ensure!(!is_shut_in || has("CapEff:\t0000000000000000"), "{which}:\n{status}");
+            // On the host, and in a namespace of those that the device process makes.
+            let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+            numbered |= numbers.is_some_and(|numbers| numbers.split_whitespace().count() > 1);
             // Only the superuser may look.
             if let Ok(inside) = network(&process.to_string()) {
                 ensure!((inside != outside) == is_shut_in, "{which}: {inside:?}");
@@ -217,6 +221,7 @@ pub fn sandbox() -> Result<()> {
                 ensure!(is_empty == is_shut_in, "{which}: files of process {process}");
             }
         }
+        ensure!(numbered == is_shut_in, "{which}: a namespace of processes: {numbered}");
         drop(child.stdin.take());
         succeed(Command::new("kill").arg(child.id().to_string()))?;
         child.wait().context("cannot wait for parador")?;
@@ -500,11 +505,11 @@ pub fn stress(seconds: u32) -> Result<()> {
 }
 
 /// Several virtual CPUs: the guest has them, its programs run on each, what they change of their memory holds on all; code is changed and
-/// modules come and go meanwhile; a CPU can be taken out and put back.
+/// modules come and go meanwhile; a CPU can be taken out and put back. They interrupt each other, or the device process does.
 pub fn cpus() -> Result<()> {
     let rig = Rig::new()?;
     let dummy = rig.dummy()?;
-    for cpus in [2, 4] {
+    for (cpus, sandbox) in [(2, "off"), (2, "on"), (4, "on")] {
         let script = format!(
             "[ $(nproc) = {cpus} ]; cat /sys/devices/system/clocksource/clocksource0/current_clocksource
             for cpu in $(seq 0 {last}); do
@@ -530,7 +535,7 @@ pub fn cpus() -> Result<()> {
             end = cpus + 1,
         );
         let mut machine = rig.script(&script, &[&dummy, &stress_program()])?;
-        machine.args(["-c", &cpus.to_string()]);
+        machine.args(["-c", &cpus.to_string(), "--sandbox", sandbox]);
         let each = format!("Cpus_allowed_list:\t{}\n", cpus - 1);
         let without = format!("without: {}\n", cpus - 1);
         let ended = end(&mut machine, "")?

@@ -119,13 +119,13 @@ fn examine() -> Report {
             number("/proc/sys/user/max_user_namespaces").is_some_and(|most| most > 0)
                 && number("/proc/sys/kernel/unprivileged_userns_clone") != Some(0),
             State::Absent,
-            "a stricter sandbox, later",
+            "a stricter sandbox",
         ),
         present(
             "Landlock",
             read("/sys/kernel/security/lsm").is_some_and(|all| all.contains("landlock")),
             State::Absent,
-            "a stricter sandbox, later",
+            "a stricter sandbox",
         ),
         system_call(),
     ];

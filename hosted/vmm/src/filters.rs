@@ -3,8 +3,7 @@
 //! A guest process runs the guest's kernel, which may contain anything; with its filter it can change mappings of its own address space, of
 //! the machine's memory or of fresh memory, give memory of the machine back, wait and wake, let others run, set its one timer, choose its own
 //! CPUs, ask for the CPU time that it has used, describe thread-local storage of 32-bit code, ring the device process, and end. Everything else
-//! ends it, and the
-//! machine with it.
+//! ends it, and the machine with it. Where the host keeps signals within the machine, it may also send the one that tells a virtual CPU of events.
 
 use std::collections::BTreeMap;
 
@@ -30,9 +29,20 @@ type Conditions<'a> = &'a [(u8, u32)];
 /// If the guest's processes are `traced`, it is by processes that the device process makes.
 pub fn words(traced: bool) -> Result<Vec<u64>, Error> {
     let mut words = Vec::new();
-    for (rules, is_guest) in
-        [(guest(), true), (worker(), false), (device(traced), true), (net(), false)]
-    {
+    let kicking = |rules: Result<Rules, _>| {
+        let mut rules = rules?;
+        signal(&mut rules, layout::KICK_SIGNAL)?;
+        Ok(rules)
+    };
+    for (rules, is_guest) in [
+        (guest(), true),
+        (worker(), false),
+        (net(), false),
+        (kicking(guest()), true),
+        (kicking(worker()), false),
+        (kicking(net()), false),
+        (device(traced), true),
+    ] {
         let program = rules.and_then(compile).map_err(|error| Error::Filters(error.to_string()))?;
         let before = if is_guest { &calls_of_programs()[..] } else { &[] };
         words.extend(pack(&[before, &program[..]].concat())?);
@@ -118,6 +128,15 @@ fn allow(rules: &mut Rules, call: u32, sets: &[Conditions<'_>]) -> Result<(), Ba
 /// With any arguments.
 fn allow_all(rules: &mut Rules, calls: &[u32]) {
     rules.extend(calls.iter().map(|&call| (i64::from(call), Vec::new())));
+}
+
+/// A signal, to one process, not a group or all.
+fn signal(rules: &mut Rules, number: u32) -> Result<(), BackendError> {
+    let mut conditions = vec![SeccompCondition::new(1, Dword, Eq, number.into())?];
+    conditions.push(SeccompCondition::new(0, Dword, Ge, 1)?);
+    conditions.push(SeccompCondition::new(0, Dword, Le, i32::MAX as u64)?);
+    rules.entry(linux::__NR_kill.into()).or_default().push(SeccompRule::new(conditions)?);
+    Ok(())
 }
 
 /// What all do.
@@ -233,12 +252,8 @@ fn device(traced: bool) -> Result<Rules, BackendError> {
     )?;
     // A process, not a thread, and no name spaces.
     allow(&mut rules, linux::__NR_clone, &[&[(0, linux::SIGCHLD)]])?;
-    // One process, not a group or all.
-    for signal in [linux::SIGKILL, linux::SIGSTOP, linux::SIGCONT, layout::KICK_SIGNAL] {
-        let mut conditions = vec![SeccompCondition::new(1, Dword, Eq, signal.into())?];
-        conditions.push(SeccompCondition::new(0, Dword, Ge, 1)?);
-        conditions.push(SeccompCondition::new(0, Dword, Le, i32::MAX as u64)?);
-        rules.entry(linux::__NR_kill.into()).or_default().push(SeccompRule::new(conditions)?);
+    for number in [linux::SIGKILL, linux::SIGSTOP, linux::SIGCONT, layout::KICK_SIGNAL] {
+        signal(&mut rules, number)?;
     }
     for request in [prctl::PR_SET_PDEATHSIG, prctl::PR_SET_SYSCALL_USER_DISPATCH] {
         allow(&mut rules, linux::__NR_prctl, &[&[(0, request)]])?;
@@ -461,7 +476,7 @@ mod tests {
     }
 
     /// What a guest process may do, in other words.
-    fn guest_may(call: u32, arguments: [u64; 6]) -> bool {
+    fn guest_may(call: u32, arguments: [u64; 6], kicks: bool) -> bool {
         const PRIVATE_ANONYMOUS_FIXED: u32 = 0x32;
         const SHARED_FIXED: u32 = 0x11;
         const POPULATE: u32 = 0x8000;
@@ -476,6 +491,8 @@ mod tests {
             }
             // mprotect, munmap, rt_sigreturn, sched_yield, sigaltstack, restart_syscall, timer_settime, exit_group, getrandom, pkey_mprotect
             10 | 11 | 15 | 24 | 131 | 219 | 223 | 231 | 318 | 329 => true,
+            // kill: one process, by the signal for events
+            62 => kicks && second == 34 && (1..1 << 31).contains(&first),
             // futex: wait, wake
             202 => matches!(second, 0 | 1),
             // sched_setaffinity: of itself
@@ -490,7 +507,7 @@ mod tests {
     #[test]
     fn a_guest_process_may_do_this_and_no_more() {
         let filters = filters();
-        let guest = &filters[..Filters::WORDS];
+        let of = |which: usize| &filters[which * Filters::WORDS..][..Filters::WORDS];
         let mut seed: u64 = 0x9e37_79b9_7f4a_7c15;
         let mut random = || {
             seed ^= seed << 13;
@@ -499,19 +516,22 @@ mod tests {
             // Small numbers and flags often, for they mean something.
             match seed % 4 {
                 0 => seed >> 8 & 7,
-                1 => [0x32, 0x11, 0x8011, 0x12, 0x8032][(seed >> 8) as usize % 5],
+                1 => [0x32, 0x11, 0x8011, 0x12, 0x8032, 34][(seed >> 8) as usize % 6],
                 2 => seed >> 8 & 0xffff,
                 _ => seed,
             }
         };
         let mut allowed = 0;
-        for call in (0..CALLS).chain([u32::MAX]) {
+        for (call, kicks) in
+            (0..CALLS).chain([u32::MAX]).flat_map(|call| [(call, false), (call, true)])
+        {
+            let guest = of(Filters::GUEST + if kicks { Filters::KICKS } else { 0 });
             for _ in 0..TRIES {
                 let arguments = [(); 6].map(|()| random());
                 let allows = |call, architecture| allows(guest, call, architecture, arguments);
                 assert_eq!(
                     allows(call, X86_64),
-                    guest_may(call, arguments),
+                    guest_may(call, arguments, kicks),
                     "{call} {arguments:x?}"
                 );
                 // The other ways in, where numbers mean other calls: set_thread_area.
@@ -527,7 +547,7 @@ mod tests {
     #[test]
     fn calls_of_the_old_page_become_signals() {
         let filters = filters();
-        for which in [Filters::GUEST, Filters::DEVICE] {
+        for which in [Filters::GUEST, Filters::GUEST + Filters::KICKS, Filters::DEVICE] {
             let filter = &filters[which * Filters::WORDS..][..Filters::WORDS];
             for call in 0..CALLS {
                 for (at, is_there) in [

@@ -1,6 +1,7 @@
 //! The device process: serves the console, makes processes for address spaces, and ends them all with the machine.
 
-use core::sync::atomic::Ordering::SeqCst;
+use core::fmt;
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use linux_raw_sys::general as linux;
 use proto::wedge::{Filters, MAX_DISKS, MAX_QUEUES, control, layout};
@@ -129,10 +130,13 @@ impl Device {
                     self.tell(0, if number < MAX_DISKS { event::DISK } else { event::SHARE });
                 }
             }
-            if let Some(code) = dead_child() {
+            if let Some(death) = Death::next(linux::WNOHANG) {
                 self.drain();
-                self.end_all();
-                return code;
+                let others = self.end_all();
+                // The end of a namespace's first process ends all, and comes to be known last.
+                let death = if death.is_killed() { others.unwrap_or(death) } else { death };
+                say(format_args!("{death}"));
+                return death.code();
             }
             if !started && shared.started.load(SeqCst) != 0 {
                 started = true;
@@ -276,26 +280,37 @@ impl Device {
         true
     }
 
-    /// Ends all other processes, and waits until they are gone: whoever waits for this one finds nothing left, and no disk in use.
-    fn end_all(&self) {
+    /// Ends all other processes, and waits until they are gone: whoever waits for this one finds nothing left, and no disk in use. Gives the first of
+    /// them that has ended by itself.
+    fn end_all(&self) -> Option<Death> {
         for &process in self.guests.as_flattened().iter().chain(&self.disks).chain(&self.nets) {
             if process != 0 {
                 sys::kill(process, linux::SIGKILL);
             }
         }
-        let arguments = [u64::MAX, 0, 0, 0, 0, 0];
-        // SAFETY: no memory is touched. It fails when there is nobody left.
-        while unsafe { sys::call(linux::__NR_wait4, arguments) }.is_ok() {}
+        let mut found = None;
+        while let Some(death) = Death::next(0) {
+            if !death.is_killed() {
+                found = found.or(Some(death));
+            }
+        }
+        found
     }
 }
 
-/// Tells a virtual CPU of an event, for processes that cannot interrupt it: the device process does.
-pub fn tell_by_bell(index: usize, what: u32) {
+/// Tells a virtual CPU of an event, for other processes than the device process. Where they may not interrupt it themselves, that does.
+pub fn tell(index: usize, what: u32) {
     let Some(vcpu) = vcpus().get(index) else { return };
-    if vcpu.events().fetch_or(what, SeqCst) & what != 0 {
+    if vcpu.events().fetch_or(what, SeqCst) & what != 0 || idle::wake(vcpu) {
         return;
     }
-    if idle::wake(vcpu) {
+    if shared().kicks.load(Relaxed) {
+        // If it is going from one process to another, or to one that does not listen yet, the next one looks.
+        let slot = vcpu.slots.get(vcpu.running.load(SeqCst) as usize);
+        let process = slot.map_or(0, |slot| slot.process.load(SeqCst));
+        if process != 0 {
+            sys::kill(process, KICK);
+        }
         return;
     }
     shared().kick.fetch_or(1 << index, SeqCst);
@@ -315,16 +330,41 @@ fn wait<const COUNT: usize>(descriptors: [Option<u32>; COUNT], most: u64) -> [bo
     }
 }
 
-/// Whether a process of the guest has died: the exit code that this means.
-fn dead_child() -> Option<u8> {
-    let mut status = 0_u32;
-    let arguments = [u64::MAX, &raw mut status as u64, u64::from(linux::WNOHANG), 0, 0, 0];
-    // SAFETY: the kernel writes the status.
-    let process = unsafe { sys::call(linux::__NR_wait4, arguments) }.unwrap_or(0);
-    if process == 0 {
-        return None;
+/// The end of one of the machine's processes.
+struct Death {
+    process: u32,
+    /// As wait4(2) gives it.
+    status: u32,
+}
+
+impl Death {
+    /// The next one; `None`: there is none yet (`WNOHANG`), or nobody left.
+    fn next(options: u32) -> Option<Self> {
+        let mut status = 0_u32;
+        let arguments = [u64::MAX, &raw mut status as u64, u64::from(options), 0, 0, 0];
+        // SAFETY: the kernel writes the status.
+        let process = unsafe { sys::call(linux::__NR_wait4, arguments) }.unwrap_or(0) as u32;
+        (process != 0).then_some(Self { process, status })
     }
-    let (signal, code) = ((status & 0x7f) as u8, (status >> 8) as u8);
-    say(format_args!("process {process} of the machine died: status {code}, signal {signal}"));
-    Some(if signal != 0 { 128 + signal } else { code })
+
+    fn signal(&self) -> u8 {
+        (self.status & 0x7f) as u8
+    }
+
+    /// Somebody has ended it.
+    fn is_killed(&self) -> bool {
+        u32::from(self.signal()) == linux::SIGKILL
+    }
+
+    /// The exit code that it means for the machine.
+    fn code(&self) -> u8 {
+        if self.signal() != 0 { 128 + self.signal() } else { (self.status >> 8) as u8 }
+    }
+}
+
+impl fmt::Display for Death {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (process, status, signal) = (self.process, self.status >> 8 & 0xff, self.signal());
+        write!(out, "process {process} of the machine died: status {status}, signal {signal}")
+    }
 }

@@ -354,7 +354,7 @@ impl Worker {
         if self.queue.end(id, status) {
             sys::wake(&self.queue.answers);
         }
-        device::tell_by_bell(0, event::DISK);
+        device::tell(0, event::DISK);
     }
 
     /// Makes a job of a request, each value of which is read once.

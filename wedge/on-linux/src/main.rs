@@ -47,6 +47,7 @@ use proto::wedge::{layout, log, option};
 
 use crate::device::Device;
 use crate::memory::Ram;
+use crate::sandbox::Signals;
 use crate::shared::PRIVATE_LENGTH;
 use crate::sys::{Backing, Errno};
 
@@ -122,7 +123,12 @@ fn set_up() -> Result<Device, (&'static str, Errno)> {
     // What the host lets its users have of networks, it may not let them have in an empty namespace.
     net::open_taps(&start).map_err(|error| ("the host gives no tap device", error))?;
     if start.options & option::SANDBOX != 0 {
-        let refused = sandbox::enter();
+        let (refused, signals) = sandbox::enter();
+        shared.kicks.store(signals != Signals::Open, Relaxed);
+        if signals == Signals::Numbered {
+            shared.device.store(0, Relaxed);
+            shared.first.store(processes::first::AWAITED, Relaxed);
+        }
         if !refused.is_empty() {
             let is_needed = start.options & option::STRICT != 0;
             if is_needed || start.log >= log::INFO {

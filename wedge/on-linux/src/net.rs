@@ -444,7 +444,7 @@ impl Worker {
                 && out.has_enough_room(tail)
                 && out.full.swap(0, SeqCst) != 0
             {
-                device::tell_by_bell(0, event::NET);
+                device::tell(0, event::NET);
             }
         }
     }
@@ -518,7 +518,7 @@ impl Worker {
             head = head.wrapping_add(before + done);
             ring.head.store(head, SeqCst);
             if ring.hungry.load(SeqCst) != 0 && ring.hungry.swap(0, SeqCst) != 0 {
-                device::tell_by_bell(0, event::NET);
+                device::tell(0, event::NET);
             }
         }
     }
@@ -556,7 +556,7 @@ impl Worker {
                 "network {number}: the other side has gone (error {})",
                 error.0
             ));
-            device::tell_by_bell(0, event::NET);
+            device::tell(0, event::NET);
         }
     }
 }

@@ -43,7 +43,7 @@ impl Host for LinuxHost {
     }
 
     fn kick(&mut self, index: usize) {
-        device::tell_by_bell(index, event::KICK);
+        device::tell(index, event::KICK);
     }
 }
 

@@ -223,7 +223,7 @@ fn become_guest(
     // SAFETY: no memory is touched.
     let id = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
     // From here on everything may be the guest's doing.
-    confine(filters, Filters::GUEST)?;
+    confine(filters, kicking(Filters::GUEST))?;
     if number != 0 {
         // What the kernel changed before is not mapped here at all.
         slot.followed.store(vcpu().changes.load(SeqCst), Relaxed);
@@ -267,7 +267,33 @@ pub fn begin(index: usize, main: extern "sysv64" fn() -> !) {
 pub fn fork() -> Result<u32, Errno> {
     let arguments = [linux::SIGCHLD.into(), 0, 0, 0, 0, 0];
     // SAFETY: the child goes on with a copy of this process's own memory.
-    unsafe { sys::call(linux::__NR_clone, arguments) }.map(|child| child as u32)
+    let child = unsafe { sys::call(linux::__NR_clone, arguments) }? as u32;
+    let first = &shared().first;
+    if child != 0 && first.load(SeqCst) == first::AWAITED {
+        // If it dies before, that is found out elsewhere.
+        sys::wait(first, first::AWAITED, Some(PATIENCE));
+        first.store(first::MET, SeqCst);
+        sys::wake(first);
+    }
+    Ok(child)
+}
+
+/// Values of [`crate::shared::Shared::first`] if there is a namespace of processes.
+pub mod first {
+    /// There is one, and nobody in it.
+    pub const AWAITED: u32 = 1;
+    /// Its first process ends with its parent.
+    pub const HERE: u32 = 2;
+    /// Its parent has seen that.
+    pub const MET: u32 = 3;
+}
+
+/// How long the first process of a namespace and its parent wait for each other at most, in nanoseconds.
+const PATIENCE: u64 = 10_000_000_000;
+
+/// The filter of a kind of process that tells virtual CPUs of events.
+fn kicking(which: usize) -> usize {
+    which + if shared().kicks.load(Relaxed) { Filters::KICKS } else { 0 }
 }
 
 /// Takes one of the filters of system calls, for ever.
@@ -284,12 +310,13 @@ pub fn confine(filters: &Filters, which: usize) -> Result<(), Errno> {
     unsafe { sys::call(linux::__NR_seccomp, arguments).map(drop) }
 }
 
-/// The device process.
+/// The device process, as those that it makes see it: 0 in a namespace of their own.
 pub fn device() -> u32 {
     shared().device.load(Relaxed)
 }
 
-/// Makes this process end with the one that made it.
+/// Makes this process end with the one that made it. In a namespace of processes it cannot see whether that has ended before: there its first process, whose
+/// end is that of all, waits for a word of its parent.
 pub fn die_with_parent(made_by: u32) -> Result<(), Errno> {
     let arguments =
         [linux_raw_sys::prctl::PR_SET_PDEATHSIG.into(), linux::SIGKILL.into(), 0, 0, 0, 0];
@@ -301,6 +328,14 @@ pub fn die_with_parent(made_by: u32) -> Result<(), Errno> {
     // It may have ended before the request.
     if parent != u64::from(made_by) {
         sys::exit(HOST);
+    }
+    let word = &shared().first;
+    if word.compare_exchange(first::AWAITED, first::HERE, SeqCst, SeqCst).is_ok() {
+        sys::wake(word);
+        sys::wait(word, first::HERE, Some(PATIENCE));
+        if word.load(SeqCst) != first::MET {
+            sys::exit(HOST);
+        }
     }
     Ok(())
 }
@@ -325,7 +360,7 @@ pub fn become_worker<T>(
         }
     }
     let made = make()?;
-    confine(filters, which)?;
+    confine(filters, kicking(which))?;
     Ok(made)
 }
 

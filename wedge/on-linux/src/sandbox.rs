@@ -7,17 +7,29 @@ use core::fmt;
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::landlock;
+use proto::wedge::option;
 
+use crate::shared::has;
 use crate::sys::{self, Errno};
 
-/// Namespaces without anything in them (namespaces(7)). Processes keep the numbers that they have on the host: they watch each other by
-/// them.
+/// Namespaces without anything in them (namespaces(7)).
 const NAMESPACES: u32 = linux::CLONE_NEWUSER
     | linux::CLONE_NEWNS
     | linux::CLONE_NEWNET
     | linux::CLONE_NEWIPC
     | linux::CLONE_NEWUTS
     | linux::CLONE_NEWCGROUP;
+
+/// What keeps signals of this process's children within the machine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Signals {
+    /// Nothing.
+    Open,
+    /// Landlock.
+    Scoped,
+    /// A namespace of processes, which begins with the next one that this one makes.
+    Numbered,
+}
 
 /// What the host has refused.
 #[derive(Clone, Copy, Debug, Default)]
@@ -47,13 +59,25 @@ impl fmt::Display for Refused {
 }
 
 /// Gives up everything that the host lets this process give up.
-pub fn enter() -> Refused {
+pub fn enter() -> (Refused, Signals) {
+    let mut signals = Signals::Open;
     // Landlock forbids mounts, which namespaces need.
-    let namespaces = leave_namespaces().err();
-    Refused { namespaces, landlock: lock_files().err() }
+    let namespaces = leave_namespaces(&mut signals).err();
+    let landlock = lock_files();
+    // A process that traces is told of signals first.
+    if landlock == Ok(true) && signals == Signals::Open && !has(option::TRACED) {
+        signals = Signals::Scoped;
+    }
+    (Refused { namespaces, landlock: landlock.err() }, signals)
 }
 
-fn leave_namespaces() -> Result<(), Errno> {
+fn unshare(namespaces: u32) -> Result<(), Errno> {
+    let arguments = [namespaces.into(), 0, 0, 0, 0, 0];
+    // SAFETY: no memory is touched.
+    unsafe { sys::call(linux::__NR_unshare, arguments).map(drop) }
+}
+
+fn leave_namespaces(signals: &mut Signals) -> Result<(), Errno> {
     const EMPTY: &core::ffi::CStr = c"/proc";
     let flags = linux::MS_RDONLY | linux::MS_NOSUID | linux::MS_NODEV | linux::MS_NOEXEC;
     let (type_name, empty) = (c"tmpfs".as_ptr() as u64, EMPTY.as_ptr() as u64);
@@ -62,8 +86,12 @@ fn leave_namespaces() -> Result<(), Errno> {
     // `struct __user_cap_header_struct`, and twice `struct __user_cap_data_struct`: no capabilities at all.
     let header = [u64::from(linux::_LINUX_CAPABILITY_VERSION_3)];
     let none = [0_u64; 3];
+    unshare(NAMESPACES)?;
+    // It may be refused alone, and may have been had when what follows is refused.
+    if !has(option::TRACED) && unshare(linux::CLONE_NEWPID).is_ok() {
+        *signals = Signals::Numbered;
+    }
     let calls = [
-        (linux::__NR_unshare, [NAMESPACES.into(), 0, 0, 0, 0, 0]),
         (linux::__NR_mount, [0, root, 0, private, 0, 0]),
         (linux::__NR_mount, [type_name, empty, type_name, flags.into(), size, 0]),
         (linux::__NR_chdir, [empty, 0, 0, 0, 0, 0]),
@@ -77,8 +105,8 @@ fn leave_namespaces() -> Result<(), Errno> {
     Ok(())
 }
 
-/// Forbids everything that the host's Landlock knows (landlock(7)): files, ports, sockets without a file, signals to others.
-fn lock_files() -> Result<(), Errno> {
+/// Forbids everything that the host's Landlock knows (landlock(7)): files, ports, sockets without a file, signals to others. Gives whether it knows these.
+fn lock_files() -> Result<bool, Errno> {
     const FIRST_FILES: u64 = landlock::LANDLOCK_ACCESS_FS_MAKE_SYM as u64 * 2 - 1;
     let query = [0, 0, landlock::LANDLOCK_CREATE_RULESET_VERSION.into(), 0, 0, 0];
     // SAFETY: no memory is touched.
@@ -105,5 +133,5 @@ fn lock_files() -> Result<(), Errno> {
     // SAFETY: no memory is touched.
     let locked = unsafe { sys::call(linux::__NR_landlock_restrict_self, [rules, 0, 0, 0, 0, 0]) };
     sys::close(rules as u32, rules as u32)?;
-    locked.map(drop)
+    locked.map(|_| version >= 6)
 }

@@ -258,6 +258,10 @@ pub struct Shared {
     pub rung: AtomicU32,
     /// It shall interrupt these virtual CPUs: a bit for each.
     pub kick: AtomicU32,
+    /// The machine's processes may signal each other, and nobody else: nobody needs the device process for that.
+    pub kicks: AtomicBool,
+    /// Where the first process of a namespace of processes is: see [`crate::processes::die_with_parent`].
+    pub first: AtomicU32,
     /// The guest's first instruction comes now.
     pub started: AtomicU32,
     /// The device process's number.
