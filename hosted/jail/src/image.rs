@@ -53,8 +53,8 @@ pub fn serve_image(machine: Machine, image: Image, end: &AtomicBool) -> Result<(
 
 /// An open image.
 ///
-/// Several threads use it. The library has its own locks for its tables, and holds none while it reads data, writes it where there is room for it already,
-/// or waits for the host to have everything on the disk.
+/// Several threads use it. The library has its own locks for its tables, and holds none while it reads data, writes it where there is room
+/// for it already, or waits for the host to have everything on the disk.
 struct Disk<S: Storage + 'static = File> {
     access: FormatAccess<S>,
     claims: Claims,

@@ -1,8 +1,8 @@
 //! A server of 9P2000.L below one folder of the host, for several requests at a time.
 //!
-//! State: which names the driver holds (fids), each with a descriptor, and the sizes agreed upon. Nothing is locked while the host is asked: a request takes
-//! what it needs of the fids first, and a fid that is dropped meanwhile lives until its last request has ended. Two requests that list one
-//! folder by one fid go one after the other.
+//! State: which names the driver holds (fids), each with a descriptor, and the sizes agreed upon. Nothing is locked while the host is asked: a
+//! request takes what it needs of the fids first, and a fid that is dropped meanwhile lives until its last request has ended. Two requests
+//! that list one folder by one fid go one after the other.
 //!
 //! Every name is one part of a path and is looked up relative to the descriptor of its folder, never following a link. What is neither a file nor a
 //! folder is not opened. So a guest names nothing outside of the folder, whatever links are in it and whoever moves them about.
@@ -28,6 +28,9 @@ use rustix::io::{Errno, fcntl_dupfd_cloexec};
 pub const MOST_MESSAGE: usize = 64 * 1024 + 24;
 /// Least bytes that a driver may agree to.
 const LEAST_MESSAGE: u32 = 256;
+
+/// Most names of one walk.
+const MOST_NAMES: u16 = 16;
 
 /// Types of messages; the answer's is one more.
 pub mod kind {
@@ -353,6 +356,9 @@ impl Server {
         let (number, new) = (fields.word()?, fields.word()?);
         let (start, session) = self.fid(number)?;
         let count = fields.half()?;
+        if count > MOST_NAMES {
+            return Err(Errno::INVAL);
+        }
         let names = (0..count).map(|_| fields.name()).collect::<Result<Vec<_>, _>>()?;
         let mut place = None;
         let mut found = Vec::new();

@@ -78,7 +78,7 @@ mod tests {
     use rustix::fs::{CWD, FileType, Mode, mknodat};
     use std::fs;
     use std::os::fd::AsRawFd;
-    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
     use crate::worker;
 
@@ -161,6 +161,94 @@ mod tests {
         assert_eq!(rig.open(2, linux::O_RDONLY), SUCCESS);
         assert_eq!(rig.read(2).unwrap(), b"deep");
         assert_eq!(rig.walk(3, &["nothing"]), Err(errno::ENOENT));
+    }
+
+    fn words(words: &[u32]) -> Vec<u8> {
+        words.iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+
+    #[test]
+    fn files_are_made_and_changed() {
+        let rig = Rig::new(false);
+        rig.walk(2, &[]).unwrap();
+        let made = [words(&[2]), name("new"), words(&[linux::O_RDWR, 0o600, 0])].concat();
+        rig.say(kind::LCREATE, &made).unwrap();
+        assert_eq!(rig.say(kind::LCREATE, &made), Err(errno::ENOTDIR), "it is the file's now");
+        let written = [&words(&[2, 1, 0, 3])[..], b"abc"].concat();
+        assert_eq!(rig.say(kind::WRITE, &written).unwrap(), words(&[3]));
+        assert_eq!(rig.read(2).unwrap(), b"\0abc");
+        let size = |size: u32| [words(&[2, 8, 0, 0, 0, size, 0]), vec![0; 32]].concat();
+        rig.say(kind::SETATTR, &size(2)).unwrap();
+        let time = [words(&[2, 0x120, 0, 0, 0]), vec![0; 24], words(&[77, 0, 5, 0])].concat();
+        rig.say(kind::SETATTR, &time).unwrap();
+        assert_eq!(rig.say(kind::FSYNC, &words(&[2, 1])), Ok(vec![]));
+        let found = fs::metadata(rig.folder.path().join("new")).unwrap();
+        let mode = found.permissions().mode() & 0o7777;
+        assert_eq!((found.len(), found.mtime(), found.mtime_nsec(), mode), (2, 77, 5, 0o600));
+        let attributes = rig.say(kind::GETATTR, &words(&[2, !0, !0])).unwrap();
+        assert_eq!(attributes.len(), 153);
+        assert_eq!(attributes[49..57], 2_u64.to_le_bytes(), "the size");
+
+        let moved = [words(&[ROOT]), name("new"), words(&[ROOT]), name("moved")].concat();
+        rig.say(kind::RENAMEAT, &moved).unwrap();
+        rig.say(kind::LINK, &[words(&[ROOT, 2]), name("linked")].concat()).unwrap();
+        rig.say(kind::MKDIR, &[words(&[ROOT]), name("sub"), words(&[0o700, 0])].concat()).unwrap();
+        assert_eq!(fs::read(rig.folder.path().join("linked")).unwrap(), b"\0a");
+        let gone = |text: &str, flags| [words(&[ROOT]), name(text), words(&[flags])].concat();
+        assert_eq!(rig.say(kind::UNLINKAT, &gone("sub", 0)), Err(errno::EISDIR));
+        rig.say(kind::UNLINKAT, &gone("sub", linux::AT_REMOVEDIR)).unwrap();
+        rig.say(kind::UNLINKAT, &gone("linked", 0)).unwrap();
+        // The file that a name was found for stays it.
+        assert_eq!(rig.read(2).unwrap(), b"\0a");
+        rig.say(kind::CLUNK, &words(&[2])).unwrap();
+        assert_eq!(rig.read(2), Err(errno::EBADF));
+        assert_eq!(rig.say(kind::STATFS, &words(&[ROOT])).unwrap().len(), 60);
+        rig.walk(3, &["link"]).unwrap();
+        assert_eq!(rig.say(kind::READLINK, &words(&[3])).unwrap(), name("/etc/passwd"));
+        for refused in [kind::SYMLINK, kind::MKNOD] {
+            assert_eq!(rig.say(refused, &[0; 40]), Err(errno::EACCES));
+        }
+        assert_eq!(rig.say(kind::XATTRCREATE, &[0; 40]), Err(errno::EOPNOTSUPP));
+    }
+
+    #[test]
+    fn folders_are_listed_in_pieces() {
+        let rig = Rig::new(true);
+        rig.walk(2, &[]).unwrap();
+        rig.open(2, linux::O_RDONLY).unwrap();
+        let (mut names, mut offset) = (Vec::new(), 0_u64);
+        loop {
+            let fields = [&words(&[2])[..], &offset.to_le_bytes(), &words(&[70])].concat();
+            let list = rig.say(kind::READDIR, &fields).unwrap().split_off(4);
+            let mut rest = &list[..];
+            assert!(rest.len() <= 70);
+            if rest.is_empty() {
+                break;
+            }
+            while let [_, _, _, _, _, _, _, _, _, _, _, _, _, entry @ ..] = rest {
+                offset = u64::from_le_bytes(entry[..8].try_into().unwrap());
+                let length = usize::from(u16::from_le_bytes([entry[9], entry[10]]));
+                names.push(String::from_utf8(entry[11..11 + length].to_vec()).unwrap());
+                rest = &entry[11 + length..];
+            }
+        }
+        names.sort();
+        assert_eq!(names, [".", "..", "below", "file", "link", "pipe", "root"]);
+        rig.walk(3, &["file"]).unwrap();
+        let listed = [&words(&[3])[..], &[0; 8], &words(&[70])].concat();
+        assert_eq!(rig.say(kind::READDIR, &listed), Err(errno::ENOTDIR));
+    }
+
+    #[test]
+    fn a_session_ends_with_the_next_one() {
+        let rig = Rig::new(true);
+        rig.walk(2, &["file"]).unwrap();
+        assert_eq!(rig.walk(2, &["file"]), Err(errno::EBADF), "it is taken");
+        let version = [&words(&[1 << 30])[..], &name("9P2000")].concat();
+        let most = words(&[MOST_MESSAGE as u32]);
+        assert_eq!(rig.say(kind::VERSION, &version).unwrap(), [most, name("unknown")].concat());
+        assert_eq!(rig.walk(2, &["file"]), Err(errno::EBADF));
+        assert_eq!(rig.open(2, linux::O_RDONLY), Err(errno::EBADF));
     }
 
     #[test]
