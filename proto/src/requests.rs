@@ -67,6 +67,8 @@ pub struct Request {
     pub status: AtomicU8,
     /// Bytes of an answer.
     pub answer: AtomicU32,
+    /// What [`Queue::answers`] was when it ended.
+    pub order: AtomicU32,
     /// Where its data is.
     pub parts: [Part; PARTS],
 }
@@ -91,11 +93,49 @@ pub struct Queue {
     pub rung: AtomicU32,
     /// A failure of the host has been told.
     pub told: AtomicU32,
+    /// Counts up when the virtual CPU abandons all requests.
+    pub epoch: AtomicU32,
+    /// Workers that are between [`Queue::enter`] and [`Queue::leave`].
+    pub inside: AtomicU32,
     /// The requests.
     pub requests: [Request; REQUESTS],
 }
 
+impl Request {
+    const fn new() -> Self {
+        Self {
+            op: AtomicU32::new(0),
+            used: AtomicU32::new(0),
+            sector: AtomicU64::new(0),
+            count: AtomicU32::new(0),
+            status: AtomicU8::new(0),
+            answer: AtomicU32::new(0),
+            order: AtomicU32::new(0),
+            parts: [const { Part { address: AtomicU64::new(0), length: AtomicU32::new(0) } };
+                PARTS],
+        }
+    }
+}
+
 impl Queue {
+    /// Without requests, as memory of zeros is.
+    #[expect(clippy::new_without_default, reason = "it is too large for a stack")]
+    pub const fn new() -> Self {
+        Self {
+            waiting: AtomicU64::new(0),
+            done: AtomicU64::new(0),
+            calls: AtomicU32::new(0),
+            sleepers: AtomicU32::new(0),
+            answers: AtomicU32::new(0),
+            is_awaited: AtomicU32::new(0),
+            rung: AtomicU32::new(0),
+            told: AtomicU32::new(0),
+            epoch: AtomicU32::new(0),
+            inside: AtomicU32::new(0),
+            requests: [const { Request::new() }; REQUESTS],
+        }
+    }
+
     /// Gives a request to the workers; whether one is to be woken, who waits for [`Queue::calls`].
     pub fn give(&self, id: usize) -> bool {
         self.waiting.fetch_or(1 << (id % REQUESTS), SeqCst);
@@ -111,12 +151,35 @@ impl Queue {
                 return None;
             }
             let id = (waiting.rotate_right(*next).trailing_zeros() + *next) % REQUESTS as u32;
-            let bit = 1 << id;
-            if self.waiting.fetch_and(!bit, SeqCst) & bit != 0 {
+            if self.claim(id as usize) {
                 *next = (id + 1) % REQUESTS as u32;
                 return Some(id as usize);
             }
         }
+    }
+
+    /// Takes this request, if it waits.
+    pub fn claim(&self, id: usize) -> bool {
+        let bit = 1 << (id % REQUESTS);
+        self.waiting.fetch_and(!bit, SeqCst) & bit != 0
+    }
+
+    /// Begins a short piece of work with requests or the memory that they name, for workers whose requests can be abandoned. Gives the epoch,
+    /// which stays what it is for the requests that are taken until [`Queue::leave`]; those of an earlier epoch are not to be touched.
+    pub fn enter(&self) -> u32 {
+        self.inside.fetch_add(1, SeqCst);
+        self.epoch.load(SeqCst)
+    }
+
+    /// Ends what [`Queue::enter`] began; whether somebody is to be woken, who waits for [`Queue::answers`].
+    #[must_use]
+    pub fn leave(&self) -> bool {
+        self.inside.fetch_sub(1, SeqCst);
+        let is_awaited = self.is_awaited.load(SeqCst) != 0;
+        if is_awaited {
+            self.answers.fetch_add(1, SeqCst);
+        }
+        is_awaited
     }
 
     /// Waits for requests with `wait`, which returns when [`Queue::calls`] has another value than the one that it is given, or earlier.
@@ -131,7 +194,9 @@ impl Queue {
 
     /// A request that was taken has ended; whether somebody is to be woken, who waits for [`Queue::answers`].
     pub fn end(&self, id: usize, status: u8) -> bool {
-        self.requests[id % REQUESTS].status.store(status, Relaxed);
+        let request = &self.requests[id % REQUESTS];
+        request.status.store(status, Relaxed);
+        request.order.store(self.answers.load(SeqCst), Relaxed);
         self.done.fetch_or(1 << (id % REQUESTS), SeqCst);
         self.answers.fetch_add(1, SeqCst);
         self.is_awaited.load(SeqCst) != 0
@@ -166,15 +231,16 @@ impl<'a> Client<'a> {
         self.queue.give(id.into())
     }
 
-    /// The next request that has ended and has not been reported.
+    /// The next request that has ended and has not been reported, in the order in which they have ended.
     pub fn completed(&mut self) -> Option<(u16, &'a Request)> {
         self.done |= self.queue.done.swap(0, SeqCst) & self.outside;
-        if self.done == 0 {
-            return None;
-        }
-        let id = self.done.trailing_zeros();
-        self.done &= self.done - 1;
-        Some((id as u16, &self.queue.requests[id as usize]))
+        let answers = self.queue.answers.load(SeqCst);
+        let age =
+            |id: &usize| answers.wrapping_sub(self.queue.requests[*id].order.load(Relaxed)) as i32;
+        let done = (0..REQUESTS).filter(|id| self.done >> id & 1 != 0);
+        let id = done.max_by_key(age)?;
+        self.done &= !(1 << id);
+        Some((id as u16, &self.queue.requests[id]))
     }
 
     /// A request that was reported is over.
@@ -200,6 +266,26 @@ impl<'a> Client<'a> {
         }
         queue.is_awaited.store(0, SeqCst);
     }
+
+    /// Gives all requests up, without waiting for their ends: workers may be carrying them out, but write no memory and answer nothing any more.
+    /// For workers that use [`Queue::enter`]; `wait` is as in [`Client::forget`].
+    pub fn abandon(&mut self, wait: impl Fn(&AtomicU32, u32)) {
+        let queue = self.queue;
+        // In this order: who sees the new epoch finds no request of the old one.
+        queue.waiting.store(0, SeqCst);
+        queue.epoch.fetch_add(1, SeqCst);
+        queue.is_awaited.store(1, SeqCst);
+        loop {
+            let answers = queue.answers.load(SeqCst);
+            if queue.inside.load(SeqCst) == 0 {
+                break;
+            }
+            wait(&queue.answers, answers);
+        }
+        queue.is_awaited.store(0, SeqCst);
+        queue.done.store(0, SeqCst);
+        (self.outside, self.done) = (0, 0);
+    }
 }
 
 #[cfg(test)]
@@ -207,27 +293,7 @@ mod tests {
     use super::*;
 
     fn queue() -> &'static Queue {
-        let part = || Part { address: AtomicU64::new(0), length: AtomicU32::new(0) };
-        let request = || Request {
-            op: AtomicU32::new(0),
-            used: AtomicU32::new(0),
-            sector: AtomicU64::new(0),
-            count: AtomicU32::new(0),
-            status: AtomicU8::new(9),
-            answer: AtomicU32::new(0),
-            parts: core::array::from_fn(|_| part()),
-        };
-        Box::leak(Box::new(Queue {
-            waiting: AtomicU64::new(0),
-            done: AtomicU64::new(0),
-            calls: AtomicU32::new(0),
-            sleepers: AtomicU32::new(0),
-            answers: AtomicU32::new(0),
-            is_awaited: AtomicU32::new(0),
-            rung: AtomicU32::new(0),
-            told: AtomicU32::new(0),
-            requests: core::array::from_fn(|_| request()),
-        }))
+        Box::leak(Box::new(Queue::new()))
     }
 
     #[test]
@@ -258,6 +324,23 @@ mod tests {
     }
 
     #[test]
+    fn requests_are_reported_as_they_end() {
+        let queue = queue();
+        // The count of answers begins anew on the way.
+        queue.answers.store(u32::MAX - 1, SeqCst);
+        let mut client = Client::new(queue);
+        let order = [9, 63, 0, 17, 4];
+        for id in order {
+            client.give(id);
+            assert!(queue.claim(id.into()) && !queue.claim(id.into()));
+            queue.end(id.into(), status::DONE);
+        }
+        let reported = core::array::from_fn(|_| client.completed().map_or(99, |(id, _)| id));
+        assert_eq!(reported, order);
+        assert!(client.completed().is_none());
+    }
+
+    #[test]
     fn a_worker_is_waited_for() {
         let queue = queue();
         let mut client = Client::new(queue);
@@ -272,5 +355,26 @@ mod tests {
         });
         assert_eq!((waits.load(Relaxed), queue.take(&mut 0)), (1, None));
         assert!(client.completed().is_none());
+    }
+
+    #[test]
+    fn requests_are_abandoned() {
+        let queue = queue();
+        let mut client = Client::new(queue);
+        client.give(0);
+        client.give(1);
+        assert_eq!(queue.enter(), 0);
+        assert_eq!(queue.take(&mut 0), Some(0));
+        // Somebody is at work, for a moment.
+        let waits = AtomicU32::new(0);
+        client.abandon(|answers, seen| {
+            assert_eq!(answers.load(Relaxed), seen);
+            waits.fetch_add(1, Relaxed);
+            queue.end(0, status::DONE);
+            assert!(queue.leave(), "somebody waits");
+        });
+        assert_eq!((waits.load(Relaxed), queue.take(&mut 0)), (1, None));
+        assert_eq!(queue.enter(), 1);
+        assert!(!queue.leave() && client.completed().is_none());
     }
 }

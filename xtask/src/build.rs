@@ -64,11 +64,12 @@ const HOST_PACKAGE: &str = "parador";
 /// Programs for Linux guests, and their sources: a test of the driver for channels; everything that programs ask of a kernel; what they must
 /// not get of it; a test of sockets between guest and host.
 /// 32-bit programs are made without a library, whose 32-bit kind not every host has.
-const LINUX_PROGRAMS: [(&str, &str, &[&str]); 6] = [
+const LINUX_PROGRAMS: [(&str, &str, &[&str]); 7] = [
     ("linux-check-com", "check_com.c", &["-pthread"]),
     ("linux-stress", "stress.c", &["-pthread"]),
     ("linux-attack", "attack.c", &["-pthread"]),
     ("linux-vsock", "vsock.c", &["-pthread"]),
+    ("linux-disk", "disk.c", &[]),
     (
         "linux-compat-32",
         "compat.c",

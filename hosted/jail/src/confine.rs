@@ -21,6 +21,8 @@ use seccompiler::{
     TargetArch,
 };
 
+use crate::threads::Threads;
+
 /// Memory that a process may have for itself: tables of an image with the largest clusters fit.
 const OWN_MEMORY: u64 = 512 << 20;
 
@@ -63,8 +65,8 @@ pub enum Files<'a> {
     Sockets,
 }
 
-/// Gives up everything but these files, and what this process has already.
-pub fn confine(files: Files<'_>) -> Result<(), Failed> {
+/// Gives up everything but these files, and what this process has already; makes so many threads, since none is made later.
+pub fn confine(files: Files<'_>, threads: usize) -> Result<Threads, Failed> {
     let failed = |error: rustix::io::Errno| Failed::new("limits of a process", error);
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed)?;
     let limit = Rlimit { current: Some(OWN_MEMORY), maximum: Some(OWN_MEMORY) };
@@ -75,8 +77,12 @@ pub fn confine(files: Files<'_>) -> Result<(), Failed> {
     setrlimit(Resource::Nofile, limit).map_err(failed)?;
     drop_capabilities().map_err(failed)?;
     restrict_files(files).map_err(|error| Failed::new("Landlock", error))?;
-    let filter = filter(files).map_err(|error| Failed::new("filter of system calls", error))?;
-    seccompiler::apply_filter(&filter).map_err(|error| Failed::new("filter of system calls", error))
+    // Threads inherit what has been done up to here, and the filter is for all of them.
+    let threads = Threads::start(threads).map_err(|error| Failed::new("threads", error))?;
+    let failed = |error: &dyn fmt::Display| Failed::new("filter of system calls", error);
+    let filter = filter(files).map_err(|error| failed(&error))?;
+    seccompiler::apply_filter_all_threads(&filter).map_err(|error| failed(&error))?;
+    Ok(threads)
 }
 
 /// An administrator's process is then one of a user who has these files: it gives none away, and reads none of others.
@@ -141,8 +147,14 @@ fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
         linux::__NR_statx,
         linux::__NR_write,
     ];
-    let own =
-        [linux::__NR_fallocate, linux::__NR_ftruncate, linux::__NR_preadv, linux::__NR_pwritev];
+    let own = [
+        linux::__NR_fallocate,
+        linux::__NR_ftruncate,
+        linux::__NR_preadv,
+        linux::__NR_pwritev,
+        // A thread that waits for another's lock.
+        linux::__NR_sched_yield,
+    ];
     let below = [linux::__NR_getdents64, linux::__NR_newfstatat, linux::__NR_readlinkat];
     let changes = [
         linux::__NR_fchmodat,
@@ -179,7 +191,8 @@ fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
         rules.entry(call.into()).or_insert_with(Vec::new).push(rule);
         Ok::<_, BackendError>(())
     };
-    for operation in [linux::FUTEX_WAIT, linux::FUTEX_WAKE] {
+    // The last as the standard library's locks wait.
+    for operation in [linux::FUTEX_WAIT, linux::FUTEX_WAKE, linux::FUTEX_WAIT_BITSET] {
         allow(linux::__NR_futex, vec![condition(1, !linux::FUTEX_PRIVATE_FLAG, operation)?])?;
     }
     // Of signals about descriptors, which go to processes of the same user, nothing.

@@ -7,17 +7,22 @@
 use std::fs;
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use imago::file::File;
 use imago::qcow2::Qcow2;
-use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, StorageOpenOptions};
+use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, Storage, StorageOpenOptions};
 use proto::requests::{op, status};
 use proto::wedge::layout;
 
 use crate::confine::{Failed, Files, confine};
 use crate::worker::{Machine, Serve, Taken, Worker};
 
+/// Requests at a time.
+const THREADS: usize = 8;
 /// Bytes of a sector.
 const SECTOR: u64 = 512;
 /// Most bytes of a read or write, more than the device model lets a guest ask for.
@@ -41,25 +46,48 @@ pub fn serve_image(machine: Machine, image: Image, end: &AtomicBool) -> Result<(
     // SAFETY: `parador run` starts the program with this descriptor, and nothing else of it uses it.
     let file = fs::File::from(unsafe { OwnedFd::from_raw_fd(layout::DISKS_FD as i32) });
     // The file is looked at in the confinement only: whoever has made it may mean harm.
-    confine(Files::Own)?;
-    let mut disk = Disk::open(file, image)?;
-    Ok(worker.serve(&mut disk, end)?)
+    let threads = confine(Files::Own, THREADS)?;
+    let disk = Disk::open(file, image)?;
+    Ok(worker.serve(disk, &threads, end)?)
 }
 
 /// An open image.
-struct Disk {
-    access: FormatAccess<File>,
+///
+/// Several threads use it. The library has its own locks for its tables, and holds none while it reads data, writes it where there is room
+/// for it already, or waits for the host to have everything on the disk.
+struct Disk<S: Storage + 'static = File> {
+    access: FormatAccess<S>,
+    claims: Claims,
     image: Image,
     /// It has been told that the image or the host fails.
-    has_told: bool,
+    has_told: AtomicBool,
 }
 
 impl Disk {
     fn open(file: fs::File, image: Image) -> Result<Self, Failed> {
         let failed = |error: io::Error| Failed::new("the image cannot be used", error);
+        if !image.read_only {
+            match counts_its_header(&file) {
+                Ok(true) => {}
+                Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
+                    return Err(failed(error));
+                }
+                _ => {
+                    let what = "it counts its own header as free (qemu-img check -r all)";
+                    return Err(Failed::new("the image cannot be used", what));
+                }
+            }
+        }
         let options = StorageOpenOptions::new().write(!image.read_only);
         let file = File::from_open_file(file, options).map_err(failed)?;
-        let opened = Qcow2::<File>::builder(file)
+        Self::with(file, image)
+    }
+}
+
+impl<S: Storage + 'static> Disk<S> {
+    fn with(file: S, image: Image) -> Result<Self, Failed> {
+        let failed = |error: io::Error| Failed::new("the image cannot be used", error);
+        let opened = Qcow2::<S>::builder(file)
             .write(!image.read_only)
             .backing(None)
             .data_file(None)
@@ -72,10 +100,11 @@ impl Disk {
         if access.size() != image.sectors * SECTOR {
             return Err(Failed::new("the image cannot be used", "its size has changed"));
         }
-        Ok(Self { access, image, has_told: false })
+        let has_told = AtomicBool::new(false);
+        Ok(Self { access, claims: Claims::default(), image, has_told })
     }
 
-    fn carry_out(&mut self, taken: &Taken<'_>) -> io::Result<()> {
+    fn carry_out(&self, taken: &Taken<'_>) -> io::Result<()> {
         let range = |length: u64| -> io::Result<u64> {
             let end = taken.sector.checked_add(length.div_ceil(SECTOR));
             let is_whole = length.is_multiple_of(SECTOR);
@@ -96,6 +125,7 @@ impl Disk {
                     return Err(io::ErrorKind::InvalidInput.into());
                 }
                 let mut bytes = vec![0; length];
+                let _claim = self.claims.claim(at, length as u64, false);
                 self.access.read(&mut bytes, at)?;
                 taken.write(&taken.parts, &bytes).ok_or(io::ErrorKind::InvalidInput)?;
                 Ok(())
@@ -104,20 +134,29 @@ impl Disk {
                 let bytes = taken.read(&taken.parts, MOST_BYTES);
                 let bytes = bytes.ok_or(io::ErrorKind::InvalidInput)?;
                 let at = range(bytes.len() as u64)?;
+                let _claim = self.claims.claim(at, bytes.len() as u64, false);
                 self.access.write(&bytes, at)
             }
-            op::FLUSH => self.access.flush().and_then(|()| self.access.sync()),
+            op::FLUSH => {
+                self.access.flush()?;
+                self.access.sync()
+            }
             op::DISCARD => {
                 let at = range(count)?;
-                self.access.discard_to_any(at, count)
+                let _claim = self.claims.claim(at, count, true);
+                // SAFETY: nobody else reads or writes in this range, so nobody has found out where its data is and still goes there.
+                unsafe { self.access.discard_to_any_unsafe(at, count) }
             }
             op::UNMAP => {
                 let at = range(count)?;
-                let done = self.access.discard_to_zero(at, count);
+                let _claim = self.claims.claim(at, count, true);
+                // SAFETY: as above.
+                let done = unsafe { self.access.discard_to_zero_unsafe(at, count) };
                 done.or_else(|_| self.zero(at, count))
             }
             op::ZERO => {
                 let at = range(count)?;
+                let _claim = self.claims.claim(at, count, false);
                 let done = self.access.write_zeroes(at, count);
                 done.or_else(|_| self.zero(at, count))
             }
@@ -138,16 +177,78 @@ impl Disk {
     }
 
     /// Says once that something fails; the guest gets an error each time.
-    fn tell(&mut self, error: &io::Error) {
-        if !self.has_told {
-            self.has_told = true;
+    fn tell(&self, error: &io::Error) {
+        if !self.has_told.swap(true, Relaxed) {
             eprintln!("parador: a qcow2 image: {error}");
         }
     }
 }
 
-impl Serve for Disk {
-    fn act(&mut self, taken: &Taken<'_>) -> u8 {
+/// Whether the first cluster of an image, where its header is, is in use as its counts of references have it. If not, the library would give it
+/// away; without counts of it, it would look for room for them until its stack is full. (QEMU, `docs/interop/qcow2.txt`.)
+fn counts_its_header(file: &fs::File) -> io::Result<bool> {
+    /// Fields of the header: version, offset of the table of refcount blocks, and (from version 3 on) the logarithm of a count's bits.
+    const VERSION: u64 = 4;
+    const TABLE: u64 = 48;
+    const ORDER: u64 = 96;
+    /// The bits of an entry that are a block's offset.
+    const OFFSET: u64 = !0x1ff;
+    let quad = |at: u64| {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes, at).map(|()| u64::from_be_bytes(bytes))
+    };
+    let order = if quad(VERSION)? >> 32 < 3 { 4 } else { (quad(ORDER)? >> 32).min(6) };
+    let block = quad(quad(TABLE)?)? & OFFSET;
+    let first = quad(block)?;
+    // Counts of several bytes have their highest byte first, smaller ones are in the lower bits first.
+    let count = match 1 << order {
+        bits @ 1..8 => first >> 56 & ((1 << bits) - 1),
+        bits => first >> (64 - bits),
+    };
+    Ok(block != 0 && count != 0)
+}
+
+/// Ranges of the disk that requests are at work in. Others wait for who gives clusters up there, and it for them: where data has been
+/// may be other data, or a table, at once.
+#[derive(Default)]
+struct Claims {
+    /// First byte, the one behind the last, whether it is for one alone.
+    held: Mutex<Vec<(u64, u64, bool)>>,
+    left: Condvar,
+}
+
+impl Claims {
+    fn held(&self) -> MutexGuard<'_, Vec<(u64, u64, bool)>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for those that do not go together with this one.
+    fn claim(&self, at: u64, length: u64, alone: bool) -> Claim<'_> {
+        let range = (at, at + length, alone);
+        let meets =
+            |other: &(u64, u64, bool)| other.0 < range.1 && range.0 < other.1 && (alone || other.2);
+        let held = self.left.wait_while(self.held(), |held| held.iter().any(meets));
+        held.unwrap_or_else(PoisonError::into_inner).push(range);
+        Claim(self, range)
+    }
+}
+
+/// A range, until it is dropped.
+struct Claim<'a>(&'a Claims, (u64, u64, bool));
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        let mut held = self.0.held();
+        if let Some(place) = held.iter().position(|range| *range == self.1) {
+            held.swap_remove(place);
+        }
+        drop(held);
+        self.0.left.notify_all();
+    }
+}
+
+impl<S: Storage + 'static> Serve for Disk<S> {
+    fn act(&self, taken: &Taken<'_>) -> u8 {
         match self.carry_out(taken) {
             Ok(()) => status::DONE,
             Err(error) if error.kind() == io::ErrorKind::Unsupported => status::UNSUPPORTED,
@@ -160,7 +261,7 @@ impl Serve for Disk {
         }
     }
 
-    fn idle(&mut self) {
+    fn idle(&self) {
         if !self.image.read_only
             && let Err(error) = self.access.flush()
         {
@@ -173,8 +274,17 @@ impl Serve for Disk {
 mod tests {
     use super::*;
     use imago::FormatCreateBuilder;
+    use imago::io_buffers::{IoVector, IoVectorMut};
     use imago::qcow2::Qcow2CreateBuilder;
+    use imago::storage::drivers::CommonStorageHelper;
+    use std::fmt;
     use std::io::{Seek, Write};
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU8;
+    use std::sync::atomic::Ordering::SeqCst;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use crate::worker::testing::{LIMIT, Rig};
 
     const SECTORS: u64 = 4096;
 
@@ -200,7 +310,7 @@ mod tests {
     #[test]
     fn what_is_written_is_read() {
         let (place, _) = image();
-        let mut disk = open(&place).unwrap();
+        let disk = open(&place).unwrap();
         let mut bytes = vec![0; 6000];
         disk.access.read(&mut bytes, 0).unwrap();
         assert!(bytes[512..5512].iter().all(|byte| *byte == 7) && bytes[5512..] == [0; 488]);
@@ -213,7 +323,201 @@ mod tests {
         assert!(failed.to_string().contains("size has changed"));
     }
 
-    /// Whatever is in a file, to read it is an error or an image; the process goes on.
+    /// A file whose next read, or wait for the disk, takes until it is let go.
+    #[derive(Debug)]
+    struct Slow {
+        file: File,
+        holds: Arc<AtomicU8>,
+        begun: Mutex<Sender<()>>,
+        go: Mutex<Receiver<()>>,
+    }
+
+    const READ: u8 = 1;
+    const SYNC: u8 = 2;
+
+    impl Slow {
+        fn hold(&self, what: u8) {
+            if self.holds.compare_exchange(what, 0, SeqCst, SeqCst).is_ok() {
+                self.begun.lock().unwrap().send(()).unwrap();
+                self.go.lock().unwrap().recv().unwrap();
+            }
+        }
+    }
+
+    impl fmt::Display for Slow {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a slow file")
+        }
+    }
+
+    impl Storage for Slow {
+        fn size(&self) -> io::Result<u64> {
+            self.file.size()
+        }
+
+        unsafe fn pure_readv(&self, to: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
+            self.hold(READ);
+            // SAFETY: what the caller warrants.
+            unsafe { self.file.pure_readv(to, offset) }
+        }
+
+        unsafe fn pure_writev(&self, from: IoVector<'_>, offset: u64) -> io::Result<()> {
+            // SAFETY: what the caller warrants.
+            unsafe { self.file.pure_writev(from, offset) }
+        }
+
+        fn flush(&self) -> io::Result<()> {
+            self.file.flush()
+        }
+
+        fn sync(&self) -> io::Result<()> {
+            self.hold(SYNC);
+            self.file.sync()
+        }
+
+        unsafe fn invalidate_cache(&self) -> io::Result<()> {
+            // SAFETY: what the caller warrants.
+            unsafe { self.file.invalidate_cache() }
+        }
+
+        fn get_storage_helper(&self) -> &CommonStorageHelper {
+            self.file.get_storage_helper()
+        }
+    }
+
+    #[test]
+    fn a_slow_host_holds_nothing_else_up() {
+        let (place, _) = image();
+        let file = fs::OpenOptions::new().read(true).write(true).open(place.path()).unwrap();
+        let file = File::from_open_file(file, StorageOpenOptions::new().write(true)).unwrap();
+        let ((begun, begins), (go, gone)) = (channel(), channel());
+        let holds = Arc::new(AtomicU8::new(0));
+        let slow =
+            Slow { file, holds: holds.clone(), begun: Mutex::new(begun), go: Mutex::new(gone) };
+        let disk = Disk::with(slow, Image { read_only: false, sectors: SECTORS }).unwrap();
+        let mut rig = Rig::new(disk, 4);
+        let done = |id: u16| (id, status::DONE);
+        let part = |id: u64| [(id << 13, 4096)];
+        // The tables are there already.
+        rig.give(0, op::READ, 0, &part(0), 0);
+        assert_eq!(rig.ended(), done(0));
+
+        holds.store(READ, SeqCst);
+        rig.give(1, op::READ, 1, &part(1), 0);
+        assert_eq!(begins.recv_timeout(LIMIT), Ok(()));
+        rig.give(2, op::READ, 1, &part(2), 0);
+        assert_eq!(rig.ended(), done(2));
+        // Where there is room, and where there is none yet; what is to last, what is given up elsewhere.
+        for (id, op, sector) in [(3, op::WRITE, 8), (4, op::WRITE, 3000), (5, op::FLUSH, 0)] {
+            rig.give(id, op, sector, &part(2), 0);
+            assert_eq!(rig.ended(), done(id));
+        }
+        rig.give(6, op::UNMAP, 2048, &[], 2048);
+        assert_eq!(rig.ended(), done(6));
+        // What is being read is not given up.
+        rig.give(7, op::UNMAP, 0, &[], 2048);
+        rig.give(8, op::READ, 2100, &part(8), 0);
+        assert_eq!(rig.ended(), done(8));
+        assert!(rig.client.completed().is_none());
+        go.send(()).unwrap();
+        let mut both = [rig.ended(), rig.ended()];
+        both.sort_unstable();
+        assert_eq!(both, [done(1), done(7)]);
+
+        holds.store(SYNC, SeqCst);
+        rig.give(9, op::FLUSH, 0, &[], 0);
+        assert_eq!(begins.recv_timeout(LIMIT), Ok(()));
+        for (id, op) in [(10, op::WRITE), (11, op::READ), (12, op::DISCARD)] {
+            let part = part(1);
+            rig.give(id, op, 0, if op == op::DISCARD { &[] } else { &part }, 8);
+            assert_eq!(rig.ended(), done(id));
+        }
+        go.send(()).unwrap();
+        assert_eq!(rig.ended(), done(9));
+        // What was read while it waited.
+        let mut bytes = [0; 4096];
+        rig.memory.read_slice(1 << 13, &mut bytes).unwrap();
+        assert_eq!(bytes, [7; 4096]);
+    }
+
+    /// Threads that write each its own, beside flushes and what gives clusters up; the image is whole then.
+    #[test]
+    fn many_at_a_time() {
+        let (place, _) = image();
+        let disk = open(&place).unwrap();
+        let each = SECTORS / 4;
+        std::thread::scope(|scope| {
+            for thread in 0..4_u64 {
+                let disk = &disk;
+                scope.spawn(move || {
+                    let mut random = thread + 1;
+                    let mut expected = vec![0; (each * SECTOR) as usize];
+                    let start = thread * each * SECTOR;
+                    disk.zero(start, each * SECTOR).unwrap();
+                    for round in 0..300_u64 {
+                        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                        let length = (random >> 20) % 300 * SECTOR;
+                        let at = (random >> 33) % (each - 300) * SECTOR;
+                        let range = at as usize..(at + length) as usize;
+                        match round % 10 {
+                            0 => disk.access.flush().unwrap(),
+                            1 | 2 => {
+                                let _claim = disk.claims.claim(start + at, length, true);
+                                // SAFETY: nobody else is in this thread's part.
+                                let done = unsafe {
+                                    disk.access.discard_to_zero_unsafe(start + at, length)
+                                };
+                                done.unwrap();
+                                expected[range].fill(0);
+                            }
+                            3..7 => {
+                                let mut bytes = vec![0; length as usize];
+                                disk.access.read(&mut bytes, start + at).unwrap();
+                                assert_eq!(bytes, expected[range]);
+                            }
+                            _ => {
+                                let bytes = vec![round as u8; length as usize];
+                                disk.access.write(&bytes, start + at).unwrap();
+                                expected[range].copy_from_slice(&bytes);
+                            }
+                        }
+                    }
+                    let mut bytes = vec![0; expected.len()];
+                    disk.access.read(&mut bytes, start).unwrap();
+                    assert!(bytes == expected);
+                });
+            }
+        });
+        disk.access.flush().unwrap();
+        let before = read_all(&disk);
+        drop(disk);
+        assert!(read_all(&open(&place).unwrap()) == before);
+    }
+
+    fn read_all(disk: &Disk) -> Vec<u8> {
+        let mut bytes = vec![0; (SECTORS * SECTOR) as usize];
+        disk.access.read(&mut bytes, 0).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn images_that_count_their_header_as_free() {
+        let (place, good) = image();
+        let number = |at: usize| u64::from_be_bytes(good[at..at + 8].try_into().unwrap());
+        let table = number(48);
+        let block = number(table as usize);
+        for (at, bytes) in [(table, &[0; 8][..]), (block, &[0; 2]), (48, &[0xff; 8]), (48, &[0x7f])]
+        {
+            fs::write(place.path(), &good).unwrap();
+            assert!(open(&place).is_ok());
+            place.as_file().write_all_at(bytes, at).unwrap();
+            let failed = open(&place).map(drop).unwrap_err().to_string();
+            let is_said = failed.contains("counts its own header as free");
+            assert!(is_said || failed.contains("Invalid argument"), "{failed}");
+        }
+    }
+
+    /// Whatever is in a file, to use it is an error or works; the process goes on.
     #[test]
     fn files_that_mean_harm() {
         let (mut place, good) = image();
@@ -232,11 +536,13 @@ mod tests {
             place.rewind().unwrap();
             place.as_file().set_len(0).unwrap();
             place.write_all(&bytes).unwrap();
-            // Writing is another matter: the library may end the process, which is what it is a process for.
-            let image = Image { read_only: true, sectors: SECTORS };
-            if let Ok(disk) = Disk::open(place.reopen().unwrap(), image) {
+            if let Ok(disk) = open(&place) {
                 let mut read = vec![0; 8192];
                 let _ = disk.access.read(&mut read, 0);
+                let _ = disk.zero(4096, 100_000);
+                let _ = disk.access.write_zeroes(1 << 20, 1 << 17);
+                let _ = disk.access.write(&read, 1 << 20);
+                let _ = disk.access.flush();
             }
         }
     }

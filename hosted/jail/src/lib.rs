@@ -1,14 +1,16 @@
 //! Devices of hosted machines that are processes of their own: what such a process does and may do.
 //!
-//! A machine's virtual CPU leaves requests in memory that it shares with the process ([`proto::requests`]); a [`Worker`] takes them, one after
-//! the other, and answers. The guest can change that memory at any time, so requests are copied before they are looked at. Before the
+//! A machine's virtual CPU leaves requests in memory that it shares with the process ([`proto::requests`]); threads of a [`Worker`] take them,
+//! several at a time, and answer. The guest can change that memory at any time, so requests are copied before they are looked at. Before the
 //! first request a process gives up what it does not need ([`confine`]): it ends, and the machine with it, if it asks for more.
 
 mod confine;
 mod footprint;
 mod image;
+mod ninep;
 mod ring;
 mod share;
+mod threads;
 mod vsock;
 mod worker;
 

@@ -1,24 +1,18 @@
-//! A shared directory: 9P2000.L below one folder of the host.
-//!
-//! The protocol is the library's (`p9`), which opens each name relative to its folder and never follows a symbolic link. What it leaves to a jail is
-//! refused before it sees it ([`Guard::judge`]): names that are paths, `..`, and opening what is neither a file nor a folder. So a guest names
-//! nothing outside of the folder, whatever links are in it and whoever moves them about.
+//! A shared directory: messages of 9P in guest memory, answered by a [`Server`] below one folder of the host.
 
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
-use std::path::Path;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
 
 use linux_raw_sys::errno;
-use linux_raw_sys::general as linux;
-use p9::Server;
 use proto::requests::status;
 use proto::wedge::layout;
 
 use crate::confine::{Failed, Files, confine};
-use crate::worker::{Machine, Serve, Taken, Worker, split};
+use crate::ninep::{HEAD, MOST_MESSAGE, Server, error, kind, tag};
+use crate::worker::{Machine, Order, Serve, Taken, Worker, split};
 
-/// Most bytes of a message: those that the library agrees upon with the driver.
-const MOST_MESSAGE: usize = 64 * 1024 + 24;
+/// Messages at a time: others wait when so many wait for the host.
+const THREADS: usize = 8;
 
 /// What a process is told of its shared directory, whose descriptor is [`layout::DISKS_FD`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,243 +29,62 @@ pub fn serve_share(machine: Machine, share: Share, end: &AtomicBool) -> Result<(
     let worker = Worker::new(machine)?;
     // SAFETY: `parador run` starts the program with this descriptor, and nothing else of it uses it.
     let folder = unsafe { OwnedFd::from_raw_fd(layout::DISKS_FD as i32) };
-    // The library wants a path whose last part is no link.
-    let root = format!("/proc/self/fd/{}/.", layout::DISKS_FD);
-    let mut guard = Guard::new(Path::new(&root), share)?;
-    let folder = folder.as_fd();
-    confine(if share.read_only { Files::Read(folder) } else { Files::Change(folder) })?;
-    Ok(worker.serve(&mut guard, end)?)
+    let server = Server::new(folder, share.read_only);
+    let server = server.map_err(|error| Failed::new("server of files", error))?;
+    let folder = server.folder();
+    let files = if share.read_only { Files::Read(folder) } else { Files::Change(folder) };
+    let threads = confine(files, THREADS)?;
+    Ok(worker.serve(server, &threads, end)?)
 }
 
-impl Serve for Guard {
-    fn act(&mut self, taken: &Taken<'_>) -> u8 {
-        answer(self, taken)
-    }
-}
-
-/// Answers a message in guest memory.
-fn answer(guard: &mut Guard, taken: &Taken<'_>) -> u8 {
-    let Some((message, room)) = split(taken) else { return status::FAILED };
-    let done = taken.read(message, MOST_MESSAGE).and_then(|message| {
-        let answer = guard.answer(&message);
-        let most: u64 = room.iter().map(|part| u64::from(part.1)).sum();
-        // A driver that has too little room has not made what it asked for fit.
-        let answer =
-            if answer.len() as u64 > most { error(tag(&message), errno::EMSGSIZE) } else { answer };
-        taken.write(room, &answer)?;
-        Some((answer.len() as u64).min(most))
-    });
-    taken.set_answer(done.unwrap_or(0) as u32);
-    if done.is_some() { status::DONE } else { status::FAILED }
-}
-
-/// Types of messages (`include/net/9p/9p.h` in Linux).
-mod kind {
-    pub const ERROR: u8 = 7;
-    pub const LOPEN: u8 = 12;
-    pub const LCREATE: u8 = 14;
-    pub const SYMLINK: u8 = 16;
-    pub const MKNOD: u8 = 18;
-    pub const RENAME: u8 = 20;
-    pub const GETATTR: u8 = 24;
-    pub const SETATTR: u8 = 26;
-    pub const XATTRCREATE: u8 = 32;
-    pub const LINK: u8 = 70;
-    pub const MKDIR: u8 = 72;
-    pub const RENAMEAT: u8 = 74;
-    pub const UNLINKAT: u8 = 76;
-    pub const WALK: u8 = 110;
-    pub const WRITE: u8 = 118;
-    pub const REMOVE: u8 = 122;
-}
-
-/// Bytes of a message before what it says: length (32 bits), type (8), tag (16).
-const HEAD: usize = 7;
-
-/// The server, behind what is refused.
-struct Guard {
-    server: Server,
-    share: Share,
-}
-
-impl Guard {
-    fn new(root: &Path, share: Share) -> Result<Self, Failed> {
-        let server = Server::new(root, Default::default(), Default::default());
-        let server = server.map_err(|error| Failed::new("server of files", error))?;
-        Ok(Self { server, share })
-    }
-
-    /// The answer to a message; one that is none has no tag to answer to, and is answered nevertheless.
-    fn answer(&mut self, message: &[u8]) -> Vec<u8> {
-        match self.judge(message) {
-            Ok(()) => self.hand_on(message).unwrap_or_else(|| error(tag(message), errno::EIO)),
-            Err(number) => error(tag(message), number),
+impl Serve for Server {
+    /// Messages have their tags, and a flush is answered after what it flushes: nothing is cut short, since a change that was begun is
+    /// better ended than half done.
+    fn order(&self, taken: &Taken<'_>) -> Order {
+        let mut head = [0; HEAD + 2];
+        let Some((message, _)) = split(taken) else { return Order::Free };
+        let length = taken.read_into(message, &mut head);
+        let tag = u16::from_le_bytes([head[5], head[6]]);
+        match (head[4], length) {
+            (kind::FLUSH, 9) => Order::After(u16::from_le_bytes([head[7], head[8]])),
+            (_, HEAD..) => Order::Named(tag),
+            _ => Order::Free,
         }
     }
 
-    fn hand_on(&mut self, message: &[u8]) -> Option<Vec<u8>> {
-        let mut answer = Vec::new();
-        self.server.handle_message(&mut &message[..], &mut answer).ok()?;
-        Some(answer)
-    }
-
-    /// What the library does not refuse itself.
-    fn judge(&mut self, message: &[u8]) -> Result<(), u32> {
-        let mut fields = Fields(message.get(HEAD..).ok_or(errno::EINVAL)?);
-        let kind = message[4];
-        let changes = [
-            kind::LCREATE,
-            kind::SYMLINK,
-            kind::MKNOD,
-            kind::RENAME,
-            kind::SETATTR,
-            kind::XATTRCREATE,
-            kind::LINK,
-            kind::MKDIR,
-            kind::RENAMEAT,
-            kind::UNLINKAT,
-            kind::WRITE,
-            kind::REMOVE,
-        ];
-        if self.share.read_only && changes.contains(&kind) {
-            return Err(errno::EROFS);
-        }
-        match kind {
-            kind::WALK => {
-                fields.skip(8)?;
-                let count = fields.half()?;
-                (0..count).try_for_each(|_| fields.name())
-            }
-            kind::LCREATE => {
-                fields.skip(4)?;
-                fields.name()?;
-                fields.skip(4)?;
-                may_have_mode(fields.word()?)
-            }
-            kind::MKDIR | kind::UNLINKAT => {
-                fields.skip(4)?;
-                fields.name()
-            }
-            kind::SETATTR => {
-                /// Fields that are valid: mode, size (`include/net/9p/9p.h`).
-                const MODE: u32 = 1;
-                const SIZE: u32 = 8;
-                let fid = fields.word()?;
-                let valid = fields.word()?;
-                if valid & MODE != 0 {
-                    may_have_mode(fields.word()?)?;
-                }
-                // The library opens the file for that.
-                if valid & SIZE != 0 { self.may_be_opened(fid) } else { Ok(()) }
-            }
-            kind::LINK => {
-                fields.skip(8)?;
-                fields.name()
-            }
-            kind::RENAMEAT => {
-                fields.skip(4)?;
-                fields.name()?;
-                fields.skip(4)?;
-                fields.name()
-            }
-            kind::LOPEN => {
-                let fid = fields.word()?;
-                let flags = fields.word()?;
-                let writes = linux::O_ACCMODE | linux::O_CREAT | linux::O_TRUNC;
-                if self.share.read_only && flags & writes != 0 {
-                    return Err(errno::EROFS);
-                }
-                self.may_be_opened(fid)
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Pipes would make the server wait; devices are the host's.
-    fn may_be_opened(&mut self, fid: u32) -> Result<(), u32> {
-        /// Offset of the mode in an answer: behind which fields are valid (64 bits) and the file's identity (13 bytes).
-        const MODE: usize = HEAD + 8 + 13;
-        let mut question = Vec::new();
-        question.extend(((HEAD + 4 + 8) as u32).to_le_bytes());
-        question.push(kind::GETATTR);
-        question.extend(u16::MAX.to_le_bytes());
-        question.extend(fid.to_le_bytes());
-        question.extend(u64::MAX.to_le_bytes());
-        let answer = self.hand_on(&question).ok_or(errno::EIO)?;
-        if answer.get(4) != Some(&(kind::GETATTR + 1)) {
-            // The library says why.
-            return Ok(());
-        }
-        let mode = Fields(answer.get(MODE..).unwrap_or(&[])).word()?;
-        match mode & linux::S_IFMT {
-            linux::S_IFREG | linux::S_IFDIR => Ok(()),
-            linux::S_IFLNK => Err(errno::ELOOP),
-            _ => Err(errno::EACCES),
-        }
-    }
-}
-
-/// A program of the guest's that runs with the rights of this host's user, for others of this host, is not made.
-fn may_have_mode(mode: u32) -> Result<(), u32> {
-    if mode & (linux::S_ISUID | linux::S_ISGID) != 0 { Err(errno::EPERM) } else { Ok(()) }
-}
-
-fn tag(message: &[u8]) -> [u8; 2] {
-    message.get(5..HEAD).and_then(|tag| tag.try_into().ok()).unwrap_or([0xff; 2])
-}
-
-/// The answer that something has failed.
-fn error(tag: [u8; 2], number: u32) -> Vec<u8> {
-    let mut answer = ((HEAD + 4) as u32).to_le_bytes().to_vec();
-    answer.push(kind::ERROR);
-    answer.extend(tag);
-    answer.extend(number.to_le_bytes());
-    answer
-}
-
-/// What is left of a message.
-struct Fields<'a>(&'a [u8]);
-
-impl<'a> Fields<'a> {
-    fn take(&mut self, length: usize) -> Result<&'a [u8], u32> {
-        let (taken, rest) = self.0.split_at_checked(length).ok_or(errno::EINVAL)?;
-        self.0 = rest;
-        Ok(taken)
-    }
-
-    fn skip(&mut self, length: usize) -> Result<(), u32> {
-        self.take(length).map(drop)
-    }
-
-    fn half(&mut self) -> Result<u16, u32> {
-        Ok(u16::from_le_bytes(self.take(2)?.try_into().map_err(|_| errno::EINVAL)?))
-    }
-
-    fn word(&mut self) -> Result<u32, u32> {
-        Ok(u32::from_le_bytes(self.take(4)?.try_into().map_err(|_| errno::EINVAL)?))
-    }
-
-    /// A name of something in a folder.
-    fn name(&mut self) -> Result<(), u32> {
-        let length = self.half()?;
-        match self.take(length.into())? {
-            b"" | b"." | b".." => Err(errno::EACCES),
-            name if name.contains(&b'/') => Err(errno::EACCES),
-            _ => Ok(()),
-        }
+    fn act(&self, taken: &Taken<'_>) -> u8 {
+        let Some((message, room)) = split(taken) else { return status::FAILED };
+        let done = taken.read(message, MOST_MESSAGE).and_then(|message| {
+            let answer = self.answer(&message);
+            let most: u64 = room.iter().map(|part| u64::from(part.1)).sum();
+            // A driver that has too little room has not made what it asked for fit.
+            let answer = if answer.len() as u64 > most {
+                error(tag(&message), errno::EMSGSIZE)
+            } else {
+                answer
+            };
+            taken.write(room, &answer)?;
+            Some((answer.len() as u64).min(most))
+        });
+        taken.set_answer(done.unwrap_or(0) as u32);
+        if done.is_some() { status::DONE } else { status::FAILED }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use linux_raw_sys::general as linux;
     use rustix::fs::{CWD, FileType, Mode, mknodat};
     use std::fs;
-    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    use crate::worker;
 
     /// A driver, and a folder with a file, a folder with a file, links and a pipe.
     struct Rig {
-        guard: Guard,
+        server: Server,
         folder: tempfile::TempDir,
     }
 
@@ -288,8 +101,9 @@ mod tests {
             symlink("/etc/passwd", path("link")).unwrap();
             symlink("/", path("root")).unwrap();
             mknodat(CWD, path("pipe"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-            let guard = Guard::new(folder.path(), Share { read_only }).unwrap();
-            let mut rig = Self { guard, folder };
+            let served = fs::File::open(folder.path()).unwrap();
+            let server = Server::new(served.into(), read_only).unwrap();
+            let rig = Self { server, folder };
             let version = [&8192_u32.to_le_bytes()[..], &name("9P2000.L")].concat();
             rig.say(100, &version).unwrap();
             let fids = [ROOT.to_le_bytes(), u32::MAX.to_le_bytes()].concat();
@@ -299,12 +113,12 @@ mod tests {
         }
 
         /// Sends a message; gives what the answer says.
-        fn say(&mut self, kind: u8, fields: &[u8]) -> Result<Vec<u8>, u32> {
+        fn say(&self, kind: u8, fields: &[u8]) -> Result<Vec<u8>, u32> {
             let mut message = ((HEAD + fields.len()) as u32).to_le_bytes().to_vec();
             message.push(kind);
             message.extend([5, 0]);
             message.extend(fields);
-            let answer = self.guard.answer(&message);
+            let answer = self.server.answer(&message);
             assert_eq!(answer[..4], (answer.len() as u32).to_le_bytes());
             assert_eq!(answer[5..HEAD], [5, 0]);
             match answer[4] {
@@ -317,7 +131,7 @@ mod tests {
         }
 
         /// Goes from the root to `names`, as fid `to`.
-        fn walk(&mut self, to: u32, names: &[&str]) -> Result<(), u32> {
+        fn walk(&self, to: u32, names: &[&str]) -> Result<(), u32> {
             let mut fields = [ROOT.to_le_bytes(), to.to_le_bytes()].concat();
             fields.extend((names.len() as u16).to_le_bytes());
             names.iter().for_each(|part| fields.extend(name(part)));
@@ -326,11 +140,11 @@ mod tests {
             if usize::from(answer[0]) == names.len() { Ok(()) } else { Err(errno::ENOENT) }
         }
 
-        fn open(&mut self, fid: u32, flags: u32) -> Result<(), u32> {
+        fn open(&self, fid: u32, flags: u32) -> Result<(), u32> {
             self.say(kind::LOPEN, &[fid.to_le_bytes(), flags.to_le_bytes()].concat()).map(drop)
         }
 
-        fn read(&mut self, fid: u32) -> Result<Vec<u8>, u32> {
+        fn read(&self, fid: u32) -> Result<Vec<u8>, u32> {
             let fields = [&fid.to_le_bytes()[..], &[0; 8], &100_u32.to_le_bytes()].concat();
             self.say(116, &fields).map(|answer| answer[4..].to_vec())
         }
@@ -342,16 +156,104 @@ mod tests {
 
     #[test]
     fn files_are_read() {
-        let mut rig = Rig::new(true);
+        let rig = Rig::new(true);
         assert_eq!(rig.walk(2, &["below", "deep"]), SUCCESS);
         assert_eq!(rig.open(2, linux::O_RDONLY), SUCCESS);
         assert_eq!(rig.read(2).unwrap(), b"deep");
         assert_eq!(rig.walk(3, &["nothing"]), Err(errno::ENOENT));
     }
 
+    fn words(words: &[u32]) -> Vec<u8> {
+        words.iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+
+    #[test]
+    fn files_are_made_and_changed() {
+        let rig = Rig::new(false);
+        rig.walk(2, &[]).unwrap();
+        let made = [words(&[2]), name("new"), words(&[linux::O_RDWR, 0o600, 0])].concat();
+        rig.say(kind::LCREATE, &made).unwrap();
+        assert_eq!(rig.say(kind::LCREATE, &made), Err(errno::ENOTDIR), "it is the file's now");
+        let written = [&words(&[2, 1, 0, 3])[..], b"abc"].concat();
+        assert_eq!(rig.say(kind::WRITE, &written).unwrap(), words(&[3]));
+        assert_eq!(rig.read(2).unwrap(), b"\0abc");
+        let size = |size: u32| [words(&[2, 8, 0, 0, 0, size, 0]), vec![0; 32]].concat();
+        rig.say(kind::SETATTR, &size(2)).unwrap();
+        let time = [words(&[2, 0x120, 0, 0, 0]), vec![0; 24], words(&[77, 0, 5, 0])].concat();
+        rig.say(kind::SETATTR, &time).unwrap();
+        assert_eq!(rig.say(kind::FSYNC, &words(&[2, 1])), Ok(vec![]));
+        let found = fs::metadata(rig.folder.path().join("new")).unwrap();
+        let mode = found.permissions().mode() & 0o7777;
+        assert_eq!((found.len(), found.mtime(), found.mtime_nsec(), mode), (2, 77, 5, 0o600));
+        let attributes = rig.say(kind::GETATTR, &words(&[2, !0, !0])).unwrap();
+        assert_eq!(attributes.len(), 153);
+        assert_eq!(attributes[49..57], 2_u64.to_le_bytes(), "the size");
+
+        let moved = [words(&[ROOT]), name("new"), words(&[ROOT]), name("moved")].concat();
+        rig.say(kind::RENAMEAT, &moved).unwrap();
+        rig.say(kind::LINK, &[words(&[ROOT, 2]), name("linked")].concat()).unwrap();
+        rig.say(kind::MKDIR, &[words(&[ROOT]), name("sub"), words(&[0o700, 0])].concat()).unwrap();
+        assert_eq!(fs::read(rig.folder.path().join("linked")).unwrap(), b"\0a");
+        let gone = |text: &str, flags| [words(&[ROOT]), name(text), words(&[flags])].concat();
+        assert_eq!(rig.say(kind::UNLINKAT, &gone("sub", 0)), Err(errno::EISDIR));
+        rig.say(kind::UNLINKAT, &gone("sub", linux::AT_REMOVEDIR)).unwrap();
+        rig.say(kind::UNLINKAT, &gone("linked", 0)).unwrap();
+        // The file that a name was found for stays it.
+        assert_eq!(rig.read(2).unwrap(), b"\0a");
+        rig.say(kind::CLUNK, &words(&[2])).unwrap();
+        assert_eq!(rig.read(2), Err(errno::EBADF));
+        assert_eq!(rig.say(kind::STATFS, &words(&[ROOT])).unwrap().len(), 60);
+        rig.walk(3, &["link"]).unwrap();
+        assert_eq!(rig.say(kind::READLINK, &words(&[3])).unwrap(), name("/etc/passwd"));
+        for refused in [kind::SYMLINK, kind::MKNOD] {
+            assert_eq!(rig.say(refused, &[0; 40]), Err(errno::EACCES));
+        }
+        assert_eq!(rig.say(kind::XATTRCREATE, &[0; 40]), Err(errno::EOPNOTSUPP));
+    }
+
+    #[test]
+    fn folders_are_listed_in_pieces() {
+        let rig = Rig::new(true);
+        rig.walk(2, &[]).unwrap();
+        rig.open(2, linux::O_RDONLY).unwrap();
+        let (mut names, mut offset) = (Vec::new(), 0_u64);
+        loop {
+            let fields = [&words(&[2])[..], &offset.to_le_bytes(), &words(&[70])].concat();
+            let list = rig.say(kind::READDIR, &fields).unwrap().split_off(4);
+            let mut rest = &list[..];
+            assert!(rest.len() <= 70);
+            if rest.is_empty() {
+                break;
+            }
+            while let [_, _, _, _, _, _, _, _, _, _, _, _, _, entry @ ..] = rest {
+                offset = u64::from_le_bytes(entry[..8].try_into().unwrap());
+                let length = usize::from(u16::from_le_bytes([entry[9], entry[10]]));
+                names.push(String::from_utf8(entry[11..11 + length].to_vec()).unwrap());
+                rest = &entry[11 + length..];
+            }
+        }
+        names.sort();
+        assert_eq!(names, [".", "..", "below", "file", "link", "pipe", "root"]);
+        rig.walk(3, &["file"]).unwrap();
+        let listed = [&words(&[3])[..], &[0; 8], &words(&[70])].concat();
+        assert_eq!(rig.say(kind::READDIR, &listed), Err(errno::ENOTDIR));
+    }
+
+    #[test]
+    fn a_session_ends_with_the_next_one() {
+        let rig = Rig::new(true);
+        rig.walk(2, &["file"]).unwrap();
+        assert_eq!(rig.walk(2, &["file"]), Err(errno::EBADF), "it is taken");
+        let version = [&words(&[1 << 30])[..], &name("9P2000")].concat();
+        let most = words(&[MOST_MESSAGE as u32]);
+        assert_eq!(rig.say(kind::VERSION, &version).unwrap(), [most, name("unknown")].concat());
+        assert_eq!(rig.walk(2, &["file"]), Err(errno::EBADF));
+        assert_eq!(rig.open(2, linux::O_RDONLY), Err(errno::EBADF));
+    }
+
     #[test]
     fn nothing_outside_is_named() {
-        let mut rig = Rig::new(false);
+        let rig = Rig::new(false);
         let outside = rig.folder.path().parent().unwrap().join("parador-outside");
         for names in [&[".."][..], &["below", "..", ".."], &["below/../.."], &["/"], &["."], &[""]]
         {
@@ -383,7 +285,7 @@ mod tests {
 
     #[test]
     fn pipes_are_not_opened() {
-        let mut rig = Rig::new(false);
+        let rig = Rig::new(false);
         rig.walk(2, &["pipe"]).unwrap();
         assert_eq!(rig.open(2, linux::O_RDWR), Err(errno::EACCES));
         assert_eq!(rig.open(77, linux::O_RDWR), Err(errno::EBADF));
@@ -391,7 +293,7 @@ mod tests {
 
     #[test]
     fn rights_of_the_user_are_not_lent() {
-        let mut rig = Rig::new(false);
+        let rig = Rig::new(false);
         rig.walk(2, &["file"]).unwrap();
         let set = |fid: u32, valid: u32, mode: u32| {
             [&fid.to_le_bytes()[..], &valid.to_le_bytes(), &mode.to_le_bytes(), &[0; 48]].concat()
@@ -411,7 +313,7 @@ mod tests {
 
     #[test]
     fn what_is_read_only_stays() {
-        let mut rig = Rig::new(true);
+        let rig = Rig::new(true);
         rig.walk(2, &["file"]).unwrap();
         for flags in [linux::O_RDWR, linux::O_WRONLY, linux::O_TRUNC] {
             assert_eq!(rig.open(2, flags), Err(errno::EROFS));
@@ -424,9 +326,9 @@ mod tests {
 
     #[test]
     fn messages_that_are_none() {
-        let mut rig = Rig::new(false);
+        let rig = Rig::new(false);
         for message in [&[][..], &[1], &[9, 0, 0, 0, kind::WALK, 1, 0, 1, 2], &[0xff; 40]] {
-            assert_eq!(rig.guard.answer(message)[4], kind::ERROR, "{message:?}");
+            assert_eq!(rig.server.answer(message)[4], kind::ERROR, "{message:?}");
         }
         // Every kind with every length of nothing much.
         for kind in 0..=255 {
@@ -434,8 +336,67 @@ mod tests {
                 let mut message = ((HEAD + length) as u32).to_le_bytes().to_vec();
                 message.extend([kind, 0, 0]);
                 message.extend(vec![1; length]);
-                assert!(rig.guard.answer(&message).len() >= HEAD);
+                assert!(rig.server.answer(&message).len() >= HEAD);
             }
         }
+    }
+
+    fn message(kind: u8, tag: u16, fields: &[u8]) -> Vec<u8> {
+        let mut message = ((HEAD + fields.len()) as u32).to_le_bytes().to_vec();
+        message.push(kind);
+        message.extend(tag.to_le_bytes());
+        message.extend(fields);
+        message
+    }
+
+    /// Whoever opens a file that somebody else has a lease of waits for that (fcntl(2), "Leases").
+    #[test]
+    fn a_slow_file_holds_nothing_up() {
+        let rig = Rig::new(false);
+        rig.walk(2, &["file"]).unwrap();
+        rig.walk(3, &["below", "deep"]).unwrap();
+        let lease = fs::File::options().read(true).write(true).open(rig.folder.path().join("file"));
+        let lease = lease.unwrap();
+        let control = |command: i32, value: i32| {
+            // SAFETY: it takes and gives numbers.
+            unsafe { libc::fcntl(lease.as_raw_fd(), command, value) }
+        };
+        // Told by a signal that is ignored.
+        assert_eq!(control(linux::F_SETSIG as i32, libc::SIGURG), 0);
+        assert_eq!(control(libc::F_SETLEASE, libc::F_WRLCK), 0);
+
+        let Rig { server, folder: _folder } = rig;
+        let mut machine = worker::testing::Rig::new(server, 2);
+        let done = |id: u16| (id, status::DONE);
+        let numbers = |numbers: &[u32]| -> Vec<u8> {
+            numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
+        };
+        machine.say(9, &message(kind::LOPEN, 7, &numbers(&[2, linux::O_RDWR])));
+        while control(libc::F_GETLEASE, 0) == libc::F_WRLCK {
+            std::thread::yield_now();
+        }
+        machine.say(1, &message(kind::FLUSH, 8, &7_u16.to_le_bytes()));
+        machine.say(2, &message(kind::LOPEN, 10, &numbers(&[3, linux::O_RDONLY])));
+        assert_eq!(machine.ended(), done(2));
+        machine.say(3, &message(kind::READ, 11, &numbers(&[3, 0, 0, 100])));
+        assert_eq!(machine.ended(), done(3));
+        machine.say(4, &message(kind::CLUNK, 12, &numbers(&[3])));
+        assert_eq!(machine.ended(), done(4));
+        let answer = |id: u64, length: usize| {
+            let mut answer = vec![0; length];
+            machine.memory.read_slice((id << 13) + 4096, &mut answer).unwrap();
+            answer
+        };
+        assert_eq!(answer(3, 15), [&[15, 0, 0, 0, 117, 11, 0, 4, 0, 0, 0], &b"deep"[..]].concat());
+        assert!(machine.client.completed().is_none(), "what is flushed has not ended");
+        // That says no if the host has taken the lease away meanwhile.
+        assert_eq!(control(libc::F_SETLEASE, libc::F_UNLCK), 0);
+        assert_eq!((machine.ended(), machine.ended()), (done(9), done(1)));
+        let kind = |id: u64| {
+            let mut head = [0; HEAD];
+            machine.memory.read_slice((id << 13) + 4096, &mut head).unwrap();
+            head[4]
+        };
+        assert_eq!((kind(9), kind(1)), (kind::LOPEN + 1, kind::FLUSH + 1));
     }
 }

@@ -61,7 +61,7 @@ pub fn serve_vsock(vsock: Vsock, end: &AtomicBool) -> Result<(), Failed> {
     };
     let (stream, listener) = (UnixStream::from(own(0)), UnixListener::from(own(1)));
     let mut server = Server::new(vsock, stream, listener, own(2))?;
-    confine(Files::Sockets)?;
+    confine(Files::Sockets, 0)?;
     rustix::io::write(rustix::stdio::stdout(), &[READY]).map_err(io::Error::from)?;
     while !end.load(Relaxed) {
         server.turn()?;

@@ -108,7 +108,8 @@ impl SharedMemory {
             offset = end;
         }
         // SAFETY: the windows are parts of the mapping, one after another, which lives longer than `act` and is nobody else's: `self` is
-        // borrowed for writing. A copy of the result that outlives `act` is the one way to break this, and none is kept in this tree.
+        // borrowed for writing. A copy of the result that outlives `act` is the one way to break this, and is kept in this tree of memory only that
+        // is never given back (`hosted/jail`).
         let memory = unsafe { GuestMemory::new(&windows) };
         let memory = memory.map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
         Ok(act(&memory))

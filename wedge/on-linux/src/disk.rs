@@ -8,7 +8,7 @@
 //!
 //! A worker believes nothing of what it finds in a request: sectors outside of the disk and parts outside of memory fail.
 
-use core::sync::atomic::{Ordering::Relaxed, Ordering::SeqCst};
+use core::sync::atomic::{AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
 
 use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
@@ -31,12 +31,15 @@ pub const MAX_WORKERS: usize = MAX_DISKS * WORKERS;
 /// A disk as the guest's device has it.
 pub struct Link {
     client: Client<'static>,
+    /// As [`Disk::is_elsewhere`].
+    is_elsewhere: bool,
 }
 
 impl Link {
     /// The disk with this number.
     pub fn new(number: usize) -> Self {
-        Self { client: Client::new(queue(number)) }
+        let is_elsewhere = crate::shared::disk(number).is_elsewhere;
+        Self { client: Client::new(queue(number)), is_elsewhere }
     }
 }
 
@@ -76,7 +79,9 @@ impl Block for Link {
     }
 
     fn forget(&mut self) {
-        self.client.forget(|answers, seen| sys::wait(answers, seen, None));
+        let wait = |answers: &AtomicU32, seen| sys::wait(answers, seen, None);
+        // The workers here have the host write to guest memory, which cannot be called back.
+        if self.is_elsewhere { self.client.abandon(wait) } else { self.client.forget(wait) }
     }
 }
 

@@ -1,0 +1,711 @@
+//! A server of 9P2000.L below one folder of the host, for several requests at a time.
+//!
+//! State: which names the driver holds (fids), each with a descriptor, and the sizes agreed upon. Nothing is locked while the host is asked: a
+//! request takes what it needs of the fids first, and a fid that is dropped meanwhile lives until its last request has ended. Two requests
+//! that list one folder by one fid go one after the other.
+//!
+//! Every name is one part of a path and is looked up relative to the descriptor of its folder, never following a link. What is neither a file nor a
+//! folder is not opened. So a guest names nothing outside of the folder, whatever links are in it and whoever moves them about.
+//! Missing: extended attributes, symbolic links and nodes that the guest makes, locks (the driver has its own), messages that Linux does not send.
+//! Documentation: `include/net/9p/9p.h` and `net/9p/client.c` in Linux, the description of 9P2000.L at
+//! <https://github.com/chaos/diod/blob/master/protocol.md>, intro(5) of Plan 9.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use linux_raw_sys::errno;
+use linux_raw_sys::general as linux;
+use rustix::fs::{self, AtFlags, Mode, OFlags, RawDir, SeekFrom, Stat, Timespec, Timestamps};
+use rustix::fs::{Gid, Uid};
+use rustix::io::{Errno, fcntl_dupfd_cloexec};
+
+/// Most bytes of a message: 64 KiB of data, and what is said of them.
+pub const MOST_MESSAGE: usize = 64 * 1024 + 24;
+/// Least bytes that a driver may agree to.
+const LEAST_MESSAGE: u32 = 256;
+
+/// Most names of one walk.
+const MOST_NAMES: u16 = 16;
+
+/// Types of messages; the answer's is one more.
+pub mod kind {
+    pub const ERROR: u8 = 7;
+    pub const STATFS: u8 = 8;
+    pub const LOPEN: u8 = 12;
+    pub const LCREATE: u8 = 14;
+    pub const SYMLINK: u8 = 16;
+    pub const MKNOD: u8 = 18;
+    pub const RENAME: u8 = 20;
+    pub const READLINK: u8 = 22;
+    pub const GETATTR: u8 = 24;
+    pub const SETATTR: u8 = 26;
+    pub const XATTRCREATE: u8 = 32;
+    pub const READDIR: u8 = 40;
+    pub const FSYNC: u8 = 50;
+    pub const LOCK: u8 = 52;
+    pub const GETLOCK: u8 = 54;
+    pub const LINK: u8 = 70;
+    pub const MKDIR: u8 = 72;
+    pub const RENAMEAT: u8 = 74;
+    pub const UNLINKAT: u8 = 76;
+    pub const VERSION: u8 = 100;
+    pub const ATTACH: u8 = 104;
+    pub const FLUSH: u8 = 108;
+    pub const WALK: u8 = 110;
+    pub const READ: u8 = 116;
+    pub const WRITE: u8 = 118;
+    pub const CLUNK: u8 = 120;
+    pub const REMOVE: u8 = 122;
+}
+
+/// Messages that change something.
+const CHANGES: [u8; 12] = [
+    kind::LCREATE,
+    kind::SYMLINK,
+    kind::MKNOD,
+    kind::RENAME,
+    kind::SETATTR,
+    kind::XATTRCREATE,
+    kind::LINK,
+    kind::MKDIR,
+    kind::RENAMEAT,
+    kind::UNLINKAT,
+    kind::WRITE,
+    kind::REMOVE,
+];
+
+/// Fields of a change of attributes that are valid.
+mod valid {
+    pub const MODE: u32 = 1 << 0;
+    pub const UID: u32 = 1 << 1;
+    pub const GID: u32 = 1 << 2;
+    pub const SIZE: u32 = 1 << 3;
+    pub const ATIME: u32 = 1 << 4;
+    pub const MTIME: u32 = 1 << 5;
+    pub const CTIME: u32 = 1 << 6;
+    pub const ATIME_SET: u32 = 1 << 7;
+    pub const MTIME_SET: u32 = 1 << 8;
+}
+
+/// Bytes of a message before what it says: length (32 bits), type (8), tag (16).
+pub const HEAD: usize = 7;
+
+/// Flags of an open file that the driver may ask for, which are those of Linux. Data of a direct one would have to be aligned here.
+const OPEN_FLAGS: u32 = linux::O_ACCMODE
+    | linux::O_TRUNC
+    | linux::O_APPEND
+    | linux::O_NONBLOCK
+    | linux::O_DIRECTORY
+    | linux::O_NOATIME
+    | linux::O_SYNC;
+
+/// Bytes of a folder's list that are asked for at a time.
+const LIST: usize = 16 << 10;
+
+type Failed = Errno;
+
+/// A name that the driver holds.
+struct Fid {
+    /// What it names; for nothing but to look further from it (`O_PATH`).
+    path: OwnedFd,
+    /// File type and rights when it was found. The type does not change.
+    mode: u32,
+    /// What reads and writes.
+    open: OnceLock<OwnedFd>,
+    /// For who lists a folder: its place is the descriptor's.
+    list: Mutex<()>,
+}
+
+impl Fid {
+    fn new(path: OwnedFd) -> Result<(Self, Stat), Failed> {
+        let stat = fs::fstat(&path)?;
+        let fid = Self { path, mode: stat.st_mode, open: OnceLock::new(), list: Mutex::new(()) };
+        Ok((fid, stat))
+    }
+
+    fn is(&self, kind: u32) -> bool {
+        self.mode & linux::S_IFMT == kind
+    }
+
+    /// Pipes would make a request wait for ever; devices are the host's.
+    fn may_be_opened(&self) -> Result<(), Failed> {
+        match self.mode & linux::S_IFMT {
+            linux::S_IFREG | linux::S_IFDIR => Ok(()),
+            linux::S_IFLNK => Err(Errno::LOOP),
+            _ => Err(Errno::ACCESS),
+        }
+    }
+
+    fn opened(&self) -> Result<BorrowedFd<'_>, Failed> {
+        self.open.get().map(AsFd::as_fd).ok_or(Errno::BADF)
+    }
+}
+
+/// The names of one session, which begins with the agreement upon a version.
+struct Fids {
+    session: u64,
+    all: BTreeMap<u32, Arc<Fid>>,
+}
+
+/// A server for one driver.
+pub struct Server {
+    folder: OwnedFd,
+    /// `/proc/self/fd`: by it a descriptor of [`Fid::path`] is opened, or changed.
+    descriptors: OwnedFd,
+    read_only: bool,
+    /// Most bytes of an answer.
+    most: AtomicU32,
+    fids: Mutex<Fids>,
+}
+
+impl Server {
+    /// For what is below this folder.
+    ///
+    /// # Errors
+    /// There is no `/proc`.
+    pub fn new(folder: OwnedFd, read_only: bool) -> Result<Self, Failed> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Ok(Self {
+            folder,
+            descriptors: fs::open("/proc/self/fd", flags, Mode::empty())?,
+            read_only,
+            most: AtomicU32::new(MOST_MESSAGE as u32),
+            fids: Mutex::new(Fids { session: 0, all: BTreeMap::new() }),
+        })
+    }
+
+    /// The folder that is served.
+    pub fn folder(&self) -> BorrowedFd<'_> {
+        self.folder.as_fd()
+    }
+
+    /// The answer to a message; one that is none has no tag to answer to, and is answered nevertheless.
+    pub fn answer(&self, message: &[u8]) -> Vec<u8> {
+        let tag = tag(message);
+        let Some((head, fields)) = message.split_at_checked(HEAD) else {
+            return error(tag, errno::EINVAL);
+        };
+        let kind = head[4];
+        let mut answer = Answer(vec![0; HEAD]);
+        if let Err(failure) = self.carry_out(kind, &mut Fields(fields), &mut answer) {
+            return error(tag, failure.raw_os_error() as u32);
+        }
+        let Answer(mut bytes) = answer;
+        let length = bytes.len() as u32;
+        bytes[..4].copy_from_slice(&length.to_le_bytes());
+        // An answer's type fits: it is one of ours.
+        bytes[4] = kind.wrapping_add(1);
+        bytes[5..HEAD].copy_from_slice(&tag);
+        bytes
+    }
+
+    fn carry_out(&self, kind: u8, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        if self.read_only && CHANGES.contains(&kind) {
+            return Err(Errno::ROFS);
+        }
+        match kind {
+            kind::VERSION => self.version(fields, answer),
+            kind::ATTACH => self.attach(fields, answer),
+            kind::WALK => self.walk(fields, answer),
+            kind::CLUNK => self.drop_fid(fields.word()?),
+            kind::GETATTR => self.attributes(fields, answer),
+            kind::SETATTR => self.set_attributes(fields),
+            kind::STATFS => self.file_system(fields, answer),
+            kind::LOPEN => self.open(fields, answer),
+            kind::LCREATE => self.create(fields, answer),
+            kind::READ => self.read(fields, answer),
+            kind::WRITE => self.write(fields, answer),
+            kind::FSYNC => self.sync(fields),
+            kind::READDIR => self.list(fields, answer),
+            kind::READLINK => {
+                let (fid, _) = self.fid(fields.word()?)?;
+                let target = fs::readlinkat(&fid.path, c"", Vec::new())?;
+                answer.text(target.as_bytes());
+                Ok(())
+            }
+            kind::LINK => {
+                let (folder, _) = self.fid(fields.word()?)?;
+                let (fid, _) = self.fid(fields.word()?)?;
+                let name = fields.name()?;
+                let flags = AtFlags::SYMLINK_FOLLOW;
+                fs::linkat(&self.descriptors, number(&fid.path), &folder.path, name, flags)
+            }
+            kind::MKDIR => {
+                let (folder, _) = self.fid(fields.word()?)?;
+                let name = fields.name()?;
+                fs::mkdirat(&folder.path, name, fields.mode()?)?;
+                answer.identity(&fs::statat(&folder.path, name, AtFlags::SYMLINK_NOFOLLOW)?);
+                Ok(())
+            }
+            kind::RENAMEAT => {
+                let (from, _) = self.fid(fields.word()?)?;
+                let old = fields.name()?;
+                let (to, _) = self.fid(fields.word()?)?;
+                fs::renameat(&from.path, old, &to.path, fields.name()?)
+            }
+            kind::UNLINKAT => {
+                let (folder, _) = self.fid(fields.word()?)?;
+                let name = fields.name()?;
+                let is_folder = fields.word()? & linux::AT_REMOVEDIR != 0;
+                let flags = if is_folder { AtFlags::REMOVEDIR } else { AtFlags::empty() };
+                fs::unlinkat(&folder.path, name, flags)
+            }
+            // Who orders the answers waits for the other request.
+            kind::FLUSH => Ok(()),
+            kind::LOCK => {
+                /// The lock is given.
+                const SUCCESS: u8 = 0;
+                self.fid(fields.word()?)?.0.opened()?;
+                answer.0.push(SUCCESS);
+                Ok(())
+            }
+            kind::GETLOCK => {
+                /// Type of a lock that is not there.
+                const NONE: u8 = 2;
+                self.fid(fields.word()?)?.0.opened()?;
+                fields.take(1)?;
+                answer.0.push(NONE);
+                // Start, length, process.
+                answer.0.extend(fields.take(20)?);
+                answer.text(fields.text()?);
+                Ok(())
+            }
+            kind::SYMLINK | kind::MKNOD => Err(Errno::ACCESS),
+            _ => Err(Errno::OPNOTSUPP),
+        }
+    }
+
+    fn fids(&self) -> MutexGuard<'_, Fids> {
+        self.fids.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A name, and the session that it is of.
+    fn fid(&self, number: u32) -> Result<(Arc<Fid>, u64), Failed> {
+        let fids = self.fids();
+        let fid = fids.all.get(&number).cloned().ok_or(Errno::BADF)?;
+        Ok((fid, fids.session))
+    }
+
+    /// Enters a name, of this session; `instead` says of which other it takes the place.
+    fn enter(
+        &self,
+        session: u64,
+        number: u32,
+        fid: Fid,
+        instead: Option<&Arc<Fid>>,
+    ) -> Result<(), Failed> {
+        let mut fids = self.fids();
+        if fids.session != session {
+            return Err(Errno::BADF);
+        }
+        match (fids.all.entry(number), instead) {
+            (Entry::Vacant(place), None) => {
+                place.insert(Arc::new(fid));
+                Ok(())
+            }
+            (Entry::Occupied(mut place), Some(old)) if Arc::ptr_eq(place.get(), old) => {
+                place.insert(Arc::new(fid));
+                Ok(())
+            }
+            _ => Err(Errno::BADF),
+        }
+    }
+
+    fn drop_fid(&self, number: u32) -> Result<(), Failed> {
+        // It may be closed here, without the lock.
+        let fid = self.fids().all.remove(&number);
+        fid.map(drop).ok_or(Errno::BADF)
+    }
+
+    fn version(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        const VERSION: &[u8] = b"9P2000.L";
+        let most = fields.word()?;
+        if most < LEAST_MESSAGE {
+            return Err(Errno::INVAL);
+        }
+        let most = most.min(MOST_MESSAGE as u32);
+        let is_known = fields.text()? == VERSION;
+        let before = {
+            let mut fids = self.fids();
+            fids.session += 1;
+            std::mem::take(&mut fids.all)
+        };
+        drop(before);
+        self.most.store(most, Relaxed);
+        answer.word(most);
+        answer.text(if is_known { VERSION } else { b"unknown" });
+        Ok(())
+    }
+
+    fn attach(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        let number = fields.word()?;
+        let session = self.fids().session;
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let (fid, stat) = Fid::new(fs::openat(&self.folder, c".", flags, Mode::empty())?)?;
+        self.enter(session, number, fid, None)?;
+        answer.identity(&stat);
+        Ok(())
+    }
+
+    fn walk(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        let (number, new) = (fields.word()?, fields.word()?);
+        let (start, session) = self.fid(number)?;
+        let count = fields.half()?;
+        if count > MOST_NAMES {
+            return Err(Errno::INVAL);
+        }
+        let names = (0..count).map(|_| fields.name()).collect::<Result<Vec<_>, _>>()?;
+        let mut place = None;
+        let mut found = Vec::new();
+        for name in &names {
+            let from = place.as_ref().unwrap_or(&start.path);
+            match look_up(from, name).and_then(|path| Ok((fs::fstat(&path)?, path))) {
+                Ok((stat, path)) => {
+                    place = Some(path);
+                    found.push(stat);
+                }
+                Err(error) if found.is_empty() => return Err(error),
+                // The driver sees how far it has come.
+                Err(_) => break,
+            }
+        }
+        if found.len() == names.len() {
+            let path = place.map_or_else(|| fcntl_dupfd_cloexec(&start.path, 0), Ok)?;
+            let instead = (number == new).then_some(&start);
+            self.enter(session, new, Fid::new(path)?.0, instead)?;
+        }
+        answer.half(found.len() as u16);
+        found.iter().for_each(|stat| answer.identity(stat));
+        Ok(())
+    }
+
+    fn attributes(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        /// All up to the number of blocks.
+        const BASIC: u64 = 0x7ff;
+        let (fid, _) = self.fid(fields.word()?)?;
+        let stat = fs::fstat(&fid.path)?;
+        answer.quad(BASIC);
+        answer.identity(&stat);
+        answer.word(stat.st_mode);
+        answer.word(stat.st_uid);
+        answer.word(stat.st_gid);
+        for value in [stat.st_nlink, stat.st_rdev, stat.st_size as u64, stat.st_blksize as u64] {
+            answer.quad(value);
+        }
+        answer.quad(stat.st_blocks as u64);
+        for value in [stat.st_atime as u64, stat.st_atime_nsec, stat.st_mtime as u64] {
+            answer.quad(value);
+        }
+        for value in [stat.st_mtime_nsec, stat.st_ctime as u64, stat.st_ctime_nsec] {
+            answer.quad(value);
+        }
+        // Birth, generation, version of the data: not told.
+        answer.0.extend([0; 32]);
+        Ok(())
+    }
+
+    fn set_attributes(&self, fields: &mut Fields) -> Result<(), Failed> {
+        let (fid, _) = self.fid(fields.word()?)?;
+        let changed = fields.word()?;
+        let is_changed = |bits: u32| changed & bits != 0;
+        let mode = fields.word()?;
+        let (user, group) = (fields.word()?, fields.word()?);
+        let size = fields.quad()?;
+        let times = [fields.time()?, fields.time()?];
+        let (place, name) = (&self.descriptors, &number(&fid.path)[..]);
+        if is_changed(valid::MODE) {
+            fs::chmodat(place, name, lent_to_nobody(mode)?, AtFlags::empty())?;
+        }
+        let only_noted = changed & !valid::CTIME == 0 && is_changed(valid::CTIME);
+        if is_changed(valid::UID | valid::GID) || only_noted {
+            // All ones say that it stays.
+            let given = |bit, id: u32| (is_changed(bit) && id != u32::MAX).then_some(id);
+            let user = given(valid::UID, user).map(Uid::from_raw);
+            let group = given(valid::GID, group).map(Gid::from_raw);
+            fs::chownat(place, name, user, group, AtFlags::empty())?;
+        }
+        if is_changed(valid::SIZE) {
+            fid.may_be_opened()?;
+            if fid.is(linux::S_IFDIR) {
+                return Err(Errno::ISDIR);
+            }
+            match fid.opened() {
+                Ok(open) => fs::ftruncate(open, size)?,
+                Err(_) => {
+                    let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
+                    fs::ftruncate(fs::openat(place, name, flags, Mode::empty())?, size)?;
+                }
+            }
+        }
+        if is_changed(valid::ATIME | valid::MTIME) {
+            let time = |bit, set, time| match (is_changed(bit), is_changed(set)) {
+                (false, _) => Timespec { tv_sec: 0, tv_nsec: fs::UTIME_OMIT },
+                (true, false) => Timespec { tv_sec: 0, tv_nsec: fs::UTIME_NOW },
+                (true, true) => time,
+            };
+            let times = Timestamps {
+                last_access: time(valid::ATIME, valid::ATIME_SET, times[0]),
+                last_modification: time(valid::MTIME, valid::MTIME_SET, times[1]),
+            };
+            fs::utimensat(place, name, &times, AtFlags::empty())?;
+        }
+        Ok(())
+    }
+
+    fn file_system(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        let (fid, _) = self.fid(fields.word()?)?;
+        let host = fs::fstatfs(&fid.path)?;
+        answer.word(host.f_type as u32);
+        answer.word(host.f_bsize as u32);
+        for value in [host.f_blocks, host.f_bfree, host.f_bavail, host.f_files, host.f_ffree] {
+            answer.quad(value);
+        }
+        // The host's number of it is the host's affair.
+        answer.quad(0);
+        answer.word(host.f_namelen as u32);
+        Ok(())
+    }
+
+    fn open(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        let (fid, _) = self.fid(fields.word()?)?;
+        let flags = fields.word()?;
+        let writes = linux::O_ACCMODE | linux::O_CREAT | linux::O_TRUNC;
+        if self.read_only && flags & writes != 0 {
+            return Err(Errno::ROFS);
+        }
+        fid.may_be_opened()?;
+        let flags = OFlags::from_bits_retain(flags & OPEN_FLAGS) | OFlags::CLOEXEC;
+        let name = number(&fid.path);
+        let open = fs::openat(&self.descriptors, &name[..], flags, Mode::empty())?;
+        let stat = fs::fstat(&open)?;
+        // Each is opened once.
+        fid.open.set(open).map_err(|_| Errno::INVAL)?;
+        answer.identity(&stat);
+        // As many bytes at a time as fit a message.
+        answer.word(0);
+        Ok(())
+    }
+
+    fn create(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        let number_of_fid = fields.word()?;
+        let (folder, session) = self.fid(number_of_fid)?;
+        let name = fields.name()?;
+        let flags = fields.word()? & OPEN_FLAGS & !linux::O_DIRECTORY;
+        let mode = fields.mode()?;
+        if !folder.is(linux::S_IFDIR) {
+            return Err(Errno::NOTDIR);
+        }
+        let flags = OFlags::from_bits_retain(flags) | OFlags::CREATE | OFlags::EXCL;
+        let open = fs::openat(&folder.path, name, flags | OFlags::CLOEXEC, mode)?;
+        // The same file, whatever the name leads to by now.
+        let path = OFlags::PATH | OFlags::CLOEXEC;
+        let path = fs::openat(&self.descriptors, number(&open), path, Mode::empty())?;
+        let (fid, stat) = Fid::new(path)?;
+        let _ = fid.open.set(open);
+        self.enter(session, number_of_fid, fid, Some(&folder))?;
+        answer.identity(&stat);
+        answer.word(0);
+        Ok(())
+    }
+
+    /// As many bytes of data as are wanted and fit an answer.
+    fn fitting(&self, wanted: u32) -> usize {
+        let most = self.most.load(Relaxed) as usize - HEAD - size_of::<u32>();
+        most.min(wanted as usize)
+    }
+
+    fn read(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        let (fid, _) = self.fid(fields.word()?)?;
+        let offset = fields.quad()?;
+        let start = HEAD + size_of::<u32>();
+        answer.0.resize(start + self.fitting(fields.word()?), 0);
+        let count = rustix::io::pread(fid.opened()?, &mut answer.0[start..], offset)?;
+        answer.0.truncate(start + count);
+        answer.0[HEAD..start].copy_from_slice(&(count as u32).to_le_bytes());
+        Ok(())
+    }
+
+    fn write(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        let (fid, _) = self.fid(fields.word()?)?;
+        let offset = fields.quad()?;
+        let count = fields.word()?;
+        let bytes = fields.take(count as usize)?;
+        let count = rustix::io::pwrite(fid.opened()?, bytes, offset)?;
+        answer.word(count as u32);
+        Ok(())
+    }
+
+    fn sync(&self, fields: &mut Fields) -> Result<(), Failed> {
+        let (fid, _) = self.fid(fields.word()?)?;
+        let open = fid.opened()?;
+        // Older drivers do not say that only data is to last.
+        let is_data_only = fields.word().is_ok_and(|word| word != 0);
+        if is_data_only { fs::fdatasync(open) } else { fs::fsync(open) }
+    }
+
+    fn list(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        let (fid, _) = self.fid(fields.word()?)?;
+        let offset = fields.quad()?;
+        let end = HEAD + size_of::<u32>() + self.fitting(fields.word()?);
+        if !fid.is(linux::S_IFDIR) {
+            return Err(Errno::NOTDIR);
+        }
+        let open = fid.opened()?;
+        let _alone = fid.list.lock().unwrap_or_else(PoisonError::into_inner);
+        fs::seek(open, SeekFrom::Start(offset))?;
+        answer.word(0);
+        let mut room = vec![MaybeUninit::uninit(); LIST];
+        let mut entries = RawDir::new(open, &mut room);
+        while let Some(entry) = entries.next() {
+            let entry = entry?;
+            let name = entry.file_name();
+            // What is above the folder is not the guest's to see.
+            let looked_up = if name == c".." { c"." } else { name };
+            let stat = match fs::statat(&fid.path, looked_up, AtFlags::SYMLINK_NOFOLLOW) {
+                // It has gone meanwhile.
+                Err(Errno::NOENT) => continue,
+                stat => stat?,
+            };
+            let before = answer.0.len();
+            answer.identity(&stat);
+            answer.quad(entry.next_entry_cookie());
+            // As `d_type` of readdir(3).
+            answer.0.push((stat.st_mode >> 12) as u8);
+            answer.text(name.to_bytes());
+            if answer.0.len() > end {
+                answer.0.truncate(before);
+                break;
+            }
+        }
+        let start = HEAD + size_of::<u32>();
+        let count = (answer.0.len() - start) as u32;
+        answer.0[HEAD..start].copy_from_slice(&count.to_le_bytes());
+        Ok(())
+    }
+}
+
+/// What is there, without following a link.
+fn look_up(folder: &OwnedFd, name: &[u8]) -> Result<OwnedFd, Failed> {
+    fs::openat(folder, name, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// The name of a descriptor in [`Server::descriptors`].
+fn number(descriptor: &OwnedFd) -> String {
+    use std::os::fd::AsRawFd;
+    descriptor.as_raw_fd().to_string()
+}
+
+/// A program of the guest's that runs with the rights of this host's user, for others of this host, is not made.
+fn lent_to_nobody(mode: u32) -> Result<Mode, Failed> {
+    if mode & (linux::S_ISUID | linux::S_ISGID) != 0 {
+        return Err(Errno::PERM);
+    }
+    Ok(Mode::from_raw_mode(mode & !linux::S_IFMT))
+}
+
+/// The tag of a message, or that of none.
+pub fn tag(message: &[u8]) -> [u8; 2] {
+    message.get(5..HEAD).and_then(|tag| tag.try_into().ok()).unwrap_or([0xff; 2])
+}
+
+/// The answer that something has failed.
+pub fn error(tag: [u8; 2], number: u32) -> Vec<u8> {
+    let mut answer = ((HEAD + 4) as u32).to_le_bytes().to_vec();
+    answer.push(kind::ERROR);
+    answer.extend(tag);
+    answer.extend(number.to_le_bytes());
+    answer
+}
+
+/// What an answer says; its head is filled in at the end.
+struct Answer(Vec<u8>);
+
+impl Answer {
+    fn half(&mut self, value: u16) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    fn word(&mut self, value: u32) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    fn quad(&mut self, value: u64) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    /// The host has no longer names or links.
+    fn text(&mut self, text: &[u8]) {
+        let text = &text[..text.len().min(u16::MAX.into())];
+        self.half(text.len() as u16);
+        self.0.extend(text);
+    }
+
+    /// What tells one file from another: type, version, number.
+    fn identity(&mut self, stat: &Stat) {
+        const FOLDER: u8 = 0x80;
+        const LINK: u8 = 0x02;
+        self.0.push(match stat.st_mode & linux::S_IFMT {
+            linux::S_IFDIR => FOLDER,
+            linux::S_IFLNK => LINK,
+            _ => 0,
+        });
+        self.word(stat.st_mtime as u32);
+        self.quad(stat.st_ino);
+    }
+}
+
+/// What is left of a message.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn take(&mut self, length: usize) -> Result<&'a [u8], Failed> {
+        let (taken, rest) = self.0.split_at_checked(length).ok_or(Errno::INVAL)?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Failed> {
+        self.take(N)?.try_into().map_err(|_| Errno::INVAL)
+    }
+
+    fn half(&mut self) -> Result<u16, Failed> {
+        Ok(u16::from_le_bytes(self.array()?))
+    }
+
+    fn word(&mut self) -> Result<u32, Failed> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    fn quad(&mut self) -> Result<u64, Failed> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    /// Seconds and their parts.
+    fn time(&mut self) -> Result<Timespec, Failed> {
+        Ok(Timespec { tv_sec: self.quad()? as i64, tv_nsec: self.quad()? as i64 })
+    }
+
+    /// Rights of what is made.
+    fn mode(&mut self) -> Result<Mode, Failed> {
+        lent_to_nobody(self.word()?)
+    }
+
+    fn text(&mut self) -> Result<&'a [u8], Failed> {
+        let length = self.half()?;
+        self.take(length.into())
+    }
+
+    /// A name of something in a folder.
+    fn name(&mut self) -> Result<&'a [u8], Failed> {
+        match self.text()? {
+            b"" | b"." | b".." => Err(Errno::ACCESS),
+            name if name.contains(&b'/') => Err(Errno::ACCESS),
+            name => Ok(name),
+        }
+    }
+}
