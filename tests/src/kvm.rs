@@ -58,6 +58,32 @@ kill -9 ${machine#/proc/}
 wait $!
 echo "code $?"
 
+echo "== control"
+ctl() { parador ctl -s vm.sock "$@"; }
+count() { grep -c ^count console; }
+counts() { n=$(count); until [ $(count) -gt $n ]; do sleep 1; done; }
+quiet /vmlinux --backend kvm -c 2 --api-socket vm.sock --wait-boot --on-shutdown exit:9 --console stdio --event-fd 9 -p 'quiet parador.run="
+    n=0; while read c rest </sys/firmware/acpi/interrupts/ff_pwr_btn; [ $c = 0 ]; do n=$((n+1)); echo count $n; sleep 0.1; done;
+    cat /proc/consoles; poweroff -f"' </dev/null >console 9>events &
+machine=$!
+until ctl status 2>/dev/null | grep created; do sleep 1; done
+ctl boot
+counts
+ctl pause; a=$(count); sleep 3; b=$(count)
+# A line may have been on its way.
+[ $((b - a)) -gt 1 ] || echo stood still
+ctl status | grep -E 'state|backend'
+ctl resume; counts; echo goes on
+ctl stats | grep -E 'memory_used|processes'
+ctl reset; counts
+ctl metrics | grep ^parador_resets_total
+ctl shutdown
+wait $machine
+echo "code $?"
+# A message may be on a line that the guest has begun.
+grep -o -e 'the machine starts anew' -e 'hvc0 .*' -e 'powered off.*' console
+sed 's/"number.*//' events
+
 echo "== timeout"
 parador run /vmlinux -i busybox -m 128M --timeout 2s </dev/null >/dev/null
 echo "code $?"
@@ -107,6 +133,34 @@ fn check(text: &str) -> Result<()> {
         let known = line.starts_with("/memfd:parador-guest") || line == "/dev/null";
         ensure!(known, "the machine has {line}");
     }
+    let control = [
+        "stood still",
+        "\"backend\": \"kvm\"",
+        "\"state\": \"paused\"",
+        "goes on",
+        "\"processes\": 1",
+        "parador_resets_total 1\n",
+        "code 9\n",
+        "starts anew",
+        "hvc0 ",
+        "powered off (exit code 9",
+    ];
+    let control = part("control", &control)?;
+    let events = control.lines().filter_map(|line| line.strip_prefix("{\"event\":\""));
+    let events: Vec<_> = events.filter_map(|line| line.split('"').next()).collect();
+    let all = [
+        "created",
+        "started",
+        "running",
+        "paused",
+        "resumed",
+        "reset",
+        "started",
+        "running",
+        "shutdown-requested",
+        "ended",
+    ];
+    ensure!(events == all, "control: {events:?}");
     part("timeout", &["time limit", "code 124\n"])?;
     part("end", &[])?;
     Ok(())

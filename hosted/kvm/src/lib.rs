@@ -8,6 +8,7 @@
 #[expect(unsafe_code, reason = "calls of KVM")]
 mod calls;
 mod console;
+mod control;
 mod disk;
 mod error;
 #[expect(unsafe_code, reason = "descriptors that the process is started with")]

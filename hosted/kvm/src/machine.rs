@@ -3,15 +3,16 @@
 use std::fmt;
 use std::fs::File;
 use std::io::Read;
-use std::os::fd::{FromRawFd, RawFd};
+use std::ops::Range;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::process;
-use std::sync::Barrier;
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use hosted_vmm::confine;
 use kvm_ioctls::VcpuFd;
-use proto::wedge::{Disk as Record, MAX_DISKS, log};
+use proto::wedge::{Disk as Record, MAX_DISKS, layout, log};
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
@@ -25,21 +26,20 @@ use vmm_mem::shared::SharedMemory;
 
 use crate::Error;
 use crate::console::Console;
+use crate::control::{self, Gate};
 use crate::disk::{Disk, WORKERS};
 use crate::seat::{Seat, event, tsc};
 use crate::vcpu::{KvmVcpu, listen_to_kicks};
 use crate::vm::{Vm, set_cpuid};
 
-/// What the process is started with, beside standard input, output and error: console and messages.
+/// What the process is started with, beside the descriptors that machines of both back ends have ([`proto::wedge::layout`]).
 pub mod descriptor {
     /// [`Machine`](super::Machine) as JSON.
-    pub const DESCRIPTION: i32 = 3;
+    pub const DESCRIPTION: u32 = 40;
     /// The kernel.
-    pub const KERNEL: i32 = 4;
+    pub const KERNEL: u32 = 41;
     /// The initial RAM disk; empty: none.
-    pub const INITRD: i32 = 5;
-    /// Disks, one after another.
-    pub const DISKS: i32 = 6;
+    pub const INITRD: u32 = 42;
 }
 
 /// What a machine is made of.
@@ -55,10 +55,12 @@ pub struct Machine {
     pub log: u64,
     /// Disks: words of [`proto::wedge::Disk`].
     pub disks: Vec<[u64; Record::WORDS]>,
+    /// There is a virtio console beside the serial line.
+    pub console: bool,
 }
 
-/// PCI functions of a machine: disks, then the source of random numbers.
-const MAX_FUNCTIONS: usize = MAX_DISKS + 1;
+/// PCI functions of a machine: disks, then the source of random numbers and the console.
+const MAX_FUNCTIONS: usize = MAX_DISKS + 2;
 
 /// Lets others run while a processor waits for the machine's lock.
 struct Yielding;
@@ -77,13 +79,29 @@ enum Link<'o> {
     Disk(&'o Disk),
     /// The host's random numbers.
     Entropy,
+    /// A line.
+    Console(&'o Console),
 }
 
 impl Outside for Link<'_> {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
-            Self::Entropy => None,
+            _ => None,
+        }
+    }
+
+    fn put(&mut self, byte: u8) -> bool {
+        match self {
+            Self::Console(console) => console.put(byte),
+            _ => true,
+        }
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        match self {
+            Self::Console(console) => console.take(),
+            _ => None,
         }
     }
 
@@ -139,16 +157,16 @@ pub fn run() -> ! {
 enum Never {}
 
 /// A descriptor that the process was started with. Each is taken once.
-fn inherited(number: RawFd) -> File {
+fn inherited(number: u32) -> File {
     // SAFETY: whoever starts this program gives it these descriptors, and nobody else here uses them. If there is none of this number, or
     // another kind, using it fails.
-    unsafe { File::from_raw_fd(number) }
+    unsafe { File::from_raw_fd(number as i32) }
 }
 
 fn serve() -> Result<Never, Error> {
     let machine: Machine =
         serde_json::from_reader(inherited(descriptor::DESCRIPTION)).map_err(Error::Description)?;
-    let disks: Vec<Disk> = (descriptor::DISKS..)
+    let disks: Vec<Disk> = (layout::DISKS_FD..)
         .zip(&machine.disks)
         .take(MAX_DISKS)
         .map(|(number, words)| Disk::new(inherited(number), Record::from_words(words)))
@@ -159,10 +177,11 @@ fn serve() -> Result<Never, Error> {
     let vm = Vm::new()?;
     let count = usize::from(machine.cpus).clamp(1, MAX_VCPUS);
     let fds = (0..count).map(|index| vm.vcpu(index)).collect::<Result<Vec<_>, _>>()?;
-    let layout = vmm_machine::layout_with_pci();
-    let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, layout.hole_start).collect();
-    let mut memory = SharedMemory::new("parador-guest", machine.memory)
-        .map_err(Error::host("make the guest's memory"))?;
+    let hole = vmm_machine::layout_with_pci().hole_start;
+    let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, hole).collect();
+    let memory = OwnedFd::from(inherited(layout::MEMORY_FD));
+    let mut memory = SharedMemory::open(memory, machine.memory)
+        .map_err(Error::host("map the guest's memory"))?;
     memory
         .with(ranges, |memory| power_on(&machine, &disks, vm, fds, memory))
         .map_err(Error::host("lay the guest's memory out"))?
@@ -192,12 +211,17 @@ fn power_on(
         pv_ipi: false,
         id: 1,
     };
+    let serial = Console::new(event::CONSOLE);
+    let second = machine.console.then(|| Console::new(event::SECOND));
     let mut slots = Slots::new();
     for disk in disks {
         // There are as many slots.
         let _ = slots.add(Model::Block(disk.info()), Link::Disk(disk));
     }
     let _ = slots.add(Model::Entropy, Link::Entropy);
+    let console = second.as_ref().map(Link::Console);
+    let console = console.and_then(|console| slots.add(Model::Console, console).ok());
+    let about = [(event::DISK, 0..disks.len()), (event::SECOND, slot(console))];
     let board: Board<'_, '_> =
         Pc::with_functions(config, memory, |number, subleaf| vm.cpuid(number, subleaf), slots);
     for (index, fd) in fds.iter().enumerate() {
@@ -206,28 +230,34 @@ fn power_on(
     // What it has made stays as long as there are processors.
     drop(vm);
 
-    let console = Console::default();
     let seats: Vec<Seat> = fds.iter().map(|_| Seat::default()).collect();
-    let host = KvmHost { console: &console, seats: &seats, log: machine.log };
+    let host = KvmHost { console: &serial, seats: &seats, log: machine.log };
+    let (stream, gate) = (inherited(layout::CONTROL_FD), Gate::default());
     // Every thread is there before the process is confined, and makes no other.
-    let barrier = Barrier::new(2 + disks.len() * WORKERS + fds.len());
-    let (barrier, board, first) = (&barrier, &board, &seats[0]);
+    let mut threads: Vec<Job<'_>> = Vec::new();
+    let first = &seats[0];
+    threads.push(Box::new(|| serial.write(std::io::stdout(), first)));
+    threads.push(Box::new(|| serial.read(std::io::stdin(), first)));
+    threads.push(Box::new(|| control::serve(&stream, &gate, &seats)));
+    if let Some(console) = &second {
+        let line = Arc::new(inherited(layout::CONSOLE_FD));
+        let other = Arc::clone(&line);
+        threads.push(Box::new(move || console.write(&*line, first)));
+        threads.push(Box::new(move || console.read(&*other, first)));
+    }
+    for (number, disk) in disks.iter().enumerate() {
+        for _ in 0..WORKERS {
+            threads.push(Box::new(move || disk.work(number, memory, first)));
+        }
+    }
+    let barrier = Barrier::new(threads.len() + fds.len());
+    let (barrier, board, gate, stream, about) = (&barrier, &board, &gate, &stream, &about);
     thread::scope(|scope| {
-        scope.spawn(|| {
-            barrier.wait();
-            host.console.write(std::io::stdout(), first);
-        });
-        scope.spawn(|| {
-            barrier.wait();
-            host.console.read(std::io::stdin(), first);
-        });
-        for (number, disk) in disks.iter().enumerate() {
-            for _ in 0..WORKERS {
-                scope.spawn(move || {
-                    barrier.wait();
-                    disk.work(number, memory, first);
-                });
-            }
+        for job in threads {
+            scope.spawn(move || {
+                barrier.wait();
+                job();
+            });
         }
         let mut drivers = fds.into_iter().enumerate().map(|(index, fd)| {
             move || {
@@ -238,8 +268,9 @@ fn power_on(
                 let result = vcpu.and_then(|mut vcpu| {
                     if index == 0 {
                         load(machine, memory, &mut vcpu)?;
+                        control::started(stream);
                     }
-                    drive(board, index, &mut vcpu, clock, host);
+                    drive(board, index, &mut vcpu, host, Outer { clock, gate, about });
                     Ok(())
                 });
                 if let Err(error) = result {
@@ -251,10 +282,21 @@ fn power_on(
         let own = drivers.next();
         drivers.for_each(|driver| drop(scope.spawn(driver)));
         own.into_iter().for_each(|driver| driver());
-        console.finish();
+        host.console.finish();
+        if let Some(console) = &second {
+            console.finish();
+        }
         let outcome = board.outcome().unwrap_or(Outcome::HostError(0));
         process::exit(outcome.exit_code().into())
     })
+}
+
+/// What a thread beside those of virtual processors does.
+type Job<'s> = Box<dyn FnOnce() + Send + 's>;
+
+/// A slot, if it is there.
+fn slot(slot: Option<usize>) -> Range<usize> {
+    slot.map_or(0..0, |slot| slot..slot + 1)
 }
 
 /// Confines the process, and puts the kernel into memory and the first processor into the state that it wants.
@@ -279,13 +321,22 @@ fn load(machine: &Machine, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Resu
     Ok(())
 }
 
+/// What a virtual processor needs to know beside its machine.
+#[derive(Clone, Copy)]
+struct Outer<'o> {
+    clock: TscClock,
+    gate: &'o Gate,
+    /// Slots of the functions that events are about.
+    about: &'o [(u64, Range<usize>)],
+}
+
 /// Runs a virtual processor until the machine ends.
 fn drive(
     board: &Board<'_, '_>,
     index: usize,
     vcpu: &mut KvmVcpu<'_>,
-    clock: TscClock,
     mut host: KvmHost<'_>,
+    Outer { clock, gate, about }: Outer<'_>,
 ) {
     let host = &mut host;
     let mut cpu = board.cpu(index);
@@ -296,11 +347,17 @@ fn drive(
             Pause::Idle { deadline_tsc } => seat.wait(&clock, deadline_tsc),
             Pause::End(outcome) => break outcome,
         };
+        if events & event::PAUSE != 0 {
+            gate.pass();
+        }
+        if events & event::POWER_BUTTON != 0 {
+            board.press_power_button(host);
+        }
         if events & event::CONSOLE != 0 {
             board.input(Some(&cpu), host);
         }
-        if events & event::DISK != 0 {
-            for slot in 0..MAX_DISKS {
+        for (_, slots) in about.iter().filter(|(event, _)| events & event != 0) {
+            for slot in slots.clone() {
                 board.function_input(slot, Some(&cpu), host);
             }
         }

@@ -335,7 +335,8 @@ fn machine(own: u32) -> Result<Rules, BackendError> {
     for call in KVM_CALLS {
         allow(&mut rules, linux::__NR_ioctl, &[&[(1, call)]])?;
     }
-    for descriptor in [layout::OUTPUT_FD, layout::ERRORS_FD] {
+    let written = [layout::OUTPUT_FD, layout::ERRORS_FD, layout::CONTROL_FD, layout::CONSOLE_FD];
+    for descriptor in written {
         allow(&mut rules, linux::__NR_write, &[&[(0, descriptor)]])?;
     }
     // Its own threads.
