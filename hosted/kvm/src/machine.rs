@@ -2,32 +2,42 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::ops::Range;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::process;
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use hosted_vmm::confine;
 use kvm_ioctls::VcpuFd;
-use proto::wedge::{Disk as Record, MAX_DISKS, layout, log};
+use proto::requests::Queue;
+use proto::wedge::{
+    Disk as Record, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, Net, Share, layout, log,
+};
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::rand::{GetRandomFlags, getrandom};
+use rustix::thread::futex;
 use serde::{Deserialize, Serialize};
 use spin::relax::RelaxStrategy;
 use vmm_boot::BootConfig;
-use vmm_bus::Block;
+use vmm_bus::frames::{self, Card, Sockets};
+use vmm_bus::outside::BlockInfo;
+use vmm_bus::requests::{Futex, Requests};
+use vmm_bus::{Block, Messages, Packets};
 use vmm_cpu::{Backend, Gpr, MAX_VCPUS, Reg, TscClock};
 use vmm_machine::{Host, Level, Model, Outcome, Outside, Pause, Pc, PcConfig, Slots, registers};
-use vmm_mem::GuestMemory;
 use vmm_mem::shared::SharedMemory;
+use vmm_mem::{GuestMemory, PAGE_SIZE};
 
 use crate::Error;
+use crate::balloon::Balloon;
 use crate::console::Console;
 use crate::control::{self, Gate};
 use crate::disk::{Disk, WORKERS};
+use crate::net::{self, Network};
 use crate::seat::{Seat, event, tsc};
 use crate::vcpu::{KvmVcpu, listen_to_kicks};
 use crate::vm::{Vm, set_cpuid};
@@ -55,12 +65,33 @@ pub struct Machine {
     pub log: u64,
     /// Disks: words of [`proto::wedge::Disk`].
     pub disks: Vec<[u64; Record::WORDS]>,
+    /// Networks: words of [`proto::wedge::Net`].
+    pub nets: Vec<[u64; Net::WORDS]>,
+    /// Shared directories: words of [`proto::wedge::Share`].
+    pub shares: Vec<[u64; Share::WORDS]>,
+    /// The guest's number for vsock, if it has that.
+    pub vsock: Option<u32>,
     /// There is a virtio console beside the serial line.
     pub console: bool,
+    /// Bytes that the guest is to give up at first, if it has a balloon.
+    pub balloon: Option<u64>,
+    /// What the process gives up beside system calls.
+    pub sandbox: Sandbox,
 }
 
-/// PCI functions of a machine: disks, then the source of random numbers and the console.
-const MAX_FUNCTIONS: usize = MAX_DISKS + 2;
+/// How far the process is shut in, beside its filter of system calls.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Sandbox {
+    /// As far as the host lets its users.
+    On,
+    /// Not at all.
+    Off,
+    /// Wholly, or the machine does not start.
+    Strict,
+}
+
+/// PCI functions of a machine: disks, shared directories, the source of random numbers, networks, vsock, the balloon, the console.
+const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + MAX_NETS + 4;
 
 /// Lets others run while a processor waits for the machine's lock.
 struct Yielding;
@@ -77,6 +108,14 @@ type Board<'m, 'o> = Pc<'m, Yielding, MAX_VCPUS, Slots<Link<'o>, MAX_FUNCTIONS>>
 enum Link<'o> {
     /// A file.
     Disk(&'o Disk),
+    /// A process of the host that carries requests out.
+    Requests(Requests<'o, Sleep>),
+    /// A network.
+    Net(Card<net::Link<'o>>),
+    /// Sockets of the host.
+    Sockets(Sockets<net::Link<'o>>),
+    /// The host's memory.
+    Balloon(Balloon),
     /// The host's random numbers.
     Entropy,
     /// A line.
@@ -87,6 +126,35 @@ impl Outside for Link<'_> {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
+            Self::Requests(requests) => Some(requests),
+            _ => None,
+        }
+    }
+
+    fn messages(&mut self) -> Option<&mut dyn Messages> {
+        match self {
+            Self::Requests(requests) => Some(requests),
+            _ => None,
+        }
+    }
+
+    fn net(&mut self) -> Option<&mut dyn vmm_bus::Net> {
+        match self {
+            Self::Net(net) => Some(net),
+            _ => None,
+        }
+    }
+
+    fn packets(&mut self) -> Option<&mut dyn Packets> {
+        match self {
+            Self::Sockets(sockets) => Some(sockets),
+            _ => None,
+        }
+    }
+
+    fn balloon(&mut self) -> Option<&mut dyn vmm_bus::Balloon> {
+        match self {
+            Self::Balloon(balloon) => Some(balloon),
             _ => None,
         }
     }
@@ -166,31 +234,134 @@ fn inherited(number: u32) -> File {
 fn serve() -> Result<Never, Error> {
     let machine: Machine =
         serde_json::from_reader(inherited(descriptor::DESCRIPTION)).map_err(Error::Description)?;
-    let disks: Vec<Disk> = (layout::DISKS_FD..)
+    let disks: Vec<Storage> = (layout::DISKS_FD..)
         .zip(&machine.disks)
         .take(MAX_DISKS)
-        .map(|(number, words)| Disk::new(inherited(number), Record::from_words(words)))
+        .map(|(number, words)| {
+            let record = Record::from_words(words);
+            match record.is_elsewhere {
+                true => Storage::Elsewhere(record),
+                false => Storage::File(Disk::new(inherited(number), record)),
+            }
+        })
         .collect();
+    let networks = networks(&machine)?;
+    let shared = SharedMemory::open(inherited(layout::SHARED_FD).into(), layout::SHARED_LENGTH)
+        .map_err(Error::host("map the machine's shared memory"))?;
+    let queues = queues(&shared).map_err(Error::host("find requests"))?;
     listen_to_kicks()?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .map_err(Error::host("close this process to others"))?;
     let vm = Vm::new()?;
     let count = usize::from(machine.cpus).clamp(1, MAX_VCPUS);
     let fds = (0..count).map(|index| vm.vcpu(index)).collect::<Result<Vec<_>, _>>()?;
+    // From here on it has no use for names. Threads, of which there are none yet, inherit it.
+    shut_in(&machine)?;
     let hole = vmm_machine::layout_with_pci().hole_start;
     let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, hole).collect();
     let memory = OwnedFd::from(inherited(layout::MEMORY_FD));
     let mut memory = SharedMemory::open(memory, machine.memory)
         .map_err(Error::host("map the guest's memory"))?;
+    let copy = memory.descriptor().try_clone_to_owned();
+    let copy = copy.map_err(Error::host("copy a descriptor"))?;
+    let balloon =
+        machine.balloon.map(|bytes| Balloon::new(copy, ranges.clone(), bytes / PAGE_SIZE));
+    let outer = Outer { disks: &disks, queues, networks: &networks };
     memory
-        .with(ranges, |memory| power_on(&machine, &disks, vm, fds, memory))
+        .with(ranges, |memory| power_on(&machine, outer, balloon, vm, fds, memory))
         .map_err(Error::host("lay the guest's memory out"))?
+}
+
+/// Gives up names of files, networks and other processes.
+fn shut_in(machine: &Machine) -> Result<(), Error> {
+    if machine.sandbox == Sandbox::Off {
+        return Ok(());
+    }
+    let refused = hosted_jail::enter();
+    if refused.is_empty() {
+        return Ok(());
+    }
+    if machine.sandbox == Sandbox::Strict {
+        return Err(Error::Sandbox(refused));
+    }
+    if machine.log >= log::INFO {
+        eprintln!("<{}>the host lets no process have {refused}", log::INFO);
+    }
+    Ok(())
+}
+
+/// A disk: a file of this process, or of another one.
+enum Storage {
+    File(Disk),
+    Elsewhere(Record),
+}
+
+/// Opens the networks, and behind them the stream of vsock's packets.
+fn networks(machine: &Machine) -> Result<Vec<Network>, Error> {
+    let nets = machine.nets.iter().take(MAX_NETS).enumerate().map(|(number, words)| {
+        let file = inherited(layout::NETS_FD + number as u32);
+        Network::new(format!("network {number}"), file, &Net::from_words(words))
+    });
+    let vsock = machine.vsock.map(|_| {
+        let file = inherited(layout::NETS_FD + MAX_NETS as u32);
+        Network::new("vsock".to_owned(), file, &Net::default())
+    });
+    nets.chain(vsock).collect()
+}
+
+/// The queues of requests to other processes.
+fn queues(shared: &SharedMemory) -> io::Result<&[Queue; MAX_QUEUES]> {
+    let place = shared.at(layout::QUEUES, size_of::<[Queue; MAX_QUEUES]>() as u64)?;
+    // SAFETY: they lie in the mapping, which lives as long as `shared`, page-aligned; all of it is atomic, with no value that is not allowed.
+    Ok(unsafe { &*place.cast() })
+}
+
+/// Words of shared memory that threads wait for.
+struct Sleep;
+
+impl Futex for Sleep {
+    fn wake_one(word: &AtomicU32) {
+        // It cannot fail with a mapped word.
+        let _ = futex::wake(word, futex::Flags::empty(), 1);
+    }
+
+    fn wait(word: &AtomicU32, value: u32) {
+        // An early return is allowed.
+        let _ = futex::wait(word, futex::Flags::empty(), value, None);
+    }
+}
+
+/// Passes on, until the process ends, that workers of other processes have answered.
+fn answer_the_door(mut bell: &File, queues: &[Queue], seat: &Seat) {
+    let mut count = [0; 8];
+    loop {
+        match bell.read(&mut count) {
+            Ok(1..) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Ok(0) | Err(_) => return,
+        }
+        // All of them, since the bell has rung once for all.
+        let rung = queues.iter().filter(|queue| queue.rung.swap(0, SeqCst) != 0).count();
+        if rung != 0 {
+            seat.tell(event::DISK);
+        }
+    }
+}
+
+/// What devices are connected to.
+#[derive(Clone, Copy)]
+struct Outer<'o> {
+    disks: &'o [Storage],
+    queues: &'o [Queue; MAX_QUEUES],
+    /// The last one is vsock's, if there is that.
+    networks: &'o [Network],
 }
 
 /// Makes the board and the threads, and runs.
 fn power_on(
     machine: &Machine,
-    disks: &[Disk],
+    Outer { disks, queues, networks }: Outer<'_>,
+    balloon: Option<Balloon>,
     vm: Vm,
     fds: Vec<VcpuFd>,
     memory: &GuestMemory,
@@ -214,14 +385,41 @@ fn power_on(
     let serial = Console::new(event::CONSOLE);
     let second = machine.console.then(|| Console::new(event::SECOND));
     let mut slots = Slots::new();
-    for disk in disks {
-        // There are as many slots.
-        let _ = slots.add(Model::Block(disk.info()), Link::Disk(disk));
+    // There are as many slots.
+    for (disk, queue) in disks.iter().zip(queues) {
+        let (info, link) = match disk {
+            Storage::File(disk) => (disk.info(), Link::Disk(disk)),
+            Storage::Elsewhere(record) => {
+                (BlockInfo::of_file(record), Link::Requests(Requests::new(queue)))
+            }
+        };
+        let _ = slots.add(Model::Block(info), link);
     }
+    for (words, queue) in machine.shares.iter().zip(&queues[MAX_DISKS..]) {
+        let tag = Share::from_words(words).tag;
+        let _ = slots.add(Model::P9(tag), Link::Requests(Requests::new(queue)));
+    }
+    let mut used = disks.len() + machine.shares.len().min(MAX_SHARES);
+    let disk_slots = 0..used;
     let _ = slots.add(Model::Entropy, Link::Entropy);
+    used += 1;
+    let net_slots = used..used + networks.len();
+    for (words, network) in machine.nets.iter().zip(networks) {
+        let record = Net::from_words(words);
+        let link = Card::new(net::Link::new(network), &record);
+        let _ = slots.add(Model::Net(frames::info(&record)), Link::Net(link));
+    }
+    if let (Some(cid), Some(network)) = (machine.vsock, networks.last()) {
+        let link = Link::Sockets(Sockets::new(net::Link::new(network)));
+        let _ = slots.add(Model::Vsock(cid.into()), link);
+    }
+    if let Some(balloon) = balloon {
+        let _ = slots.add(Model::Balloon, Link::Balloon(balloon));
+    }
     let console = second.as_ref().map(Link::Console);
     let console = console.and_then(|console| slots.add(Model::Console, console).ok());
-    let about = [(event::DISK, 0..disks.len()), (event::SECOND, slot(console))];
+    let console = console.map_or(0..0, |slot| slot..slot + 1);
+    let about = [(event::DISK, disk_slots), (event::NET, net_slots), (event::SECOND, console)];
     let board: Board<'_, '_> =
         Pc::with_functions(config, memory, |number, subleaf| vm.cpuid(number, subleaf), slots);
     for (index, fd) in fds.iter().enumerate() {
@@ -245,7 +443,14 @@ fn power_on(
         threads.push(Box::new(move || console.write(&*line, first)));
         threads.push(Box::new(move || console.read(&*other, first)));
     }
+    let bell = inherited(layout::DOORBELL_FD);
+    threads.push(Box::new(move || answer_the_door(&bell, queues, first)));
+    for network in networks {
+        threads.push(Box::new(move || network.send(first)));
+        threads.push(Box::new(move || network.receive(first)));
+    }
     for (number, disk) in disks.iter().enumerate() {
+        let Storage::File(disk) = disk else { continue };
         for _ in 0..WORKERS {
             threads.push(Box::new(move || disk.work(number, memory, first)));
         }
@@ -270,7 +475,7 @@ fn power_on(
                         load(machine, memory, &mut vcpu)?;
                         control::started(stream);
                     }
-                    drive(board, index, &mut vcpu, host, Outer { clock, gate, about });
+                    drive(board, index, &mut vcpu, host, Known { clock, gate, about });
                     Ok(())
                 });
                 if let Err(error) = result {
@@ -293,11 +498,6 @@ fn power_on(
 
 /// What a thread beside those of virtual processors does.
 type Job<'s> = Box<dyn FnOnce() + Send + 's>;
-
-/// A slot, if it is there.
-fn slot(slot: Option<usize>) -> Range<usize> {
-    slot.map_or(0..0, |slot| slot..slot + 1)
-}
 
 /// Confines the process, and puts the kernel into memory and the first processor into the state that it wants.
 fn load(machine: &Machine, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Result<(), Error> {
@@ -323,7 +523,7 @@ fn load(machine: &Machine, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Resu
 
 /// What a virtual processor needs to know beside its machine.
 #[derive(Clone, Copy)]
-struct Outer<'o> {
+struct Known<'o> {
     clock: TscClock,
     gate: &'o Gate,
     /// Slots of the functions that events are about.
@@ -336,7 +536,7 @@ fn drive(
     index: usize,
     vcpu: &mut KvmVcpu<'_>,
     mut host: KvmHost<'_>,
-    Outer { clock, gate, about }: Outer<'_>,
+    Known { clock, gate, about }: Known<'_>,
 ) {
     let host = &mut host;
     let mut cpu = board.cpu(index);

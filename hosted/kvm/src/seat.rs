@@ -27,6 +27,8 @@ pub mod event {
     pub const DISK: u64 = 1 << 2;
     /// The virtio console has bytes, or takes bytes again.
     pub const SECOND: u64 = 1 << 3;
+    /// A network has something, or takes something again.
+    pub const NET: u64 = 1 << 6;
     /// The machine is paused.
     pub const PAUSE: u64 = 1 << 4;
     /// The power button is pressed.

@@ -190,24 +190,16 @@ struct Ready {
 fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<'a>, Failure> {
     let vm = &config.vm;
     // What only processes have decides, too.
-    let balloon = vm.balloon.is_some_and(|balloon| balloon.0.is_some());
     let for_processes = vm.counters
         || vm.profile_writes.is_some()
         || vm.perf_map
         || vm.gdb.is_some()
         || !vm.without.is_empty()
-        || vm.sandbox == Some(Sandbox::Strict)
-        || matches!(vm.protection, Some(Protection::Keys | Protection::Remap))
-        || !config.net.is_empty()
-        || !config.share.is_empty()
-        || config.vsock.is_some()
-        || config.disk.iter().any(disk::Description::is_image)
-        || balloon;
+        || matches!(vm.protection, Some(Protection::Keys | Protection::Remap));
     let parse = || Image::parse(bytes);
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
-            let text = "--balloon, --counters, --gdb, --net, --perf-map, --profile-writes, --protection keys or remap, --sandbox strict, --share, \
-                        --vsock, qcow2 images and --without are of processes";
+            let text = "--counters, --gdb, --perf-map, --profile-writes, --protection keys or remap and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
         Backend::Kvm => match kvm::trial() {
@@ -345,8 +337,8 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
                     vsock: config.vsock.as_ref().map(|vsock| vsock.cid()),
                     console: second.is_some(),
                 };
-                let prepared =
-                    hosted_vmm::prepare(image, &machine).map_err(|error| refused(&error, kernel))?;
+                let prepared = hosted_vmm::prepare(image, &machine)
+                    .map_err(|error| refused(&error, kernel))?;
                 Ready { prepared, more: Vec::new() }
             }
             Runner::Kvm(bytes) => {
@@ -358,7 +350,16 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
                     command_line: line.clone(),
                     log,
                     disks: records.iter().map(|record| record.to_words()).collect(),
+                    nets: net_records.iter().map(|record| record.to_words()).collect(),
+                    shares: share_records.iter().map(|record| record.to_words()).collect(),
+                    vsock: config.vsock.as_ref().map(|vsock| vsock.cid()),
                     console: second.is_some(),
+                    balloon,
+                    sandbox: match vm.sandbox.unwrap_or_default() {
+                        Sandbox::On => hosted_kvm::Sandbox::On,
+                        Sandbox::Off => hosted_kvm::Sandbox::Off,
+                        Sandbox::Strict => hosted_kvm::Sandbox::Strict,
+                    },
                 };
                 let more = kvm::files(&machine, bytes, &initrd)?;
                 let prepared =
