@@ -114,6 +114,10 @@ echo "code $?"
 kill $other; wait $other; echo "other $?"
 cat console shared/inside
 
+echo "== priority"
+parador run /interrupts --backend kvm -m 64M --timeout 60s </dev/null 2>&1
+echo "code $?"
+
 echo "== timeout"
 parador run /vmlinux -i busybox -m 128M --timeout 2s </dev/null >/dev/null
 echo "code $?"
@@ -203,6 +207,7 @@ fn check(text: &str) -> Result<()> {
         "from inside\n",
     ];
     part("devices", &devices)?;
+    part("priority", &[kvm, "code 0\n"])?;
     part("timeout", &["time limit", "code 124\n"])?;
     part("end", &[])?;
     Ok(())
@@ -231,6 +236,7 @@ fn fill(tree: &Path, host: &Path) -> Result<()> {
     }
     copy(&host.join("vmlinuz"), "vmlinuz")?;
     copy(&artifacts().join("linux-vsock"), "vsock")?;
+    copy(&artifacts().join("guest-interrupts"), "interrupts")?;
     let raw = tree.join("raw");
     let mut bytes = b"in the image\n".to_vec();
     bytes.resize(1 << 20, 0);
