@@ -1020,6 +1020,20 @@ const COUNT: &str = "set +e; insmod /mnt/evdev.ko; mkdir -p /etc/acpi/PWRF
     acpid -l /dev/null
     n=0; while :; do n=$((n+1)); echo count $n; sleep 0.1; done\n";
 
+/// What a machine tells of its life that is booted, paused, resumed, reset and shut down.
+pub const LIFE: [&str; 10] = [
+    "created",
+    "started",
+    "running",
+    "paused",
+    "resumed",
+    "reset",
+    "started",
+    "running",
+    "shutdown-requested",
+    "ended",
+];
+
 /// A machine pauses, goes on, starts anew and shuts down as it is told, and says what happened.
 pub fn api() -> Result<()> {
     let rig = Rig::new()?;
@@ -1065,19 +1079,7 @@ pub fn api() -> Result<()> {
     let events = events.wait_with_output().context("cannot wait for parador ctl")?;
     let events = String::from_utf8_lossy(&events.stdout).into_owned();
     let kinds: Vec<&str> = events.lines().filter_map(|line| line.split('"').nth(3)).collect();
-    let all = [
-        "created",
-        "started",
-        "running",
-        "paused",
-        "resumed",
-        "reset",
-        "started",
-        "running",
-        "shutdown-requested",
-        "ended",
-    ];
-    ensure!(kinds == all, "{events}");
+    ensure!(kinds == LIFE, "{events}");
     let metrics = fs::read_to_string(rig.path("metrics")).context("no metrics")?;
     ensure!(metrics.contains("\"state\":\"ended\""), "{metrics}");
 

@@ -1,9 +1,9 @@
 //! `parador run` by KVM, on an emulated host whose processor has SVM; and where KVM cannot be used, on this one.
 //!
-//! The emulated host is Debian's kernel with a RAM disk: busybox, KVM's modules, `parador` with its libraries, and what guests boot.
+//! The emulated host is Debian's kernel with a RAM disk: busybox, KVM's modules, `parador` with its libraries, what guests boot, and an image.
 
-use crate::hosted::kernel;
-use crate::system::{parador, target};
+use crate::hosted::{LIFE, kernel};
+use crate::system::{artifacts, parador, target};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
-/// Seconds that the emulated host may run on a busy machine; two minutes on an idle one.
-const LIMIT: u32 = 600;
+/// Seconds that the emulated host may run on a busy machine; three minutes on an idle one.
+const LIMIT: u32 = 900;
 /// Depends on Debian's current kernel for virtual machines.
 const PACKAGE: &str = "linux-image-cloud-amd64";
 /// Modules that make it a host, in the order in which they are loaded.
@@ -45,17 +45,77 @@ quiet /vmlinux --backend kvm -d disk.img -p 'quiet parador.run="head -n 1 /dev/v
 echo "code $?"
 dd if=/tmp/disk.img bs=512 skip=5 count=1 2>/dev/null | head -n 1
 
-echo "== process"
-quiet /vmlinux </dev/null >/tmp/log &
+for sandbox in strict off; do
+echo "== process $sandbox"
+quiet /vmlinux --sandbox $sandbox </dev/null >/tmp/log &
 while ! grep -q 'back end' /tmp/log; do sleep 1; done
 sleep 3
 machine=$(for process in /proc/[0-9]*; do
     tr '\0' '\n' <$process/cmdline | grep -qx -e --kvm-machine && echo $process
 done)
-grep -E 'NoNewPrivs|Seccomp:' $machine/status
+grep -E 'NoNewPrivs|Seccomp:|CapEff' $machine/status
+[ $(readlink $machine/ns/net) = $(readlink /proc/self/ns/net) ] && echo has networks
+ls -A $machine/root | grep -q . && echo has files
 ls -l $machine/fd | sed 's/.*-> //'
 kill -9 ${machine#/proc/}
 wait $!
+echo "code $?"
+done
+
+echo "== control"
+ctl() { parador ctl -s vm.sock "$@"; }
+count() { grep -c ^count console; }
+counts() { n=$(count); until [ $(count) -gt $n ]; do sleep 1; done; }
+quiet /vmlinux --backend kvm -c 2 --api-socket vm.sock --wait-boot --on-shutdown exit:9 --console stdio --event-fd 9 -p 'quiet parador.run="
+    n=0; while read c rest </sys/firmware/acpi/interrupts/ff_pwr_btn; [ $c = 0 ]; do n=$((n+1)); echo count $n; sleep 0.1; done;
+    cat /proc/consoles; poweroff -f"' </dev/null >console 9>events &
+machine=$!
+until ctl status 2>/dev/null | grep created; do sleep 1; done
+ctl boot
+counts
+ctl pause; a=$(count); sleep 3; b=$(count)
+# A line may have been on its way.
+[ $((b - a)) -gt 1 ] || echo stood still
+ctl status | grep -E 'state|backend'
+ctl resume; counts; echo goes on
+ctl stats | grep -E 'memory_used|processes'
+ctl reset; counts
+ctl metrics | grep ^parador_resets_total
+ctl shutdown
+wait $machine
+echo "code $?"
+# A message may be on a line that the guest has begun.
+grep -o -e 'the machine starts anew' -e 'hvc0 .*' -e 'powered off.*' console
+sed 's/"number.*//' events
+
+echo "== devices"
+used() { ctl stats | sed -n 's/.*memory_used_bytes": *\([0-9]*\).*/\1/p'; }
+mkdir -p shared; echo from outside >shared/outside; cp /vsock shared; cp /image.qcow2 .
+# Who listens at a port of the guest's: the machine's own control socket.
+ln -s vm.sock vm.vsock_52
+address='ip link set eth0 up; ip addr add 10.0.0'
+quiet /vmlinux --backend kvm --net switch=lan -p "quiet parador.run=\"$address.1/24 dev eth0; while :; do sleep 9; done\"" </dev/null >/dev/null &
+other=$!
+quiet /vmlinux --backend kvm -c 2 --net switch=lan --share shared:host --vsock cid=3,path=vm.vsock --api-socket vm.sock -d image.qcow2 -p "quiet parador.run=\"
+    mkdir /h; mount -t 9p -o trans=virtio,version=9p2000.L,msize=65560 host /h; cat /h/outside; echo from inside >/h/inside
+    printf 'GET /v1/vm HTTP/1.0\r\n\r\n' | /h/vsock connect 52 | grep -o state...running.
+    head -n 1 /dev/vda; echo written | dd of=/dev/vda bs=512 seek=9 conv=sync,fsync; dd if=/dev/vda bs=512 skip=9 count=1 iflag=direct | head -n 1
+    $address.2/24 dev eth0; until ping -c 1 -W 1 10.0.0.1 >/dev/null; do :; done; ping -c 3 -s 9000 10.0.0.1
+    head -c 40000000 /dev/zero >/zeros; touch /h/filled; until [ -e /h/go ]; do sleep 1; done
+    rm /zeros; until [ -e /h/end ]; do sleep 1; done; machine-exit 5\"" </dev/null >console &
+machine=$!
+until [ -e shared/filled ]; do sleep 1; done
+full=$(used); touch shared/go
+until [ $((full - $(used))) -gt 30000000 ]; do sleep 1; done
+echo memory comes back
+touch shared/end
+wait $machine
+echo "code $?"
+kill $other; wait $other; echo "other $?"
+cat console shared/inside
+
+echo "== priority"
+parador run /interrupts --backend kvm -m 64M --timeout 60s </dev/null 2>&1
 echo "code $?"
 
 echo "== timeout"
@@ -64,8 +124,8 @@ echo "code $?"
 echo "== end"
 "#;
 
-/// Boots an unmodified kernel with two processors to a shell, and a pre-virtualized one with a disk; looks at the process of a machine;
-/// each ends in its own way.
+/// Boots an unmodified kernel with two processors to a shell, and pre-virtualized ones with devices of all kinds; looks at the process of a machine,
+/// and controls one; each ends in its own way.
 pub fn guests() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let tree = folder.path().join("tree");
@@ -101,12 +161,53 @@ fn check(text: &str) -> Result<()> {
     let disk =
         part("disk", &[kvm, "from outside", "disk0", "\n8\n", "kernel panicked", "code 80\n"])?;
     ensure!(disk.ends_with("code 80\nfrom inside\n"), "nothing was written");
-    let process = part("process", &["NoNewPrivs:\t1", "Seccomp:\t2", "code 137\n"])?;
-    for line in process.lines().filter(|line| line.starts_with('/')) {
-        // The guest's memory is mapped from the one file that is left of those in memory.
-        let known = line.starts_with("/memfd:parador-guest") || line == "/dev/null";
-        ensure!(known, "the machine has {line}");
+    for sandbox in ["strict", "off"] {
+        let wanted = ["NoNewPrivs:\t1", "Seccomp:\t2", "code 137\n"];
+        let process = part(&format!("process {sandbox}"), &wanted)?;
+        let is_shut_in = sandbox == "strict";
+        for (text, is_there) in [
+            ("CapEff:\t0000000000000000", is_shut_in),
+            ("has networks", !is_shut_in),
+            ("has files", !is_shut_in),
+        ] {
+            ensure!(process.contains(text) == is_there, "--sandbox {sandbox}: {text}");
+        }
+        for line in process.lines().filter(|line| line.starts_with('/')) {
+            // The files in memory that are left are mapped.
+            let files = ["/memfd:parador-guest", "/memfd:parador-shared", "/dev/null"];
+            let is_known = files.iter().any(|file| line.starts_with(file));
+            ensure!(is_known, "the machine has {line}");
+        }
     }
+    let control = [
+        "stood still",
+        "\"backend\": \"kvm\"",
+        "\"state\": \"paused\"",
+        "goes on",
+        "\"processes\": 1",
+        "parador_resets_total 1\n",
+        "code 9\n",
+        "starts anew",
+        "hvc0 ",
+        "powered off (exit code 9",
+    ];
+    let control = part("control", &control)?;
+    let events = control.lines().filter_map(|line| line.strip_prefix("{\"event\":\""));
+    let events: Vec<_> = events.filter_map(|line| line.split('"').next()).collect();
+    ensure!(events == LIFE, "control: {events:?}");
+    let devices = [
+        "memory comes back",
+        "code 5\n",
+        "other 143\n",
+        "from outside",
+        "state\":\"running\"",
+        "in the image\n",
+        "written\n",
+        "9008 bytes from 10.0.0.1",
+        "from inside\n",
+    ];
+    part("devices", &devices)?;
+    part("priority", &[kvm, "code 0\n"])?;
     part("timeout", &["time limit", "code 124\n"])?;
     part("end", &[])?;
     Ok(())
@@ -134,6 +235,16 @@ fn fill(tree: &Path, host: &Path) -> Result<()> {
         copy(Path::new(path), path)?;
     }
     copy(&host.join("vmlinuz"), "vmlinuz")?;
+    copy(&artifacts().join("linux-vsock"), "vsock")?;
+    copy(&artifacts().join("guest-interrupts"), "interrupts")?;
+    let raw = tree.join("raw");
+    let mut bytes = b"in the image\n".to_vec();
+    bytes.resize(1 << 20, 0);
+    fs::write(&raw, bytes)?;
+    let mut convert = Command::new("qemu-img");
+    convert.args(["convert", "-O", "qcow2"]).arg(&raw).arg(tree.join("image.qcow2"));
+    succeed(&mut convert)?;
+    fs::remove_file(raw)?;
     for (from, to) in [(program, "bin/parador"), (kernel()?, "vmlinux")] {
         // Without what debuggers want: the emulated host unpacks all this.
         let copied = copy(&from, to)?;

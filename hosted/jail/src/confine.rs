@@ -86,7 +86,7 @@ pub fn confine(files: Files<'_>, threads: usize) -> Result<Threads, Failed> {
 }
 
 /// An administrator's process is then one of a user who has these files: it gives none away, and reads none of others.
-fn drop_capabilities() -> rustix::io::Result<()> {
+pub fn drop_capabilities() -> rustix::io::Result<()> {
     let none = CapabilitySet::empty();
     set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
 }

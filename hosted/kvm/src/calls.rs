@@ -1,16 +1,21 @@
-//! Calls of KVM that kvm-ioctls does not have (`Documentation/virt/kvm/api.rst` and `devices/vcpu.rst` in Linux).
+//! Calls of KVM that kvm-ioctls does not have (`Documentation/virt/kvm/api.rst` and `devices/vcpu.rst` in Linux), and of tap devices
+//! (`Documentation/networking/tuntap.rst`).
 
 use std::ffi::c_ulong;
+use std::fs::File;
 use std::io;
 
 use kvm_bindings::{KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_device_attr, kvm_interrupt};
 use kvm_ioctls::VcpuFd;
-use vmm_sys_util::ioctl::ioctl_with_ref;
+use vmm_bus::outside::Takes;
+use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref, ioctl_with_val};
 use vmm_sys_util::ioctl_iow_nr;
 
 ioctl_iow_nr!(KVM_INTERRUPT, KVMIO, 0x86, kvm_interrupt);
 ioctl_iow_nr!(KVM_SET_DEVICE_ATTR, KVMIO, 0xe1, kvm_device_attr);
 ioctl_iow_nr!(KVM_HAS_DEVICE_ATTR, KVMIO, 0xe3, kvm_device_attr);
+ioctl_iow_nr!(TUNSETIFF, b'T' as u32, 202, i32);
+ioctl_iow_nr!(TUNSETOFFLOAD, b'T' as u32, 208, u32);
 
 /// The guest takes this interrupt when it is entered.
 pub fn interrupt(vcpu: &VcpuFd, vector: u8) -> io::Result<()> {
@@ -31,6 +36,27 @@ pub fn has_tsc_offset(vcpu: &VcpuFd) -> bool {
     let attribute = tsc_offset(&0);
     // SAFETY: KVM reads the structure only.
     result(unsafe { ioctl_with_ref(vcpu, KVM_HAS_DEVICE_ATTR() as c_ulong, &attribute) }).is_ok()
+}
+
+/// Connects the descriptor of `/dev/net/tun` with the tap device of this name.
+pub fn become_tap(file: &File, name: [u8; 16]) -> io::Result<()> {
+    /// `IFF_TAP`, `IFF_NO_PI`, `IFF_VNET_HDR`.
+    const FLAGS: u16 = 0x0002 | 0x1000 | 0x4000;
+    // `struct ifreq`: name, flags, room.
+    let mut request = [0_u8; 40];
+    request[..16].copy_from_slice(&name);
+    request[16..18].copy_from_slice(&FLAGS.to_le_bytes());
+    // SAFETY: the kernel reads and writes the structure that this call has.
+    result(unsafe { ioctl_with_mut_ref(file, TUNSETIFF() as c_ulong, &mut request) })
+}
+
+/// Frames that the guest takes of a tap device.
+pub fn set_offload(file: &File, takes: Takes) -> io::Result<()> {
+    // `TUN_F_CSUM`, `TUN_F_TSO4`, `TUN_F_TSO6`.
+    let bits = [(takes.csum, 1), (takes.tcp4, 2), (takes.tcp6, 4)];
+    let bits = bits.iter().filter(|(takes, _)| *takes).map(|(_, bit)| bit).sum();
+    // SAFETY: no memory is touched.
+    result(unsafe { ioctl_with_val(file, TUNSETOFFLOAD() as c_ulong, bits) })
 }
 
 fn tsc_offset(offset: &u64) -> kvm_device_attr {

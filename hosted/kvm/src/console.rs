@@ -1,4 +1,4 @@
-//! The serial line: standard input and output, each carried by a thread, so that no virtual processor waits for the host.
+//! The serial line and the virtio console: bytes from and to descriptors, each carried by a thread, so that no virtual processor waits for the host.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -6,7 +6,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::seat::{Seat, event};
+use crate::seat::Seat;
 
 /// Bytes that wait in each direction.
 const ROOM: usize = 64 << 10;
@@ -16,6 +16,8 @@ const GATHER: Duration = Duration::from_millis(1);
 /// Bytes on their way between the guest and the outside.
 #[derive(Default)]
 pub struct Console {
+    /// What a virtual processor is told.
+    event: u64,
     output: Mutex<Output>,
     /// There is output.
     filled: Condvar,
@@ -43,6 +45,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Console {
+    /// Without bytes; `event` is what a virtual processor is told when there is input, or room for output again.
+    pub fn new(event: u64) -> Self {
+        Self { event, ..Self::default() }
+    }
+
     /// Takes a byte from the guest; `false`: there is no room now.
     pub fn put(&self, byte: u8) -> bool {
         let mut output = lock(&self.output);
@@ -85,7 +92,7 @@ impl Console {
             let is_closed = output.is_closed;
             drop(output);
             if is_awaited {
-                seat.tell(event::CONSOLE);
+                seat.tell(self.event);
             }
             // The guest goes on without a listener.
             if !is_closed && to.write_all(&bytes).and_then(|()| to.flush()).is_err() {
@@ -117,7 +124,7 @@ impl Console {
                 self.room.wait_while(input, is_full).unwrap_or_else(PoisonError::into_inner);
             input.extend(&bytes[..length]);
             drop(input);
-            seat.tell(event::CONSOLE);
+            seat.tell(self.event);
         }
     }
 }

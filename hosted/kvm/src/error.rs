@@ -20,6 +20,8 @@ pub enum Error {
     Boot(vmm_boot::BootError),
     /// No filter of system calls can be made.
     Filter(hosted_vmm::Error),
+    /// The host does not let this process give up what it is to give up.
+    Sandbox(hosted_jail::Refused),
 }
 
 impl Error {
@@ -32,7 +34,7 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Host(..) => 71,
-            Self::Lacking(_) | Self::NotRunning(_) => 69,
+            Self::Lacking(_) | Self::NotRunning(_) | Self::Sandbox(_) => 69,
             Self::Description(_) | Self::Filter(_) => 70,
             Self::Boot(_) => 65,
         }
@@ -51,6 +53,7 @@ impl fmt::Display for Error {
             }
             Self::Description(error) => write!(f, "the machine's description is wrong: {error}"),
             Self::Boot(error) => write!(f, "{error}"),
+            Self::Sandbox(refused) => write!(f, "the host lets no process have {refused}"),
             Self::Filter(error) => write!(f, "{error}"),
         }
     }

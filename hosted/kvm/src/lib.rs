@@ -1,17 +1,20 @@
 //! Virtual machines by KVM: what the process does that `parador run --backend kvm` starts for one machine.
 //!
 //! The machine is `vmm_machine::Pc` as on every other host, with all its interrupt controllers and timers; [`vm`] and [`vcpu`] connect it
-//! with KVM. The process has a thread for each virtual processor, two for the console and two for each disk. Before anything of the guest's
+//! with KVM. The process has a thread for each virtual processor, one for its control and one for its doorbell, two for each line, disk and network. Before anything of the guest's
 //! is looked at, it takes a filter of system calls (`hosted_vmm::filters`), which leaves it the descriptors that it has.
 #![deny(unsafe_code)]
 
-#[expect(unsafe_code, reason = "calls of KVM")]
+mod balloon;
+#[expect(unsafe_code, reason = "calls of KVM and tap devices")]
 mod calls;
 mod console;
+mod control;
 mod disk;
 mod error;
 #[expect(unsafe_code, reason = "descriptors that the process is started with")]
 mod machine;
+mod net;
 mod probe;
 #[expect(unsafe_code, reason = "the time-stamp counter")]
 mod seat;
@@ -21,5 +24,5 @@ mod vcpu;
 mod vm;
 
 pub use error::Error;
-pub use machine::{Machine, descriptor, run};
+pub use machine::{Machine, Sandbox, descriptor, run};
 pub use probe::probe;

@@ -2,44 +2,54 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::Read;
-use std::os::fd::{FromRawFd, RawFd};
+use std::io::{self, Read};
+use std::ops::Range;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::process;
-use std::sync::Barrier;
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use hosted_vmm::confine;
 use kvm_ioctls::VcpuFd;
-use proto::wedge::{Disk as Record, MAX_DISKS, log};
+use proto::requests::Queue;
+use proto::wedge::{
+    Disk as Record, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, Net, Share, layout, log,
+};
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::rand::{GetRandomFlags, getrandom};
+use rustix::thread::futex;
 use serde::{Deserialize, Serialize};
 use spin::relax::RelaxStrategy;
 use vmm_boot::BootConfig;
-use vmm_bus::Block;
+use vmm_bus::frames::{self, Card, Sockets};
+use vmm_bus::outside::BlockInfo;
+use vmm_bus::requests::{Futex, Requests};
+use vmm_bus::{Block, Messages, Packets};
 use vmm_cpu::{Backend, Gpr, MAX_VCPUS, Reg, TscClock};
 use vmm_machine::{Host, Level, Model, Outcome, Outside, Pause, Pc, PcConfig, Slots, registers};
-use vmm_mem::GuestMemory;
 use vmm_mem::shared::SharedMemory;
+use vmm_mem::{GuestMemory, PAGE_SIZE};
 
 use crate::Error;
+use crate::balloon::Balloon;
 use crate::console::Console;
+use crate::control::{self, Gate};
 use crate::disk::{Disk, WORKERS};
+use crate::net::{self, Network};
 use crate::seat::{Seat, event, tsc};
 use crate::vcpu::{KvmVcpu, listen_to_kicks};
 use crate::vm::{Vm, set_cpuid};
 
-/// What the process is started with, beside standard input, output and error: console and messages.
+/// What the process is started with, beside the descriptors that machines of both back ends have ([`proto::wedge::layout`]).
 pub mod descriptor {
     /// [`Machine`](super::Machine) as JSON.
-    pub const DESCRIPTION: i32 = 3;
+    pub const DESCRIPTION: u32 = 40;
     /// The kernel.
-    pub const KERNEL: i32 = 4;
+    pub const KERNEL: u32 = 41;
     /// The initial RAM disk; empty: none.
-    pub const INITRD: i32 = 5;
-    /// Disks, one after another.
-    pub const DISKS: i32 = 6;
+    pub const INITRD: u32 = 42;
 }
 
 /// What a machine is made of.
@@ -55,10 +65,33 @@ pub struct Machine {
     pub log: u64,
     /// Disks: words of [`proto::wedge::Disk`].
     pub disks: Vec<[u64; Record::WORDS]>,
+    /// Networks: words of [`proto::wedge::Net`].
+    pub nets: Vec<[u64; Net::WORDS]>,
+    /// Shared directories: words of [`proto::wedge::Share`].
+    pub shares: Vec<[u64; Share::WORDS]>,
+    /// The guest's number for vsock, if it has that.
+    pub vsock: Option<u32>,
+    /// There is a virtio console beside the serial line.
+    pub console: bool,
+    /// Bytes that the guest is to give up at first, if it has a balloon.
+    pub balloon: Option<u64>,
+    /// What the process gives up beside system calls.
+    pub sandbox: Sandbox,
 }
 
-/// PCI functions of a machine: disks, then the source of random numbers.
-const MAX_FUNCTIONS: usize = MAX_DISKS + 1;
+/// How far the process is shut in, beside its filter of system calls.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Sandbox {
+    /// As far as the host lets its users.
+    On,
+    /// Not at all.
+    Off,
+    /// Wholly, or the machine does not start.
+    Strict,
+}
+
+/// PCI functions of a machine: disks, shared directories, the source of random numbers, networks, vsock, the balloon, the console.
+const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + MAX_NETS + 4;
 
 /// Lets others run while a processor waits for the machine's lock.
 struct Yielding;
@@ -75,15 +108,68 @@ type Board<'m, 'o> = Pc<'m, Yielding, MAX_VCPUS, Slots<Link<'o>, MAX_FUNCTIONS>>
 enum Link<'o> {
     /// A file.
     Disk(&'o Disk),
+    /// A process of the host that carries requests out.
+    Requests(Requests<'o, Sleep>),
+    /// A network.
+    Net(Card<net::Link<'o>>),
+    /// Sockets of the host.
+    Sockets(Sockets<net::Link<'o>>),
+    /// The host's memory.
+    Balloon(Balloon),
     /// The host's random numbers.
     Entropy,
+    /// A line.
+    Console(&'o Console),
 }
 
 impl Outside for Link<'_> {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
-            Self::Entropy => None,
+            Self::Requests(requests) => Some(requests),
+            _ => None,
+        }
+    }
+
+    fn messages(&mut self) -> Option<&mut dyn Messages> {
+        match self {
+            Self::Requests(requests) => Some(requests),
+            _ => None,
+        }
+    }
+
+    fn net(&mut self) -> Option<&mut dyn vmm_bus::Net> {
+        match self {
+            Self::Net(net) => Some(net),
+            _ => None,
+        }
+    }
+
+    fn packets(&mut self) -> Option<&mut dyn Packets> {
+        match self {
+            Self::Sockets(sockets) => Some(sockets),
+            _ => None,
+        }
+    }
+
+    fn balloon(&mut self) -> Option<&mut dyn vmm_bus::Balloon> {
+        match self {
+            Self::Balloon(balloon) => Some(balloon),
+            _ => None,
+        }
+    }
+
+    fn put(&mut self, byte: u8) -> bool {
+        match self {
+            Self::Console(console) => console.put(byte),
+            _ => true,
+        }
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        match self {
+            Self::Console(console) => console.take(),
+            _ => None,
         }
     }
 
@@ -139,39 +225,143 @@ pub fn run() -> ! {
 enum Never {}
 
 /// A descriptor that the process was started with. Each is taken once.
-fn inherited(number: RawFd) -> File {
+fn inherited(number: u32) -> File {
     // SAFETY: whoever starts this program gives it these descriptors, and nobody else here uses them. If there is none of this number, or
     // another kind, using it fails.
-    unsafe { File::from_raw_fd(number) }
+    unsafe { File::from_raw_fd(number as i32) }
 }
 
 fn serve() -> Result<Never, Error> {
     let machine: Machine =
         serde_json::from_reader(inherited(descriptor::DESCRIPTION)).map_err(Error::Description)?;
-    let disks: Vec<Disk> = (descriptor::DISKS..)
+    let disks: Vec<Storage> = (layout::DISKS_FD..)
         .zip(&machine.disks)
         .take(MAX_DISKS)
-        .map(|(number, words)| Disk::new(inherited(number), Record::from_words(words)))
+        .map(|(number, words)| {
+            let record = Record::from_words(words);
+            match record.is_elsewhere {
+                true => Storage::Elsewhere(record),
+                false => Storage::File(Disk::new(inherited(number), record)),
+            }
+        })
         .collect();
+    let networks = networks(&machine)?;
+    let shared = SharedMemory::open(inherited(layout::SHARED_FD).into(), layout::SHARED_LENGTH)
+        .map_err(Error::host("map the machine's shared memory"))?;
+    let queues = queues(&shared).map_err(Error::host("find requests"))?;
     listen_to_kicks()?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .map_err(Error::host("close this process to others"))?;
     let vm = Vm::new()?;
     let count = usize::from(machine.cpus).clamp(1, MAX_VCPUS);
     let fds = (0..count).map(|index| vm.vcpu(index)).collect::<Result<Vec<_>, _>>()?;
-    let layout = vmm_machine::layout_with_pci();
-    let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, layout.hole_start).collect();
-    let mut memory = SharedMemory::new("parador-guest", machine.memory)
-        .map_err(Error::host("make the guest's memory"))?;
+    // From here on it has no use for names. Threads, of which there are none yet, inherit it.
+    shut_in(&machine)?;
+    let hole = vmm_machine::layout_with_pci().hole_start;
+    let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, hole).collect();
+    let memory = OwnedFd::from(inherited(layout::MEMORY_FD));
+    let mut memory = SharedMemory::open(memory, machine.memory)
+        .map_err(Error::host("map the guest's memory"))?;
+    let copy = memory.descriptor().try_clone_to_owned();
+    let copy = copy.map_err(Error::host("copy a descriptor"))?;
+    let balloon =
+        machine.balloon.map(|bytes| Balloon::new(copy, ranges.clone(), bytes / PAGE_SIZE));
+    let outer = Outer { disks: &disks, queues, networks: &networks };
     memory
-        .with(ranges, |memory| power_on(&machine, &disks, vm, fds, memory))
+        .with(ranges, |memory| power_on(&machine, outer, balloon, vm, fds, memory))
         .map_err(Error::host("lay the guest's memory out"))?
+}
+
+/// Gives up names of files, networks and other processes.
+fn shut_in(machine: &Machine) -> Result<(), Error> {
+    if machine.sandbox == Sandbox::Off {
+        return Ok(());
+    }
+    let refused = hosted_jail::enter();
+    if refused.is_empty() {
+        return Ok(());
+    }
+    if machine.sandbox == Sandbox::Strict {
+        return Err(Error::Sandbox(refused));
+    }
+    if machine.log >= log::INFO {
+        eprintln!("<{}>the host lets no process have {refused}", log::INFO);
+    }
+    Ok(())
+}
+
+/// A disk: a file of this process, or of another one.
+enum Storage {
+    File(Disk),
+    Elsewhere(Record),
+}
+
+/// Opens the networks, and behind them the stream of vsock's packets.
+fn networks(machine: &Machine) -> Result<Vec<Network>, Error> {
+    let nets = machine.nets.iter().take(MAX_NETS).enumerate().map(|(number, words)| {
+        let file = inherited(layout::NETS_FD + number as u32);
+        Network::new(format!("network {number}"), file, &Net::from_words(words))
+    });
+    let vsock = machine.vsock.map(|_| {
+        let file = inherited(layout::NETS_FD + MAX_NETS as u32);
+        Network::new("vsock".to_owned(), file, &Net::default())
+    });
+    nets.chain(vsock).collect()
+}
+
+/// The queues of requests to other processes.
+fn queues(shared: &SharedMemory) -> io::Result<&[Queue; MAX_QUEUES]> {
+    let place = shared.at(layout::QUEUES, size_of::<[Queue; MAX_QUEUES]>() as u64)?;
+    // SAFETY: they lie in the mapping, which lives as long as `shared`, page-aligned; all of it is atomic, with no value that is not allowed.
+    Ok(unsafe { &*place.cast() })
+}
+
+/// Words of shared memory that threads wait for.
+struct Sleep;
+
+impl Futex for Sleep {
+    fn wake_one(word: &AtomicU32) {
+        // It cannot fail with a mapped word.
+        let _ = futex::wake(word, futex::Flags::empty(), 1);
+    }
+
+    fn wait(word: &AtomicU32, value: u32) {
+        // An early return is allowed.
+        let _ = futex::wait(word, futex::Flags::empty(), value, None);
+    }
+}
+
+/// Passes on, until the process ends, that workers of other processes have answered.
+fn answer_the_door(mut bell: &File, queues: &[Queue], seat: &Seat) {
+    let mut count = [0; 8];
+    loop {
+        match bell.read(&mut count) {
+            Ok(1..) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Ok(0) | Err(_) => return,
+        }
+        // All of them, since the bell has rung once for all.
+        let rung = queues.iter().filter(|queue| queue.rung.swap(0, SeqCst) != 0).count();
+        if rung != 0 {
+            seat.tell(event::DISK);
+        }
+    }
+}
+
+/// What devices are connected to.
+#[derive(Clone, Copy)]
+struct Outer<'o> {
+    disks: &'o [Storage],
+    queues: &'o [Queue; MAX_QUEUES],
+    /// The last one is vsock's, if there is that.
+    networks: &'o [Network],
 }
 
 /// Makes the board and the threads, and runs.
 fn power_on(
     machine: &Machine,
-    disks: &[Disk],
+    Outer { disks, queues, networks }: Outer<'_>,
+    balloon: Option<Balloon>,
     vm: Vm,
     fds: Vec<VcpuFd>,
     memory: &GuestMemory,
@@ -192,12 +382,44 @@ fn power_on(
         pv_ipi: false,
         id: 1,
     };
+    let serial = Console::new(event::CONSOLE);
+    let second = machine.console.then(|| Console::new(event::SECOND));
     let mut slots = Slots::new();
-    for disk in disks {
-        // There are as many slots.
-        let _ = slots.add(Model::Block(disk.info()), Link::Disk(disk));
+    // There are as many slots.
+    for (disk, queue) in disks.iter().zip(queues) {
+        let (info, link) = match disk {
+            Storage::File(disk) => (disk.info(), Link::Disk(disk)),
+            Storage::Elsewhere(record) => {
+                (BlockInfo::of_file(record), Link::Requests(Requests::elsewhere(queue)))
+            }
+        };
+        let _ = slots.add(Model::Block(info), link);
     }
+    for (words, queue) in machine.shares.iter().zip(&queues[MAX_DISKS..]) {
+        let tag = Share::from_words(words).tag;
+        let _ = slots.add(Model::P9(tag), Link::Requests(Requests::elsewhere(queue)));
+    }
+    let mut used = disks.len() + machine.shares.len().min(MAX_SHARES);
+    let disk_slots = 0..used;
     let _ = slots.add(Model::Entropy, Link::Entropy);
+    used += 1;
+    let net_slots = used..used + networks.len();
+    for (words, network) in machine.nets.iter().zip(networks) {
+        let record = Net::from_words(words);
+        let link = Card::new(net::Link::new(network), &record);
+        let _ = slots.add(Model::Net(frames::info(&record)), Link::Net(link));
+    }
+    if let (Some(cid), Some(network)) = (machine.vsock, networks.last()) {
+        let link = Link::Sockets(Sockets::new(net::Link::new(network)));
+        let _ = slots.add(Model::Vsock(cid.into()), link);
+    }
+    if let Some(balloon) = balloon {
+        let _ = slots.add(Model::Balloon, Link::Balloon(balloon));
+    }
+    let console = second.as_ref().map(Link::Console);
+    let console = console.and_then(|console| slots.add(Model::Console, console).ok());
+    let console = console.map_or(0..0, |slot| slot..slot + 1);
+    let about = [(event::DISK, disk_slots), (event::NET, net_slots), (event::SECOND, console)];
     let board: Board<'_, '_> =
         Pc::with_functions(config, memory, |number, subleaf| vm.cpuid(number, subleaf), slots);
     for (index, fd) in fds.iter().enumerate() {
@@ -206,28 +428,41 @@ fn power_on(
     // What it has made stays as long as there are processors.
     drop(vm);
 
-    let console = Console::default();
     let seats: Vec<Seat> = fds.iter().map(|_| Seat::default()).collect();
-    let host = KvmHost { console: &console, seats: &seats, log: machine.log };
+    let host = KvmHost { console: &serial, seats: &seats, log: machine.log };
+    let (stream, gate) = (inherited(layout::CONTROL_FD), Gate::default());
     // Every thread is there before the process is confined, and makes no other.
-    let barrier = Barrier::new(2 + disks.len() * WORKERS + fds.len());
-    let (barrier, board, first) = (&barrier, &board, &seats[0]);
+    let mut threads: Vec<Job<'_>> = Vec::new();
+    let first = &seats[0];
+    threads.push(Box::new(|| serial.write(std::io::stdout(), first)));
+    threads.push(Box::new(|| serial.read(std::io::stdin(), first)));
+    threads.push(Box::new(|| control::serve(&stream, &gate, &seats)));
+    if let Some(console) = &second {
+        let line = Arc::new(inherited(layout::CONSOLE_FD));
+        let other = Arc::clone(&line);
+        threads.push(Box::new(move || console.write(&*line, first)));
+        threads.push(Box::new(move || console.read(&*other, first)));
+    }
+    let bell = inherited(layout::DOORBELL_FD);
+    threads.push(Box::new(move || answer_the_door(&bell, queues, first)));
+    for network in networks {
+        threads.push(Box::new(move || network.send(first)));
+        threads.push(Box::new(move || network.receive(first)));
+    }
+    for (number, disk) in disks.iter().enumerate() {
+        let Storage::File(disk) = disk else { continue };
+        for _ in 0..WORKERS {
+            threads.push(Box::new(move || disk.work(number, memory, first)));
+        }
+    }
+    let barrier = Barrier::new(threads.len() + fds.len());
+    let (barrier, board, gate, stream, about) = (&barrier, &board, &gate, &stream, &about);
     thread::scope(|scope| {
-        scope.spawn(|| {
-            barrier.wait();
-            host.console.write(std::io::stdout(), first);
-        });
-        scope.spawn(|| {
-            barrier.wait();
-            host.console.read(std::io::stdin(), first);
-        });
-        for (number, disk) in disks.iter().enumerate() {
-            for _ in 0..WORKERS {
-                scope.spawn(move || {
-                    barrier.wait();
-                    disk.work(number, memory, first);
-                });
-            }
+        for job in threads {
+            scope.spawn(move || {
+                barrier.wait();
+                job();
+            });
         }
         let mut drivers = fds.into_iter().enumerate().map(|(index, fd)| {
             move || {
@@ -238,8 +473,9 @@ fn power_on(
                 let result = vcpu.and_then(|mut vcpu| {
                     if index == 0 {
                         load(machine, memory, &mut vcpu)?;
+                        control::started(stream);
                     }
-                    drive(board, index, &mut vcpu, clock, host);
+                    drive(board, index, &mut vcpu, host, Known { clock, gate, about });
                     Ok(())
                 });
                 if let Err(error) = result {
@@ -251,11 +487,17 @@ fn power_on(
         let own = drivers.next();
         drivers.for_each(|driver| drop(scope.spawn(driver)));
         own.into_iter().for_each(|driver| driver());
-        console.finish();
+        host.console.finish();
+        if let Some(console) = &second {
+            console.finish();
+        }
         let outcome = board.outcome().unwrap_or(Outcome::HostError(0));
         process::exit(outcome.exit_code().into())
     })
 }
+
+/// What a thread beside those of virtual processors does.
+type Job<'s> = Box<dyn FnOnce() + Send + 's>;
 
 /// Confines the process, and puts the kernel into memory and the first processor into the state that it wants.
 fn load(machine: &Machine, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Result<(), Error> {
@@ -279,13 +521,22 @@ fn load(machine: &Machine, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Resu
     Ok(())
 }
 
+/// What a virtual processor needs to know beside its machine.
+#[derive(Clone, Copy)]
+struct Known<'o> {
+    clock: TscClock,
+    gate: &'o Gate,
+    /// Slots of the functions that events are about.
+    about: &'o [(u64, Range<usize>)],
+}
+
 /// Runs a virtual processor until the machine ends.
 fn drive(
     board: &Board<'_, '_>,
     index: usize,
     vcpu: &mut KvmVcpu<'_>,
-    clock: TscClock,
     mut host: KvmHost<'_>,
+    Known { clock, gate, about }: Known<'_>,
 ) {
     let host = &mut host;
     let mut cpu = board.cpu(index);
@@ -296,11 +547,17 @@ fn drive(
             Pause::Idle { deadline_tsc } => seat.wait(&clock, deadline_tsc),
             Pause::End(outcome) => break outcome,
         };
+        if events & event::PAUSE != 0 {
+            gate.pass();
+        }
+        if events & event::POWER_BUTTON != 0 {
+            board.press_power_button(host);
+        }
         if events & event::CONSOLE != 0 {
             board.input(Some(&cpu), host);
         }
-        if events & event::DISK != 0 {
-            for slot in 0..MAX_DISKS {
+        for (_, slots) in about.iter().filter(|(event, _)| events & event != 0) {
+            for slot in slots.clone() {
                 board.function_input(slot, Some(&cpu), host);
             }
         }

@@ -25,6 +25,14 @@ pub mod event {
     pub const CONSOLE: u64 = 1 << 1;
     /// A disk has finished requests.
     pub const DISK: u64 = 1 << 2;
+    /// The virtio console has bytes, or takes bytes again.
+    pub const SECOND: u64 = 1 << 3;
+    /// A network has something, or takes something again.
+    pub const NET: u64 = 1 << 6;
+    /// The machine is paused.
+    pub const PAUSE: u64 = 1 << 4;
+    /// The power button is pressed.
+    pub const POWER_BUTTON: u64 = 1 << 5;
 }
 
 /// The place of a virtual processor's thread.

@@ -95,6 +95,8 @@ pub struct KvmVcpu<'s> {
     /// They have been changed here.
     sregs_changed: bool,
     tsc_offset: u64,
+    /// `CR8` as the machine knows it.
+    known_cr8: u8,
     pending: Pending,
     ports: Option<Ports>,
     event: Event,
@@ -127,6 +129,7 @@ impl<'s> KvmVcpu<'s> {
             sregs: None,
             sregs_changed: false,
             tsc_offset: 0,
+            known_cr8: 0,
             pending: Pending::Nothing,
             ports: None,
             event: Event::NONE,
@@ -379,8 +382,9 @@ impl<'s> KvmVcpu<'s> {
             Ok(VcpuExit::Shutdown) => Some(Exit::Shutdown),
             Ok(VcpuExit::FailEntry(..)) => Some(Exit::InvalidState),
             Ok(VcpuExit::InternalError) => Some(Exit::Unknown(INTERNAL_ERROR)),
-            // The task priority is KVM's own matter, and the machine's controllers do not follow it.
-            Ok(VcpuExit::IrqWindowOpen | VcpuExit::Intr | VcpuExit::SetTpr | VcpuExit::Nmi) => None,
+            // The machine's controller may now have an interrupt for it.
+            Ok(VcpuExit::SetTpr) => Some(Exit::Recall { events: 0 }),
+            Ok(VcpuExit::IrqWindowOpen | VcpuExit::Intr | VcpuExit::Nmi) => None,
             Ok(_) => Some(Exit::Unknown(self.fd.get_kvm_run().exit_reason.into())),
             Err(error) => match Errno::from_raw_os_error(error.errno()) {
                 Errno::INTR | Errno::AGAIN => None,
@@ -616,6 +620,18 @@ impl Backend for KvmVcpu<'_> {
         self.pending = Pending::Answered;
     }
 
+    const KEEPS_CR8: bool = true;
+
+    fn cr8(&mut self) -> u8 {
+        // KVM has put it there when the guest was left.
+        self.fd.get_kvm_run().cr8 as u8 & 0xf
+    }
+
+    fn set_cr8(&mut self, value: u8) {
+        self.known_cr8 = value;
+        self.fd.get_kvm_run().cr8 = value.into();
+    }
+
     fn event(&mut self) -> Event {
         self.event
     }
@@ -684,6 +700,10 @@ impl Backend for KvmVcpu<'_> {
             self.seat.is_in_guest.store(false, SeqCst);
             if let Some(exit) = exit {
                 return exit;
+            }
+            if self.cr8() != self.known_cr8 {
+                // What waits for the guest may not be for it any longer.
+                return Exit::Recall { events: 0 };
             }
         }
     }

@@ -367,7 +367,7 @@ mod tests {
     }
 
     fn served(folder: &Path) -> (Server, Control) {
-        let (control, _) = Control::new(Config::default(), 1 << 20, None).unwrap();
+        let (control, _) = Control::new(Config::default(), 1 << 20, "process", None).unwrap();
         (Server::start(&folder.join("s"), control.clone()).unwrap(), control)
     }
 
@@ -442,7 +442,7 @@ mod tests {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
-        let control = || Control::new(Config::default(), 0, None).unwrap().0;
+        let control = || Control::new(Config::default(), 0, "process", None).unwrap().0;
         let refused = || Server::start(&path, control()).err().unwrap();
         let server = Server::start(&path, control()).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);

@@ -345,16 +345,6 @@ impl<'de> Deserialize<'de> for Balloon {
     }
 }
 
-impl Vm {
-    /// Something follows an end, or is told to somebody, or asked by somebody.
-    pub fn is_controlled(&self) -> bool {
-        self.api_socket.is_some()
-            || self.event_fd.is_some()
-            || self.metrics.is_some()
-            || [self.on_shutdown, self.on_reset, self.on_panic].iter().any(Option::is_some)
-    }
-}
-
 impl Config {
     /// Reads a file.
     ///

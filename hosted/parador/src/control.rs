@@ -106,6 +106,15 @@ struct Inner {
     config: Config,
     /// Bytes of the guest's memory.
     size: u64,
+    /// How the guest is run.
+    backend: &'static str,
+}
+
+impl Inner {
+    /// Of machines of KVM nobody counts what the wedge counts.
+    fn has_wedge(&self) -> bool {
+        self.backend == "process"
+    }
 }
 
 /// `GET /v1/vm`.
@@ -124,10 +133,11 @@ pub struct Vm {
 }
 
 impl Control {
-    /// Of a machine with `size` bytes of memory that is going to be started. Events are written to `sink`, too. The other value is for [`Supervisor::new`].
+    /// Of a machine with `size` bytes of memory that is going to be started by this back end. Events are written to `sink`, too. The other value is for [`Supervisor::new`].
     pub fn new(
         config: Config,
         size: u64,
+        backend: &'static str,
         sink: Option<File>,
     ) -> Result<(Self, UnixStream), Failure> {
         let pair = UnixStream::pair().and_then(|(wake, woken)| {
@@ -147,7 +157,7 @@ impl Control {
             wishes: VecDeque::new(),
             debugger: None,
         };
-        Ok((Self(Arc::new(Inner { known: Mutex::new(known), wake, config, size })), woken))
+        Ok((Self(Arc::new(Inner { known: Mutex::new(known), wake, config, size, backend })), woken))
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -274,7 +284,7 @@ impl Control {
         let known = self.known();
         Vm {
             state: known.state,
-            backend: "process".to_owned(),
+            backend: self.0.backend.to_owned(),
             process: known.process,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             config: self.0.config.clone(),
@@ -296,7 +306,10 @@ impl Control {
             system_ms: cpu.system_ms,
             memory_bytes: self.0.size,
             memory_used_bytes: memory.map_or(0, |memory| statistics::used(&memory.0)),
-            wedge: memory.map(|memory| statistics::wedge(&memory.1)).unwrap_or_default(),
+            wedge: memory
+                .filter(|_| self.0.has_wedge())
+                .map(|memory| statistics::wedge(&memory.1))
+                .unwrap_or_default(),
         }
     }
 

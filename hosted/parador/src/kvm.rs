@@ -9,12 +9,10 @@ use std::process::{Command, ExitCode, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use command_fds::{CommandFdExt, FdMapping};
 use hosted_kvm::{Machine, descriptor};
 use rustix::fs::{MemfdFlags, memfd_create};
 use vmm_boot::Kernel;
 
-use crate::disk::Disk;
 use crate::failure::{self, Failure};
 use crate::guest::least_memory;
 use crate::supervise::{self, AtEnd};
@@ -76,30 +74,25 @@ pub fn check(path: &Path, bytes: &[u8], initrd: u64, memory: u64) -> Result<(), 
 }
 
 /// The process that is the machine.
-pub fn command(
+pub fn command() -> Result<Command, Failure> {
+    let mut command = own_program()?;
+    command.arg(MARK);
+    Ok(command)
+}
+
+/// Descriptors that only this back end's process has: what the machine is, and what it boots.
+pub fn files(
     machine: &Machine,
     kernel: &[u8],
     initrd: &[u8],
-    disks: Vec<Disk>,
-) -> Result<Command, Failure> {
+) -> Result<Vec<(OwnedFd, u32)>, Failure> {
     let description = serde_json::to_vec(machine)
         .map_err(|error| Failure::new(failure::INTERNAL, error.to_string()))?;
-    let files = [
+    Ok(vec![
         (file("parador-machine", &description)?, descriptor::DESCRIPTION),
         (file("parador-kernel", kernel)?, descriptor::KERNEL),
         (file("parador-initrd", initrd)?, descriptor::INITRD),
-    ];
-    let disks = disks.into_iter().map(|disk| OwnedFd::from(disk.file)).zip(descriptor::DISKS..);
-    let mappings = files
-        .into_iter()
-        .chain(disks)
-        .map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd });
-    let mut command = own_program()?;
-    command
-        .arg(MARK)
-        .fd_mappings(mappings.collect())
-        .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
-    Ok(command)
+    ])
 }
 
 /// A file of these bytes, in memory.

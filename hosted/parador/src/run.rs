@@ -28,7 +28,7 @@ use crate::supervise::{self, AtEnd};
 use crate::vsock::Vsock;
 use clap::Args;
 use command_fds::{CommandFdExt, FdMapping};
-use hosted_vmm::{Error, Image};
+use hosted_vmm::{Error, Image, Prepared};
 use proto::system::MAX_VCPUS;
 use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, layout, log, option};
 use rustix::event::{EventfdFlags, eventfd};
@@ -43,6 +43,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Instant;
 use vmm_mem::large::Large;
@@ -55,8 +56,8 @@ const PAGE: u64 = 4096;
 const MEMORY: u64 = 1 << 30;
 /// Least memory that any kernel starts in.
 const LEAST_MEMORY: u64 = 64 << 20;
-/// What a kernel is told that KVM runs: the serial line is the console.
-const KVM_COMMAND_LINE: &str = "console=ttyS0 panic=-1";
+/// What a kernel is told that KVM runs, behind its consoles.
+const KVM_COMMAND_LINE: &str = "panic=-1";
 /// What a kernel is told before what the user says, behind its consoles: time comes from the counter that the wedge has no part in; what defends a kernel against its programs on a processor that it does not own is of no use; and large pages of programs are one fault and one
 /// mapping of the host each (Linux has them with 512 MiB or more).
 const COMMAND_LINE: &str = "panic=-1 mitigations=off transparent_hugepage=always";
@@ -172,40 +173,37 @@ fn lines(vm: &Vm) -> Result<(Target, Option<Target>), Failure> {
 
 /// How a kernel is run.
 enum Runner<'a> {
-    /// By KVM.
-    Kvm,
+    /// By KVM: the kernel's file.
+    Kvm(&'a [u8]),
     /// As processes: the kernel, checked.
     Process(Box<Image<'a>>),
+}
+
+/// A machine that can be started: the descriptors that its first process has beside those of its devices.
+struct Ready {
+    prepared: Prepared,
+    /// Of the back end alone.
+    more: Vec<(OwnedFd, u32)>,
 }
 
 /// Decides how the kernel is run. Nothing that was asked for is replaced by something else.
 fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<'a>, Failure> {
     let vm = &config.vm;
     // What only processes have decides, too.
-    let balloon = vm.balloon.is_some_and(|balloon| balloon.0.is_some());
     let for_processes = vm.counters
         || vm.profile_writes.is_some()
         || vm.perf_map
         || vm.gdb.is_some()
         || !vm.without.is_empty()
-        || vm.sandbox == Some(Sandbox::Strict)
-        || matches!(vm.protection, Some(Protection::Keys | Protection::Remap))
-        || !config.net.is_empty()
-        || !config.share.is_empty()
-        || config.vsock.is_some()
-        || vm.console.as_ref().is_some_and(|console| console.0.is_some())
-        || config.disk.iter().any(disk::Description::is_image)
-        || vm.is_controlled()
-        || balloon;
+        || matches!(vm.protection, Some(Protection::Keys | Protection::Remap));
     let parse = || Image::parse(bytes);
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
-            let text = "what controls a machine (--api-socket, --event-fd, --metrics, --on-...), --balloon, --console, --counters, --gdb, --net, \
-                        --perf-map, --profile-writes, --protection keys or remap, --sandbox strict, --share, --vsock, qcow2 images and --without are of processes";
+            let text = "--counters, --gdb, --perf-map, --profile-writes, --protection keys or remap and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
         Backend::Kvm => match kvm::trial() {
-            Ok(()) => Runner::Kvm,
+            Ok(()) => Runner::Kvm(bytes),
             Err(why) => {
                 let text = format!("KVM cannot be used here: {why}");
                 let failure = Failure::new(failure::UNAVAILABLE, text);
@@ -214,7 +212,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
             }
         },
         Backend::Auto if !for_processes => match kvm::trial() {
-            Ok(()) => Runner::Kvm,
+            Ok(()) => Runner::Kvm(bytes),
             Err(why) => match parse() {
                 Ok(image) => Runner::Process(Box::new(image)),
                 Err(Error::Kernel(..)) if vmm_boot::Kernel::detect(bytes).is_ok() => {
@@ -282,10 +280,6 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Some(path) if is_busybox(path) => busybox().map(Some),
         Some(path) => read(path).map(Some),
     };
-    let command_line = |first: &str| match &vm.cmdline {
-        Some(more) => format!("{first} {more}"),
-        None => first.to_owned(),
-    };
     let (target, second) = lines(vm)?;
     let log = match vm.log.unwrap_or_default() {
         Log::Error => log::ERROR,
@@ -298,79 +292,101 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     flag::register(SIGXFSZ, Arc::default())
         .map_err(|error| Failure::os("listen to signals", &error))?;
     let deadline = machine::deadline(vm.timeout.map(|time| time.0));
-    let image = match runner {
-        Runner::Process(image) => image,
-        Runner::Kvm => {
-            let initrd = initrd()?.unwrap_or_default();
-            kvm::check(kernel, &bytes, initrd.len() as u64, memory)?;
-            hosted_vmm::check_memory(memory).map_err(|error| refused(&error, kernel))?;
-            if options.dry_run {
-                say(Level::Info, &format!("{} would be run by KVM", kernel.display()));
-                return Ok(0);
-            }
-            let machine = hosted_kvm::Machine {
-                memory,
-                cpus: vcpus,
-                command_line: command_line(KVM_COMMAND_LINE),
-                log,
-                disks: records.iter().map(|record| record.to_words()).collect(),
-            };
-            let mut console = Console::open(&target, SERIAL)?;
-            let command = kvm::command(&machine, &bytes, &initrd, disks)?;
-            drop((bytes, initrd));
-            say(Level::Info, "back end `kvm`");
-            let start = Instant::now();
-            let (end, messages) =
-                Machine::start("kvm", command)?.serve(deadline, KEYS, &mut console, None, None)?;
-            messages.print();
-            let (code, text) = judge(&end);
-            say_end(code, &text, start);
-            return Ok(code);
-        }
+    let program = match runner {
+        Runner::Kvm(_) => Program::Kvm,
+        Runner::Process(_) => Program::Wedge(wedge(options.artifacts.as_deref())?),
     };
-    let (keys, open) = keys(vm)?;
+    let (keys, open) = match runner {
+        Runner::Kvm(_) => (false, None),
+        Runner::Process(_) => keys(vm)?,
+    };
     let compat = compat::is_there();
-    let line = if compat { COMMAND_LINE.to_owned() } else { format!("{COMMAND_LINE} {NO_COMPAT}") };
+    let line = match runner {
+        Runner::Kvm(_) => KVM_COMMAND_LINE.to_owned(),
+        Runner::Process(_) if compat => COMMAND_LINE.to_owned(),
+        Runner::Process(_) => format!("{COMMAND_LINE} {NO_COMPAT}"),
+    };
     let compat = if compat { option::COMPAT } else { 0 };
-    let wedge = wedge(options.artifacts.as_deref())?;
     // The last one is the first program's.
     let consoles = match (&target, &second) {
         (_, None) => "console=ttyS0",
         (Target::Null, Some(_)) => "console=hvc0",
         (_, Some(_)) => "console=ttyS0 console=hvc0",
     };
-    let first = format!("{consoles} {line}");
-    let prepare = |image: &Image<'_>| {
+    let line = match &vm.cmdline {
+        Some(more) => format!("{consoles} {line} {more}"),
+        None => format!("{consoles} {line}"),
+    };
+    let prepare = |runner: &Runner<'_>| {
         let mut nets = open_nets(&config.net)?;
         let net_records: Vec<_> = nets.iter().map(|net| net.record).collect();
         let initrd = initrd()?;
-        let machine = hosted_vmm::Machine {
-            memory,
-            vcpus,
-            initrd: initrd.as_deref(),
-            command_line: &command_line(&first),
-            options: bits(vm) | compat | if keys { option::KEYS } else { 0 },
-            log,
-            balloon,
-            disks: &records,
-            nets: &net_records,
-            shares: &share_records,
-            vsock: config.vsock.as_ref().map(|vsock| vsock.cid()),
-            console: second.is_some(),
+        let ready = match runner {
+            Runner::Process(image) => {
+                let machine = hosted_vmm::Machine {
+                    memory,
+                    vcpus,
+                    initrd: initrd.as_deref(),
+                    command_line: &line,
+                    options: bits(vm) | compat | if keys { option::KEYS } else { 0 },
+                    log,
+                    balloon,
+                    disks: &records,
+                    nets: &net_records,
+                    shares: &share_records,
+                    vsock: config.vsock.as_ref().map(|vsock| vsock.cid()),
+                    console: second.is_some(),
+                };
+                let prepared = hosted_vmm::prepare(image, &machine)
+                    .map_err(|error| refused(&error, kernel))?;
+                Ready { prepared, more: Vec::new() }
+            }
+            Runner::Kvm(bytes) => {
+                let initrd = initrd.unwrap_or_default();
+                kvm::check(kernel, bytes, initrd.len() as u64, memory)?;
+                let machine = hosted_kvm::Machine {
+                    memory,
+                    cpus: vcpus,
+                    command_line: line.clone(),
+                    log,
+                    disks: records.iter().map(|record| record.to_words()).collect(),
+                    nets: net_records.iter().map(|record| record.to_words()).collect(),
+                    shares: share_records.iter().map(|record| record.to_words()).collect(),
+                    vsock: config.vsock.as_ref().map(|vsock| vsock.cid()),
+                    console: second.is_some(),
+                    balloon,
+                    sandbox: match vm.sandbox.unwrap_or_default() {
+                        Sandbox::On => hosted_kvm::Sandbox::On,
+                        Sandbox::Off => hosted_kvm::Sandbox::Off,
+                        Sandbox::Strict => hosted_kvm::Sandbox::Strict,
+                    },
+                };
+                let more = kvm::files(&machine, bytes, &initrd)?;
+                let prepared =
+                    hosted_vmm::empty(memory).map_err(|error| refused(&error, kernel))?;
+                Ready { prepared, more }
+            }
         };
-        let prepared =
-            hosted_vmm::prepare(image, &machine).map_err(|error| refused(&error, kernel))?;
         nets.iter_mut().try_for_each(Net::wait)?;
-        Ok::<_, Failure>((prepared, nets))
+        Ok::<_, Failure>((ready, nets))
     };
-    let (mut prepared, mut nets) = prepare(&image)?;
-    let debugged = vm.gdb.as_ref().map(|place| (place, Kernel::new(&image)));
-    let mut maps = if vm.perf_map { Some(Maps::new(&image)?) } else { None };
+    let (mut ready, mut nets) = prepare(&runner)?;
+    let image = match &runner {
+        Runner::Process(image) => Some(image),
+        Runner::Kvm(_) => None,
+    };
+    let debugged = vm.gdb.as_ref().zip(image).map(|(place, image)| (place, Kernel::new(image)));
+    let maps = image.filter(|_| vm.perf_map).map(|image| Maps::new(image));
+    let mut maps = maps.transpose()?;
     // A machine runs for long, and needs it again only for a new start.
-    drop(image);
+    drop(runner);
     drop(bytes);
     if options.dry_run {
-        say(Level::Info, &format!("{} would run in processes of this host", kernel.display()));
+        let how = match program {
+            Program::Kvm => "be run by KVM",
+            Program::Wedge(_) => "run in processes of this host",
+        };
+        say(Level::Info, &format!("{} would {how}", kernel.display()));
         return Ok(0);
     }
     if let Some(why) = open {
@@ -383,14 +399,14 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     let vsock = config.vsock.as_ref().map(Vsock::open).transpose()?;
     let sink = vm.event_fd.map(event_sink).transpose()?;
     let metrics = vm.metrics.as_deref().map(metrics_sink).transpose()?;
-    let (control, woken) = Control::new(config.clone(), memory, sink)?;
+    let (control, woken) = Control::new(config.clone(), memory, program.backend(), sink)?;
     if vm.wait_boot {
         control.created();
     }
     let socket = vm.api_socket.as_deref();
     let server = socket.map(|path| Server::start(path, control.clone())).transpose()?;
     let debugger = debugged.map(|(place, kernel)| {
-        let ram = Ram { low: prepared.low, size: memory };
+        let ram = Ram { low: ready.prepared.low, size: memory };
         Debugger::start(place, control.clone(), kernel, (vcpus, ram))
     });
     let debugger = debugger.transpose()?;
@@ -402,7 +418,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         }
     };
     let asked = metrics.as_ref().map(|_| asked()).transpose()?;
-    say(Level::Info, "back end `process`");
+    say(Level::Info, &format!("back end `{}`", program.backend()));
     if vm.wait_boot {
         let start = Instant::now();
         let asked = asked.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
@@ -416,6 +432,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         }
     }
     loop {
+        let Ready { prepared, more } = ready;
         let start = Instant::now();
         let shown = (clone(&prepared.memory)?, clone(&prepared.shared)?);
         let (ours, theirs) = UnixStream::pair()
@@ -458,15 +475,16 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         descriptors.extend(own.into_iter().zip(layout::NETS_FD..));
         let descriptors = descriptors
             .into_iter()
+            .chain(more)
             .map(|(parent_fd, number)| FdMapping { parent_fd, child_fd: number as i32 });
-        let mut command = supervise::command(wedge.as_os_str(), AtEnd::Kill)?;
+        let mut command = program.command()?;
         command
             .fd_mappings(descriptors.collect())
             .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
         if vm.gdb.as_ref().is_some_and(Place::waits) {
             debugger::make_wait(&shown.1)?;
         }
-        let mut machine = Machine::start(WEDGE, command)?;
+        let mut machine = Machine::start(program.name(), command)?;
         machine.add(served);
         control.started(machine.process(), shown, start);
         let asked = asked.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
@@ -480,7 +498,11 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             machine.serve(deadline, KEYS, &mut console, second, Some(&mut supervisor))?;
         if let Some(path) = &vm.profile_writes {
             let lines = messages.take_marked();
-            let profile = with_image(kernel, |image| Ok(profile::report(&lines, image)))?;
+            let report = |runner: &Runner<'_>| match runner {
+                Runner::Process(image) => Ok(profile::report(&lines, image)),
+                Runner::Kvm(_) => Ok(String::new()),
+            };
+            let profile = program.with_kernel(kernel, report)?;
             fs::write(path, profile).map_err(|error| Failure::file("write", path, &error))?;
         }
         messages.print();
@@ -494,7 +516,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             Then::Reset => {
                 control.reset(code);
                 say(Level::Info, &format!("{text}; the machine starts anew"));
-                (prepared, nets) = with_image(kernel, prepare)?;
+                (ready, nets) = program.with_kernel(kernel, prepare)?;
                 continue;
             }
         };
@@ -511,13 +533,53 @@ fn read_large(path: &Path) -> Result<Large, Failure> {
     read.map_err(|error| Failure::file("read", path, &error))
 }
 
-/// Reads a kernel for processes once more, for as long as `then` needs it.
-fn with_image<T>(
-    kernel: &Path,
-    then: impl FnOnce(&Image<'_>) -> Result<T, Failure>,
-) -> Result<T, Failure> {
-    let bytes = read_large(kernel)?;
-    then(&Image::parse(&bytes).map_err(|error| refused(&error, kernel))?)
+/// The program of a machine's first process.
+enum Program {
+    /// This one, as a machine of KVM.
+    Kvm,
+    /// The wedge.
+    Wedge(PathBuf),
+}
+
+impl Program {
+    /// The back end's name.
+    fn backend(&self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Wedge(_) => "process",
+        }
+    }
+
+    /// What the process is called in messages.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Wedge(_) => WEDGE,
+        }
+    }
+
+    fn command(&self) -> Result<Command, Failure> {
+        match self {
+            Self::Kvm => kvm::command(),
+            Self::Wedge(path) => supervise::command(path.as_os_str(), AtEnd::Kill),
+        }
+    }
+
+    /// Reads a kernel once more, for as long as `then` needs it.
+    fn with_kernel<T>(
+        &self,
+        kernel: &Path,
+        then: impl FnOnce(&Runner<'_>) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        let bytes = read_large(kernel)?;
+        match self {
+            Self::Kvm => then(&Runner::Kvm(&bytes)),
+            Self::Wedge(_) => {
+                let image = Image::parse(&bytes).map_err(|error| refused(&error, kernel))?;
+                then(&Runner::Process(Box::new(image)))
+            }
+        }
+    }
 }
 
 /// Says how a machine has ended.

@@ -12,4 +12,4 @@ mod prepare;
 pub use error::Error;
 pub use filters::{confine, confine_switch};
 pub use image::Image;
-pub use prepare::{Machine, Prepared, check_host, check_memory, has_keys, prepare};
+pub use prepare::{Machine, Prepared, check_host, check_memory, empty, has_keys, prepare};

@@ -51,7 +51,7 @@ pub struct Machine<'a> {
     pub console: bool,
 }
 
-/// What the wedge is started with.
+/// What a machine's first process is started with.
 #[derive(Debug)]
 pub struct Prepared {
     /// Guest memory, for [`layout::MEMORY_FD`].
@@ -79,8 +79,7 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     let host = |action| move |error| Error::Host(action, error);
     // For each virtual CPU, copies of what programs execute are behind guest memory.
     let copies = if machine.options & option::KEYS != 0 { machine.vcpus.into() } else { 0 };
-    let mut memory = SharedMemory::new("parador-guest", machine.memory * (1 + copies))
-        .map_err(host("make the guest's memory"))?;
+    let mut memory = guest_memory(machine.memory * (1 + copies))?;
     check_room(image, machine.memory)?;
     // The kernel is at the beginning of memory, which is that of the descriptor. What follows a part's bytes is zero already.
     for part in image.moved()? {
@@ -115,8 +114,7 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         .with(ranges, |memory| fill(memory, image, machine, &chips, &mut start))
         .map_err(host("lay the guest's memory out"))??;
     let filters = crate::filters::words(machine.options & option::TRACED != 0)?;
-    let mut shared = SharedMemory::new("parador-shared", layout::SHARED_LENGTH)
-        .map_err(host("make the machine's shared memory"))?;
+    let mut shared = shared_memory()?;
     let written = shared.with([(0, layout::SHARED_LENGTH)], |memory| {
         let disks = machine.disks.iter().flat_map(Disk::to_words);
         let disks = (layout::DISKS..).step_by(8).zip(disks);
@@ -129,11 +127,31 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         words.chain(shares).chain(filters).try_for_each(|(at, word)| memory.write(at, word))
     });
     written.map_err(host("fill shared memory"))?.map_err(vmm_boot::BootError::from)?;
+    prepared(memory, shared, machine.memory)
+}
+
+/// A new machine with so many bytes of memory, whose kernel its own process loads.
+pub fn empty(memory: u64) -> Result<Prepared, Error> {
+    check_memory(memory)?;
+    prepared(guest_memory(memory)?, shared_memory()?, memory)
+}
+
+fn guest_memory(bytes: u64) -> Result<SharedMemory, Error> {
+    SharedMemory::new("parador-guest", bytes)
+        .map_err(|error| Error::Host("make the guest's memory", error))
+}
+
+fn shared_memory() -> Result<SharedMemory, Error> {
+    SharedMemory::new("parador-shared", layout::SHARED_LENGTH)
+        .map_err(|error| Error::Host("make the machine's shared memory", error))
+}
+
+fn prepared(memory: SharedMemory, shared: SharedMemory, length: u64) -> Result<Prepared, Error> {
     let descriptors = (memory.into_descriptor(), shared.into_descriptor());
     let (Ok(memory), Ok(shared)) = descriptors else {
         return Err(Error::Lacking("descriptors left"));
     };
-    Ok(Prepared { memory, low: machine.memory.min(chips.hole_start), shared })
+    Ok(Prepared { memory, low: length.min(vmm_machine::layout_with_pci().hole_start), shared })
 }
 
 fn check_room(image: &Image<'_>, available: u64) -> Result<(), Error> {

@@ -9,8 +9,10 @@
 #[cfg(any(test, feature = "testing"))]
 extern crate std;
 
+pub mod frames;
 mod map;
 pub mod outside;
+pub mod requests;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 

@@ -211,6 +211,15 @@ pub trait Backend {
     /// `#GP(0)`. A back end that never exits in this way need not have it.
     fn answer(&mut self, _value: Option<u64>) {}
 
+    /// Whether the guest reads and writes `CR8` without an exit: see the next two.
+    const KEEPS_CR8: bool = false;
+    /// What `CR8` is now.
+    fn cr8(&mut self) -> u8 {
+        0
+    }
+    /// What it is from the next entry on.
+    fn set_cr8(&mut self, _value: u8) {}
+
     /// The event in the slot. After an exit: the one whose delivery the exit cut short; it is delivered at
     /// the next entry unless it is replaced.
     fn event(&mut self) -> Event;

@@ -134,7 +134,15 @@ impl Cpu {
         if self.attention || board.attention(self.index) {
             self.prepare(vcpu, board)?;
         }
+        let cr8 = B::KEEPS_CR8.then(|| board.cr8(self.index));
+        if let Some(value) = cr8 {
+            vcpu.set_cr8(value);
+        }
         let exit = vcpu.run();
+        if cr8.is_some_and(|before| before != vcpu.cr8()) {
+            board.set_cr8(self.index, vcpu.cr8());
+            self.attention = true;
+        }
         self.exits[exit.index()] += 1;
         if self.left {
             self.collect(vcpu, board);
@@ -1475,6 +1483,25 @@ mod tests {
         let entries = play(&mut cpu, &mut vcpu, &mut board);
         assert_eq!(entries[2].0, PROTECTION);
         assert_eq!((board.cr8, vcpu.get(Reg::Rip)), (9, CODE + 7));
+    }
+
+    #[test]
+    fn a_priority_of_the_guests_own() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
+        board.cr8 = 3;
+        vcpu.then(|vcpu| {
+            assert_eq!(std::mem::replace(&mut vcpu.cr8, 5), 3);
+            Exit::Recall { events: 1 }
+        });
+        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::Recall(1));
+        assert_eq!(board.cr8, 5);
+        // By another register the guest sets the same.
+        board.cr8 = 7;
+        vcpu.then(|vcpu| {
+            assert_eq!(vcpu.cr8, 7);
+            Exit::Recall { events: 2 }
+        });
+        assert_eq!((cpu.run(&mut vcpu, &mut board), board.cr8), (Pause::Recall(2), 7));
     }
 
     #[test]

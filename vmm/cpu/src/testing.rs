@@ -46,6 +46,8 @@ pub struct ScriptedVcpu {
     pub deadline: u64,
     /// What [`Backend::stolen`] says.
     pub stolen: u64,
+    /// `CR8`, which the guest changes without an exit.
+    pub cr8: u8,
     /// What [`Backend::set_halts`] has set.
     pub halts: bool,
     /// What [`Backend::answer`] was told.
@@ -94,6 +96,16 @@ impl ScriptedVcpu {
 }
 
 impl Backend for ScriptedVcpu {
+    const KEEPS_CR8: bool = true;
+
+    fn cr8(&mut self) -> u8 {
+        self.cr8
+    }
+
+    fn set_cr8(&mut self, value: u8) {
+        self.cr8 = value;
+    }
+
     fn gpr(&mut self, register: Gpr) -> u64 {
         self.gpr[register as usize]
     }

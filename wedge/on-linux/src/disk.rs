@@ -12,9 +12,10 @@ use core::sync::atomic::{AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
 
 use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
-use proto::requests::{Client, PARTS, Part, Queue, REQUESTS, Request, op, status};
+use proto::requests::{PARTS, Queue, REQUESTS, Request, op, status};
 use proto::wedge::{Disk, Filters, MAX_DISKS, MAX_QUEUES, Start, layout};
-use vmm_bus::outside::{Block, BlockOp, BlockStatus, Data, SECTOR};
+use vmm_bus::outside::SECTOR;
+use vmm_bus::requests::{Futex, Requests};
 
 use crate::memory::Ram;
 use crate::report::{self, HOST};
@@ -28,60 +29,19 @@ const WORKERS: usize = 2;
 /// Most processes of disks.
 pub const MAX_WORKERS: usize = MAX_DISKS * WORKERS;
 
-/// A disk as the guest's device has it.
-pub struct Link {
-    client: Client<'static>,
-    /// As [`Disk::is_elsewhere`].
-    is_elsewhere: bool,
-}
+/// A device's requests, as the guest's devices have them.
+pub type Link = Requests<'static, Sleep>;
 
-impl Link {
-    /// The disk with this number.
-    pub fn new(number: usize) -> Self {
-        let is_elsewhere = crate::shared::disk(number).is_elsewhere;
-        Self { client: Client::new(queue(number)), is_elsewhere }
-    }
-}
+/// Words of shared memory that processes wait for.
+pub struct Sleep;
 
-impl Block for Link {
-    fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
-        let Some(request) = self.client.request(id) else { return false };
-        let (op, sector, count) = match op {
-            BlockOp::Read { sector } => (op::READ, sector, 0),
-            BlockOp::Write { sector } => (op::WRITE, sector, 0),
-            BlockOp::Flush => (op::FLUSH, 0, 0),
-            BlockOp::Discard { sector, count } => (op::DISCARD, sector, count),
-            BlockOp::WriteZeroes { sector, count, unmap: false } => (op::ZERO, sector, count),
-            BlockOp::WriteZeroes { sector, count, unmap: true } => (op::UNMAP, sector, count),
-        };
-        request.op.store(op, Relaxed);
-        request.sector.store(sector, Relaxed);
-        request.count.store(count, Relaxed);
-        let used = fill(&request.parts, data);
-        request.used.store(used as u32, Relaxed);
-        give(&mut self.client, id);
-        true
+impl Futex for Sleep {
+    fn wake_one(word: &AtomicU32) {
+        sys::wake_one(word);
     }
 
-    fn completed(&mut self) -> Option<(u16, BlockStatus)> {
-        let (id, request) = self.client.completed()?;
-        let status = match request.status.load(Relaxed) {
-            status::DONE => BlockStatus::Done,
-            status::UNSUPPORTED => BlockStatus::Unsupported,
-            _ => BlockStatus::Failed,
-        };
-        Some((id, status))
-    }
-
-    fn finish(&mut self, id: u16, _: &mut Data<'_>) {
-        // What was read is there already.
-        self.client.finish(id);
-    }
-
-    fn forget(&mut self) {
-        let wait = |answers: &AtomicU32, seen| sys::wait(answers, seen, None);
-        // The workers here have the host write to guest memory, which cannot be called back.
-        if self.is_elsewhere { self.client.abandon(wait) } else { self.client.forget(wait) }
+    fn wait(word: &AtomicU32, value: u32) {
+        sys::wait(word, value, None);
     }
 }
 
@@ -90,25 +50,6 @@ pub fn queue(number: usize) -> &'static Queue {
     // SAFETY: `main` has mapped the shared memory for as long as the process lives; all of it is atomic.
     let queues = unsafe { &*((layout::SHARED + layout::QUEUES) as *const [Queue; MAX_QUEUES]) };
     &queues[number]
-}
-
-/// Puts parts of guest memory into a request; gives their number.
-pub fn fill(parts: &[Part], data: &mut Data<'_>) -> usize {
-    // Of more than there is room for, the worker finds that bytes are missing.
-    let given = parts.iter().map_while(|place| {
-        let part = data.part(u32::MAX)?;
-        place.address.store(part.address, Relaxed);
-        place.length.store(part.length, Relaxed);
-        Some(())
-    });
-    given.count()
-}
-
-/// Gives a request to the workers.
-pub fn give(client: &mut Client<'_>, id: u16) {
-    if client.give(id) {
-        sys::wake_one(&client.queue.calls);
-    }
 }
 
 /// Makes the workers of all disks. For the device process, before there are guests. Gives their ids.

@@ -30,13 +30,11 @@ mod profile;
 mod report;
 mod ring;
 mod sandbox;
-mod share;
 mod shared;
 mod signal;
 mod sites;
 mod steal;
 mod sys;
-mod vsock;
 
 use core::arch::naked_asm;
 use core::sync::atomic::Ordering::Relaxed;

@@ -14,14 +14,13 @@
 //! Packets of vsock go the same way ([`crate::vsock`]): one more network, behind all others.
 
 use core::cell::UnsafeCell;
-use core::ops::RangeInclusive;
 use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::{errno, if_tun, ioctl};
 use proto::wedge::{Filters, MAX_NETS, Net as Record, Start, layout};
-use vmm_bus::Net;
-use vmm_bus::outside::{Data, MAX_FRAME, NetInfo, Offload, Takes};
+use vmm_bus::frames::{Card, Frames, Port as Connection, Sockets};
+use vmm_bus::outside::{Data, MAX_FRAME, Offload, Takes};
 
 use crate::shared::{event, shared};
 use crate::sys::{self, Errno, Vector};
@@ -34,8 +33,6 @@ const IN: u32 = 1 << 20;
 const LENGTH: u32 = 4;
 /// Shortest frame: an Ethernet header.
 const MIN_FRAME: u32 = 14;
-/// Longest frame of a stream: what `passt` takes.
-const MAX_STREAM_FRAME: u32 = 0xffff;
 /// Most bytes that are moved at once, so that one side works while the other does.
 const PIECE: u32 = OUT / 4;
 /// Number of the one that carries packets of vsock.
@@ -164,30 +161,32 @@ pub struct Port {
 pub type Ports = [Port; MAX_NETS];
 
 /// A network as the guest's card has it.
-pub struct Link {
+pub type Link = Card<Rings>;
+
+/// Packets of vsock as the guest's device has them.
+pub type Packets = Sockets<Rings>;
+
+/// The rings of a network, on the virtual CPU's side.
+pub struct Rings {
     number: usize,
-    /// Bytes of an offload header.
-    header: u32,
-    /// Lengths of what the guest may send; what is of another one is lost.
-    sends: RangeInclusive<u32>,
     /// Bytes ever put and taken.
     head: u32,
     tail: u32,
 }
 
-impl Link {
-    /// The network with this number.
-    pub fn new(number: usize, record: &Record) -> Self {
-        let (header, most) = match record.is_tap() {
-            true => (Offload::HEADER as u32, MAX_FRAME),
-            false => (0, MAX_STREAM_FRAME),
-        };
-        Self { number, header, sends: MIN_FRAME..=most, head: 0, tail: 0 }
-    }
+/// The network with this number.
+pub fn link(number: usize, record: &Record) -> Link {
+    Card::new(Rings::new(number), record)
+}
 
-    /// The one of vsock, whose packets are as long as they are.
-    pub fn of_packets() -> Self {
-        Self { number: VSOCK, header: 0, sends: 0..=u32::MAX, head: 0, tail: 0 }
+/// The rings of vsock.
+pub fn packets() -> Packets {
+    Sockets::new(Rings::new(VSOCK))
+}
+
+impl Rings {
+    fn new(number: usize) -> Self {
+        Self { number, head: 0, tail: 0 }
     }
 
     fn port(&self) -> &'static Port {
@@ -214,8 +213,19 @@ impl Link {
         (length <= used - LENGTH).then_some(length)
     }
 
-    /// Puts data behind its length and these bytes. `false`: there is no room; the virtual CPU is told when there is.
-    pub fn put(&mut self, before: &[u8], data: &mut Data<'_>) -> bool {
+    /// Takes bytes out.
+    fn take(&mut self, length: u32) {
+        let ring = &self.port().inward;
+        self.tail = self.tail.wrapping_add(length);
+        ring.tail.store(self.tail, SeqCst);
+        if ring.full.load(SeqCst) != 0 && ring.has_enough_room(self.tail) {
+            sys::wake(&ring.tail);
+        }
+    }
+}
+
+impl Frames for Rings {
+    fn put(&mut self, before: &[u8], data: &mut Data<'_>) -> bool {
         let ring = &self.port().out;
         let length = before.len() as u32 + data.left();
         let all = LENGTH + length;
@@ -236,8 +246,7 @@ impl Link {
         true
     }
 
-    /// The length of the first frame with its header. If there is none, the virtual CPU is told when there is.
-    pub fn await_first(&mut self) -> Option<u32> {
+    fn await_first(&mut self) -> Option<u32> {
         let ring = &self.port().inward;
         loop {
             if let Some(length) = self.first_length() {
@@ -252,50 +261,32 @@ impl Link {
         }
     }
 
-    /// Copies bytes of the first frame, from behind so many, to guest memory.
-    pub fn copy_first(&self, before: u32, to: &mut Data<'_>) {
+    fn copy_first(&self, before: u32, to: &mut Data<'_>) {
         let Some(length) = self.first_length() else { return };
         to.truncate(length.saturating_sub(before));
         let at = self.tail.wrapping_add(LENGTH).wrapping_add(before);
         self.port().inward.exchange_with_guest(Way::Out, at, to);
     }
 
-    /// Bytes of the first frame, from behind so many, if it has them.
-    pub fn first_bytes<const N: usize>(&self, before: u32) -> Option<[u8; N]> {
+    fn first_bytes<const N: usize>(&self, before: u32) -> Option<[u8; N]> {
         let end = before.checked_add(N as u32)?;
         let at = self.tail.wrapping_add(LENGTH).wrapping_add(before);
         (end <= self.first_length()?).then(|| self.port().inward.get(at))
     }
 
-    /// Forgets the first frame.
-    pub fn forget_first(&mut self) {
+    fn forget_first(&mut self) {
         if let Some(length) = self.first_length() {
             self.take(LENGTH + length);
         }
     }
-
-    /// Takes bytes out.
-    fn take(&mut self, length: u32) {
-        let ring = &self.port().inward;
-        self.tail = self.tail.wrapping_add(length);
-        ring.tail.store(self.tail, SeqCst);
-        if ring.full.load(SeqCst) != 0 && ring.has_enough_room(self.tail) {
-            sys::wake(&ring.tail);
-        }
-    }
 }
 
-/// What a network is like for the device model.
-pub fn info(record: &Record) -> NetInfo {
-    NetInfo { mac: record.mac, mtu: record.mtu, whole: !record.is_tap() }
-}
-
-impl Net for Link {
-    fn link_up(&self) -> bool {
+impl Connection for Rings {
+    fn is_up(&self) -> bool {
         self.port().is_down.load(SeqCst) == 0
     }
 
-    fn takes(&mut self, takes: Takes) {
+    fn set_takes(&mut self, takes: Takes) {
         let bit = |set, bit| if set { bit } else { 0 };
         let bits = bit(takes.csum, if_tun::TUN_F_CSUM)
             | bit(takes.tcp4, if_tun::TUN_F_TSO4)
@@ -303,36 +294,6 @@ impl Net for Link {
         if self.port().takes.swap(bits, SeqCst) != bits {
             self.call();
         }
-    }
-
-    fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool {
-        if !self.link_up() || !self.sends.contains(&frame.left()) {
-            // As on a wire.
-            return true;
-        }
-        self.put(&offload.to_header()[..self.header as usize], frame)
-    }
-
-    fn first(&mut self) -> Option<(Offload, u32)> {
-        loop {
-            let length = self.await_first()?;
-            let offload = match self.header {
-                0 => Some(Offload::default()),
-                _ => self.first_bytes(0).and_then(|bytes| Offload::from_header(&bytes)),
-            };
-            match (offload, length.checked_sub(self.header)) {
-                (Some(offload), Some(rest)) if rest <= MAX_FRAME => return Some((offload, rest)),
-                _ => self.take(LENGTH + length),
-            }
-        }
-    }
-
-    fn copy(&mut self, offset: u32, to: &mut Data<'_>) {
-        self.copy_first(self.header.saturating_add(offset), to);
-    }
-
-    fn drop_first(&mut self) {
-        self.forget_first();
     }
 }
 

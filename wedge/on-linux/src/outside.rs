@@ -4,12 +4,13 @@ use core::fmt;
 use core::ops::Range;
 
 use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start};
+use vmm_bus::frames;
 use vmm_bus::outside::BlockInfo;
 use vmm_bus::{Balloon, Block, Messages, Net, Packets};
 use vmm_machine::{Host, Level, Model, Outside, Slots};
 
 use crate::shared::{self, Ring, event, shared};
-use crate::{balloon, device, disk, net, processes, report, share, sys, vsock};
+use crate::{balloon, device, disk, net, processes, report, sys};
 
 /// The outside as the virtual CPU reaches it.
 pub struct LinuxHost {
@@ -79,9 +80,9 @@ pub enum Link {
     /// A stream of frames, or a tap device.
     Net(net::Link),
     /// A server of files.
-    Share(share::Link),
+    Share(disk::Link),
     /// Sockets of the host.
-    Vsock(vsock::Link),
+    Vsock(net::Packets),
     /// The device process.
     Console,
 }
@@ -155,22 +156,25 @@ pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start) -> Filled {
     let shares = (start.shares as usize).min(MAX_SHARES);
     let nets = (start.nets as usize).min(MAX_NETS);
     for number in 0..disks {
-        let info = BlockInfo::of_file(&shared::disk(number));
+        let record = shared::disk(number);
+        let make = if record.is_elsewhere { disk::Link::elsewhere } else { disk::Link::new };
+        let link = Link::Disk(make(disk::queue(number)));
         // There are as many slots.
-        let _ = slots.add(Model::Block(info), Link::Disk(disk::Link::new(number)));
+        let _ = slots.add(Model::Block(BlockInfo::of_file(&record)), link);
     }
     for number in 0..shares {
         let tag = shared::share(number).tag;
-        let _ = slots.add(Model::P9(tag), Link::Share(share::Link::new(number)));
+        let link = disk::Link::elsewhere(disk::queue(MAX_DISKS + number));
+        let _ = slots.add(Model::P9(tag), Link::Share(link));
     }
     let _ = slots.add(Model::Entropy, Link::Entropy);
     for number in 0..nets {
         let record = shared::net(number);
-        let link = Link::Net(net::Link::new(number, &record));
-        let _ = slots.add(Model::Net(net::info(&record)), link);
+        let link = Link::Net(net::link(number, &record));
+        let _ = slots.add(Model::Net(frames::info(&record)), link);
     }
     if start.vsock != 0 {
-        let _ = slots.add(Model::Vsock(start.vsock), Link::Vsock(vsock::Link::new()));
+        let _ = slots.add(Model::Vsock(start.vsock), Link::Vsock(net::packets()));
     }
     let balloon = balloon::Link::new(start);
     let balloon = balloon.and_then(|link| slots.add(Model::Balloon, Link::Balloon(link)).ok());

@@ -1,0 +1,400 @@
+//! Networks and vsock: streams of frames and tap devices of the host.
+//!
+//! The virtual processor that uses a card reads and writes its descriptor itself, which never waits. Where there is nothing to read or no room, a
+//! thread of the network waits in its place, and tells a processor.
+//!
+//! In a stream each frame is behind its length as 32 bits, big-endian, as in the rings of machines that are processes. A tap
+//! device gives and takes one frame a call, behind its offload header.
+
+use std::fs::File;
+use std::io::{self, ErrorKind, Read, Write};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use proto::wedge::{Net as Record, log};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use vmm_bus::Data;
+use vmm_bus::frames::{Frames, Port};
+use vmm_bus::outside::{MAX_FRAME, Offload, Takes};
+
+use crate::seat::{Seat, event};
+use crate::{Error, calls};
+
+/// Bytes of a frame's length.
+const LENGTH: usize = 4;
+/// Bytes to the host that wait at most.
+const ROOM: usize = 1 << 19;
+/// Bytes from the host that are kept at most: two of the longest packets of vsock.
+const KEPT: usize = 1 << 19;
+/// Longest frame of a stream.
+const MOST: usize = KEPT / 2 + 0x1000;
+const _: () = assert!(MOST > (proto::vsock::MOST_DATA as usize) + proto::vsock::HEADER);
+const _: () = assert!(KEPT > MAX_FRAME as usize + Offload::HEADER + LENGTH);
+
+/// A descriptor of the host, and what waits for it.
+pub struct Network {
+    /// For messages.
+    name: String,
+    file: File,
+    is_tap: bool,
+    out: Mutex<Out>,
+    /// There is something for the sender to wait for.
+    is_filled: Condvar,
+    /// A processor waits for frames.
+    is_hungry: Mutex<bool>,
+    hungers: Condvar,
+    is_down: AtomicBool,
+}
+
+/// Bytes that the host has not taken yet.
+#[derive(Default)]
+struct Out {
+    bytes: Vec<u8>,
+    /// Of these so many are taken.
+    taken: usize,
+    /// The guest has been refused a frame.
+    is_awaited: bool,
+}
+
+impl Out {
+    fn left(&self) -> usize {
+        self.bytes.len() - self.taken
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nobody leaves it half changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Network {
+    /// Of a descriptor that is a stream, or `/dev/net/tun` for the tap device that the record names.
+    pub fn new(name: String, file: File, record: &Record) -> Result<Self, Error> {
+        let is_tap = record.is_tap();
+        if is_tap {
+            calls::become_tap(&file, record.tap).map_err(Error::host("use the tap device"))?;
+        }
+        fcntl_getfl(&file)
+            .and_then(|flags| fcntl_setfl(&file, flags | OFlags::NONBLOCK))
+            .map_err(Error::host("set up a network"))?;
+        Ok(Self {
+            name,
+            file,
+            is_tap,
+            out: Mutex::default(),
+            is_filled: Condvar::new(),
+            is_hungry: Mutex::default(),
+            hungers: Condvar::new(),
+            is_down: AtomicBool::new(false),
+        })
+    }
+
+    /// Waits for room, and writes what waits, until the process ends.
+    pub fn send(&self, seat: &Seat) {
+        loop {
+            let is_idle = |out: &mut Out| out.left() == 0 && !out.is_awaited;
+            let out = lock(&self.out);
+            drop(self.is_filled.wait_while(out, is_idle).unwrap_or_else(PoisonError::into_inner));
+            self.wait(PollFlags::OUT);
+            let mut out = lock(&self.out);
+            self.flush(&mut out);
+            let has_room = out.left() <= ROOM / 2 && std::mem::take(&mut out.is_awaited);
+            if has_room || self.is_down.load(SeqCst) {
+                seat.tell(event::NET);
+            }
+        }
+    }
+
+    /// Waits for frames until the process ends.
+    pub fn receive(&self, seat: &Seat) {
+        loop {
+            let is_fed = |is_hungry: &mut bool| !*is_hungry;
+            let is_hungry = lock(&self.is_hungry);
+            drop(
+                self.hungers.wait_while(is_hungry, is_fed).unwrap_or_else(PoisonError::into_inner),
+            );
+            self.wait(PollFlags::IN);
+            *lock(&self.is_hungry) = false;
+            seat.tell(event::NET);
+        }
+    }
+
+    fn wait(&self, what: PollFlags) {
+        // If it fails, the one who is told finds nothing.
+        let _ = poll(&mut [PollFd::new(&self.file, what)], None);
+    }
+
+    /// Writes what waits, as far as the host takes it.
+    fn flush(&self, out: &mut Out) {
+        while out.left() != 0 {
+            match (&self.file).write(&out.bytes[out.taken..]) {
+                // Of a tap device's frame all is taken.
+                Ok(_) if self.is_tap => out.taken = out.bytes.len(),
+                Ok(count) => out.taken += count,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => {
+                    out.taken = out.bytes.len();
+                    // A tap device that is down, or does not like a header, loses the frame.
+                    if !self.is_tap {
+                        self.end(&error);
+                    }
+                }
+            }
+        }
+        out.bytes.clear();
+        out.taken = 0;
+    }
+
+    /// The guest's cable is out.
+    fn end(&self, error: &dyn std::fmt::Display) {
+        if !self.is_down.swap(true, SeqCst) {
+            eprintln!("<{}>{}: the other side has gone ({error})", log::WARN, self.name);
+        }
+    }
+}
+
+/// A network as the guest's device has it.
+pub struct Link<'n> {
+    network: &'n Network,
+    /// Frames from the host, each behind its length, and where they are: the last one may not be all there.
+    bytes: Vec<u8>,
+    start: usize,
+    end: usize,
+}
+
+impl<'n> Link<'n> {
+    /// Without frames.
+    pub fn new(network: &'n Network) -> Self {
+        Self { network, bytes: vec![0; KEPT], start: 0, end: 0 }
+    }
+
+    /// Length of the first frame, if all of it is there.
+    fn first_length(&self) -> Option<usize> {
+        let length = self.announced()?;
+        (length <= self.end - self.start - LENGTH).then_some(length)
+    }
+
+    /// What the first frame's length is said to be.
+    fn announced(&self) -> Option<usize> {
+        let bytes = self.bytes[self.start..self.end].first_chunk::<LENGTH>()?;
+        Some(u32::from_be_bytes(*bytes) as usize)
+    }
+
+    /// Where the first frame is.
+    fn first(&self) -> &[u8] {
+        let length = self.first_length().unwrap_or(0);
+        self.bytes.get(self.start + LENGTH..).map_or(&[], |rest| &rest[..length.min(rest.len())])
+    }
+
+    /// Reads what is there; whether it was anything.
+    fn fill(&mut self) -> bool {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.bytes.len() - self.start < MOST + LENGTH {
+            self.bytes.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let Network { file, is_tap, .. } = self.network;
+        let before = if *is_tap { LENGTH } else { 0 };
+        let place = self.end + before;
+        match { file }.read(&mut self.bytes[place..]) {
+            Ok(0) => self.network.end(&"end of the stream"),
+            Ok(count) => {
+                if *is_tap {
+                    self.bytes[self.end..place].copy_from_slice(&(count as u32).to_be_bytes());
+                }
+                self.end = place + count;
+                return true;
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => return true,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(error) => self.network.end(&error),
+        }
+        false
+    }
+}
+
+impl Frames for Link<'_> {
+    fn put(&mut self, before: &[u8], data: &mut Data<'_>) -> bool {
+        let Network { out, is_tap, is_filled, .. } = self.network;
+        let mut out = lock(out);
+        let length = before.len() + data.left() as usize;
+        let room = if *is_tap { 0 } else { ROOM.saturating_sub(LENGTH + length) };
+        if out.left() != 0 && out.left() > room {
+            out.is_awaited = true;
+            is_filled.notify_one();
+            return false;
+        }
+        if !*is_tap {
+            out.bytes.extend((length as u32).to_be_bytes());
+        }
+        out.bytes.extend(before);
+        let at = out.bytes.len();
+        out.bytes.resize(at + data.left() as usize, 0);
+        data.read(&mut out.bytes[at..]);
+        self.network.flush(&mut out);
+        if out.left() != 0 {
+            is_filled.notify_one();
+        }
+        true
+    }
+
+    fn await_first(&mut self) -> Option<u32> {
+        loop {
+            match (self.first_length(), self.announced()) {
+                (Some(length), _) => return Some(length as u32),
+                // Nobody knows where the next one begins.
+                (None, Some(length)) if length > MOST => {
+                    self.network.end(&"a frame is too long");
+                    (self.start, self.end) = (0, 0);
+                    return None;
+                }
+                (None, _) => {}
+            }
+            if self.network.is_down.load(SeqCst) {
+                return None;
+            }
+            if !self.fill() {
+                if !self.network.is_down.load(SeqCst) {
+                    *lock(&self.network.is_hungry) = true;
+                    self.network.hungers.notify_one();
+                }
+                return None;
+            }
+        }
+    }
+
+    fn copy_first(&self, before: u32, to: &mut Data<'_>) {
+        to.write(self.first().get(before as usize..).unwrap_or_default());
+    }
+
+    fn first_bytes<const N: usize>(&self, before: u32) -> Option<[u8; N]> {
+        self.first().get(before as usize..)?.first_chunk().copied()
+    }
+
+    fn forget_first(&mut self) {
+        if let Some(length) = self.first_length() {
+            self.start += LENGTH + length;
+        }
+    }
+}
+
+impl Port for Link<'_> {
+    fn is_up(&self) -> bool {
+        !self.network.is_down.load(SeqCst)
+    }
+
+    fn set_takes(&mut self, takes: Takes) {
+        if self.network.is_tap {
+            // If it fails, the card drops what the guest does not take.
+            let _: io::Result<()> = calls::set_offload(&self.network.file, takes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+    use vmm_bus::outside::Part;
+    use vmm_mem::GuestMemory;
+    use vmm_mem::testing::memory;
+
+    fn network() -> (Network, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let file = File::from(OwnedFd::from(ours));
+        (Network::new("network 0".to_owned(), file, &Record::default()).unwrap(), theirs)
+    }
+
+    /// Lets `act` have so many bytes of guest memory from an address on.
+    fn with<T>(
+        memory: &GuestMemory,
+        address: u64,
+        length: u32,
+        act: impl FnOnce(&mut Data<'_>) -> T,
+    ) -> T {
+        let mut parts = [Part { address, length }].into_iter();
+        act(&mut Data::new(memory, &mut parts, length))
+    }
+
+    #[test]
+    fn frames_come_whole_and_in_order() {
+        let (network, mut outside) = network();
+        let (mut link, memory) = (Link::new(&network), memory(&[(0, 0x3000)]));
+        assert_eq!(link.await_first(), None);
+        outside.write_all(&[0, 0, 0, 3, 1, 2]).unwrap();
+        assert_eq!(link.await_first(), None);
+        outside.write_all(&[3, 0, 0, 0, 0, 0, 0, 0, 1, 9]).unwrap();
+        assert_eq!(link.await_first(), Some(3));
+        with(&memory, 0x1000, 64, |data| link.copy_first(1, data));
+        assert_eq!(memory.read::<u32>(0x1000).unwrap(), 0x0302);
+        assert_eq!((link.first_bytes::<3>(0), link.first_bytes::<4>(0)), (Some([1, 2, 3]), None));
+        link.forget_first();
+        assert_eq!(link.await_first(), Some(0));
+        link.forget_first();
+        assert_eq!((link.await_first(), link.first_bytes(0)), (Some(1), Some([9])));
+        link.forget_first();
+        drop(outside);
+        assert!(link.is_up());
+        assert_eq!((link.await_first(), link.is_up()), (None, false));
+    }
+
+    #[test]
+    fn many_frames_pass_the_end_of_the_buffer() {
+        let (network, mut outside) = network();
+        let mut link = Link::new(&network);
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                for number in 0..100_u8 {
+                    let frame = vec![number; 50_000];
+                    outside.write_all(&50_000_u32.to_be_bytes()).unwrap();
+                    outside.write_all(&frame).unwrap();
+                }
+            });
+            for number in 0..100_u8 {
+                while link.await_first().is_none() {
+                    assert!(number == 0 || link.is_up());
+                    thread::yield_now();
+                }
+                assert!(link.first().iter().all(|byte| *byte == number));
+                assert_eq!(link.first().len(), 50_000);
+                link.forget_first();
+            }
+        });
+    }
+
+    #[test]
+    fn a_length_that_is_none_ends_the_stream() {
+        let (network, mut outside) = network();
+        let mut link = Link::new(&network);
+        outside.write_all(&[0x7f; 64]).unwrap();
+        assert_eq!((link.await_first(), link.is_up()), (None, false));
+        assert_eq!(link.await_first(), None);
+    }
+
+    #[test]
+    fn what_the_host_does_not_take_waits() {
+        let (network, mut outside) = network();
+        // Its thread never ends.
+        let network: &'static Network = Box::leak(Box::new(network));
+        let (mut link, memory) = (Link::new(network), memory(&[(0, 0x1_0000)]));
+        memory.fill(0, 0x1_0000, 7).unwrap();
+        let mut put = || with(&memory, 0, 60_000, |data| link.put(&[1, 2], data));
+        let count = (0..1000).take_while(|_| put()).count();
+        assert!((8..100).contains(&count), "{count}");
+        let seat: &'static Seat = Box::leak(Box::default());
+        thread::spawn(|| network.send(seat));
+        for _ in 0..count {
+            let mut bytes = vec![0; LENGTH + 60_002];
+            outside.read_exact(&mut bytes).unwrap();
+            assert_eq!(bytes[..LENGTH + 3], [0, 0, 0xea, 0x62, 1, 2, 7]);
+        }
+        while seat.take() & event::NET == 0 {
+            thread::yield_now();
+        }
+    }
+}
