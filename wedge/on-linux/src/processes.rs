@@ -269,8 +269,8 @@ pub fn fork() -> Result<u32, Errno> {
     // SAFETY: the child goes on with a copy of this process's own memory.
     let child = unsafe { sys::call(linux::__NR_clone, arguments) }? as u32;
     let first = &shared().first;
-    if child != 0 && first.load(SeqCst) == first::AWAITED {
-        // If it dies before, that is found out elsewhere.
+    if child != 0 && matches!(first.load(SeqCst), first::AWAITED | first::HERE) {
+        // If it dies before, that is found out elsewhere. It may be here already.
         sys::wait(first, first::AWAITED, Some(PATIENCE));
         first.store(first::MET, SeqCst);
         sys::wake(first);
