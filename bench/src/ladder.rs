@@ -91,7 +91,7 @@ pub fn small(kernels: &Kernels, rounds: usize) -> Result<Vec<All>> {
         let kernels = climb(kernels, number);
         let mut times = All::default();
         for _ in 0..rounds {
-            let mut run = places::with_ram_disk(Place::Parador, &kernels, &disk)?;
+            let mut run = places::with_ram_disk(Place::Parador, &kernels, &disk, &[])?;
             run.args(["--net", "user"]);
             times[Place::Parador as usize].read(&places::output(&mut run)?);
         }

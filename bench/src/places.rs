@@ -156,39 +156,60 @@ pub fn bind() -> Result<()> {
     output(Command::new("taskset").args(["--cpu-list", "--pid", &cpus, &own])).map(drop)
 }
 
+/// Variables of the environment of a program.
+pub type Variables<'a> = &'a [(&'a str, &'a str)];
+
+/// As a kernel is told them: what Linux does not know of its command line is the first program's environment.
+fn told(variables: Variables<'_>) -> String {
+    variables.iter().map(|(name, value)| format!("{name}={value} ")).collect()
+}
+
 /// Starts a RAM disk in a place that is a machine.
-pub fn with_ram_disk(place: Place, kernels: &Kernels, disk: &Path) -> Result<Command> {
+pub fn with_ram_disk(
+    place: Place,
+    kernels: &Kernels,
+    disk: &Path,
+    variables: Variables<'_>,
+) -> Result<Command> {
+    let variables = told(variables);
     Ok(match place {
         Place::Native => bail!("a RAM disk is started in machines only"),
         Place::Parador => {
             let mut run = run_parador(kernels);
-            run.arg("-i").arg(disk).args(["-p", "quiet"]);
+            run.arg("-i").arg(disk).args(["-p", &(variables + "quiet")]);
             run
         }
         Place::Tcg => {
             let mut qemu = run_qemu(kernels);
-            qemu.arg("-initrd").arg(disk).args(["-append", COMMAND_LINE]);
+            qemu.arg("-initrd").arg(disk).args(["-append", &(variables + COMMAND_LINE)]);
             qemu
         }
         Place::Uml => {
             let mut uml = run_uml();
-            uml.arg(format!("initrd={}", disk.display()));
+            uml.arg(format!("initrd={}", disk.display())).args(variables.split_whitespace());
             uml
         }
     })
 }
 
-/// Runs a program that is in a RAM disk, too, and that its first program starts; gives what it prints.
-pub fn program(place: Place, kernels: &Kernels, program: &Path, disk: &Path) -> Result<String> {
+/// Runs a program that is in a RAM disk, too, and that its first program starts, with the rows of its that are named, or all; gives what it prints.
+pub fn program(
+    place: Place,
+    kernels: &Kernels,
+    program: &Path,
+    disk: &Path,
+    row: Option<&str>,
+) -> Result<String> {
     if place != Place::Native {
-        return output(&mut with_ram_disk(place, kernels, disk)?);
+        let variables = row.map(|row| ("HB_ROW", row));
+        return output(&mut with_ram_disk(place, kernels, disk, variables.as_slice())?);
     }
-    output(&mut Command::new(program))
+    output(Command::new(program).args(row))
 }
 
 /// Milliseconds from the start of a machine's program to what `text` of the RAM disk's first program says.
 pub fn start(place: Place, kernels: &Kernels, disk: &Path, text: &str) -> Result<f64> {
-    let mut command = with_ram_disk(place, kernels, disk)?;
+    let mut command = with_ram_disk(place, kernels, disk, &[])?;
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let begin = Instant::now();
     let mut child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
@@ -241,11 +262,9 @@ impl Userland {
         &self,
         place: Place,
         kernels: &Kernels,
-        environment: &[(&str, &str)],
+        environment: Variables<'_>,
     ) -> Result<String> {
-        // What Linux does not know of its command line is the first program's environment.
-        let variables: String =
-            environment.iter().map(|(name, value)| format!("{name}={value} ")).collect();
+        let variables = told(environment);
         let first = |device: &str| variables.clone() + &FIRST.replace("DISK", device);
         let virtio = first("/dev/vdb");
         let mut command = match place {
