@@ -192,7 +192,7 @@ pub fn with_ram_disk(
     })
 }
 
-/// Runs a program that is in a RAM disk, too, and that its first program starts, with the rows of its that are named, or all; gives what it prints.
+/// Runs a program that is in a RAM disk, too, and that its first program starts, with one row of its, or all; gives what it prints.
 pub fn program(
     place: Place,
     kernels: &Kernels,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // System calls by `int $0x80`, and what else only 32-bit programs do: segments for thread-local storage, also in threads and processes that take
-// turns; signals; 64-bit code on the way. Of a 64-bit program, calls of the page of old calls (`vsyscall`), too. Without a library, so that nothing but a compiler is needed. As a 64-bit program it does the calls only.
+// turns; signals; 64-bit code on the way. Without a library, so that nothing but a compiler is needed. As a 64-bit program it does the calls only,
+// and those of the page of old calls (`vsyscall`).
 #define NOINLINE __attribute__((noinline))
 
 typedef unsigned int u32;
