@@ -8,7 +8,7 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use crate::guest::tsc;
 use crate::shared::{event, events, mine, shared, vcpu};
-use crate::{place, signal, steal, sys};
+use crate::{clock, place, signal, steal, sys};
 
 /// It looks for so long when it begins to, in microseconds.
 const FIRST: u64 = 10;
@@ -47,7 +47,7 @@ pub fn wait(deadline: u64) -> u32 {
             steal::rest();
             sys::wait(events(), 0, limit);
             steal::go_on();
-            vcpu.looks.set(next(vcpu.looks.get(), microseconds(tsc().saturating_sub(begin))));
+            vcpu.looks.set(next(vcpu.looks.get(), tsc().saturating_sub(begin)));
         }
     }
     vcpu.idle.store(state::BUSY, SeqCst);
@@ -68,7 +68,7 @@ fn look(deadline: u64) -> bool {
         return false;
     }
     vcpu.idle.store(state::LOOKS, SeqCst);
-    let end = tsc().saturating_add(limit.saturating_mul(shared().tsc_khz.load(Relaxed)) / 1000);
+    let end = tsc().saturating_add(limit);
     loop {
         if events().load(SeqCst) != 0 {
             return true;
@@ -84,11 +84,8 @@ fn look(deadline: u64) -> bool {
     }
 }
 
-fn microseconds(ticks: u64) -> u64 {
-    ticks.saturating_mul(1000) / shared().tsc_khz.load(Relaxed).max(1)
-}
-
-/// For how long it looks the next time if it has looked for `looks` and then waited for `waited`, in microseconds.
+/// For how long it looks the next time if it has looked for `looks` and then waited for `waited`, in ticks.
 fn next(looks: u64, waited: u64) -> u64 {
-    if waited > MOST { 0 } else { (2 * looks).clamp(FIRST, MOST) }
+    let most = clock::ticks(MOST);
+    if waited > most { 0 } else { (2 * looks).clamp(clock::ticks(FIRST), most) }
 }

@@ -13,17 +13,17 @@ use hw_x86::cpuid::leaf;
 use linux_raw_sys::general as linux;
 
 use crate::shared::{Owned, mine, shared, vcpu};
-use crate::sys;
+use crate::{clock, sys};
 
 /// Words of a set of CPUs; `CPU_SETSIZE` of Linux' libraries is 1024.
 pub const WORDS: usize = 16;
 /// Set of CPUs that a machine may use, as bits.
 pub type Cpus = [AtomicU64; WORDS];
 
-/// A process that had to wait longer than this for its turn has waited for a CPU, in milliseconds. Others' time slices are longer.
-const LONG: u64 = 1;
-/// For so long it is left where the host puts it, in milliseconds.
-const FREE: u64 = 20;
+/// A process that had to wait longer than this for its turn has waited for a CPU, in microseconds. Others' time slices are longer.
+const LONG: u64 = 1_000;
+/// For so long it is left where the host puts it, in microseconds.
+const FREE: u64 = 20_000;
 
 /// What a virtual CPU remembers.
 #[repr(C)]
@@ -72,10 +72,6 @@ fn now() -> (u64, u32) {
     (tsc, aux & 0xfff)
 }
 
-fn milliseconds(count: u64) -> u64 {
-    count * shared().tsc_khz.load(Relaxed)
-}
-
 /// This process is about to hand the virtual CPU over.
 pub fn give() {
     if !shared().places.load(Relaxed) {
@@ -98,8 +94,8 @@ pub fn take() {
         if bound.cpu.get() != 0 || tsc >= place.free_until.get() {
             bind(place.cpu.get());
         }
-    } else if bound.cpu.get() != 0 && tsc.saturating_sub(place.given.get()) > milliseconds(LONG) {
-        place.free_until.set(tsc + milliseconds(FREE));
+    } else if bound.cpu.get() != 0 && tsc.saturating_sub(place.given.get()) > clock::ticks(LONG) {
+        place.free_until.set(tsc + clock::ticks(FREE));
         free(tsc);
     }
 }
@@ -125,7 +121,7 @@ pub fn idle() {
         return;
     }
     let (tsc, _) = now();
-    if tsc.saturating_sub(bound.freed.get()) > milliseconds(FREE) {
+    if tsc.saturating_sub(bound.freed.get()) > clock::ticks(FREE) {
         free(tsc);
     }
 }

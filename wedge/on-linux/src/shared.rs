@@ -208,7 +208,7 @@ pub struct Vcpu {
     pub wanted: AtomicU32,
     /// Whether the virtual CPU waits for events: see [`crate::idle::state`].
     pub idle: AtomicU32,
-    /// For how long it looks for them itself at first, in microseconds.
+    /// For how long it looks for them itself at first, in ticks of the time-stamp counter.
     pub looks: Owned<u64>,
     /// Time-stamp counter at which the virtual CPU wants to be told.
     pub deadline: AtomicU64,

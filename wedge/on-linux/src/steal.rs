@@ -82,7 +82,7 @@ pub fn take() {
     update(|steal, _| {
         let now = tsc();
         let waited = now.saturating_sub(steal.given);
-        if waited > khz().saturating_mul(LATE) / 1000 {
+        if waited > clock::ticks(LATE) {
             steal.ticks = steal.ticks.saturating_add(waited);
         }
         steal.since = now;
@@ -93,7 +93,7 @@ pub fn take() {
 pub fn stolen() -> u64 {
     update(|steal, turns| {
         let now = tsc();
-        if now.saturating_sub(steal.asked) < khz().saturating_mul(1000) / QUESTIONS {
+        if now.saturating_sub(steal.asked) < clock::ticks(1_000_000 / QUESTIONS) {
             return;
         }
         let cpu = clock::now(linux::CLOCK_PROCESS_CPUTIME_ID);
