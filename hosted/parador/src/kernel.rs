@@ -41,7 +41,7 @@ macro_rules! ours {
 
 const CONFIG: &str = include_str!("../../../guests/linux/kernel/config");
 /// In the order in which they are made.
-const EDITS: [(&str, &str); 11] = ours![
+const EDITS: [(&str, &str); 12] = ours![
     "edits/1-checks.diff",
     "edits/2-kernel-addresses.diff",
     "edits/3-user-access.diff",
@@ -53,6 +53,7 @@ const EDITS: [(&str, &str); 11] = ours![
     "edits/9-accessed-bits.diff",
     "edits/10-forks.diff",
     "edits/11-32-bit-programs.diff",
+    "edits/12-anonymous-pages.diff",
 ];
 const HEADERS: [(&str, &str); 9] = ours![
     "include/asm/page_64.h",
