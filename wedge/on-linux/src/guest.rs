@@ -23,7 +23,7 @@ use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
 use wedge_x86::{CODE_32, CODE_64, Cause, Stub, decode_all};
 
-use crate::memory::{self, Fault, Fill, Ram};
+use crate::memory::{self, Fault, Ram};
 use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
 use crate::shared::{
     cell, count, event, events, has, mine, own_statistics, shared, start, vcpu, vcpus,
@@ -419,7 +419,7 @@ impl LinuxVcpu<'_> {
             && !has(option::NO_BATCHES)
         {
             // What is not there, or cannot be mapped, faults again.
-            let _ = memory::fill(cpu(), &self.ram, &self.memory, linear, intent, Fill::One);
+            let _ = memory::fill(cpu(), &self.ram, &self.memory, linear, intent);
         }
     }
 
@@ -552,7 +552,7 @@ impl LinuxVcpu<'_> {
                 Event::exception_code(vector::PAGE_FAULT, (code & (WRITE | FETCH)) as u32 | user);
             return Step::On;
         }
-        match memory::fill(cpu, &self.ram, &self.memory, linear, intent, Fill::Around) {
+        match memory::fill(cpu, &self.ram, &self.memory, linear, intent) {
             Fault::Filled => Step::On,
             Fault::Guest(fault) => {
                 count(count::FAULTS);

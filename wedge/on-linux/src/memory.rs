@@ -230,26 +230,16 @@ pub enum Fault {
     Full(i32),
 }
 
-/// How much is filled in.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Fill {
-    /// The page: its neighbours are there, or the guest has just made it.
-    One,
-    /// Its neighbours with it: all were dropped, most likely.
-    Around,
-}
-
 /// Pages that are looked at around one, in its part of this size.
 const AROUND: u64 = 16;
 
-/// Fills in what an access needs.
+/// Fills in what an access needs, and what is in one piece with it.
 pub fn fill(
     cpu: &VirtualCpu,
     ram: &Ram,
     memory: &GuestMemory,
     linear: u64,
     intent: Intent,
-    how: Fill,
 ) -> Fault {
     let paging = cpu.paging(linear, cpu.cpl == 3);
     let address = match paging.translate(memory, linear, intent, true) {
@@ -264,7 +254,7 @@ pub fn fill(
     }
     let Some(leaf) = leaf(memory, paging.cr3, linear) else { return Fault::Filled };
     let is_alone = profile::is_on() || has(option::NO_BATCHES) || needs_look(&leaf);
-    if leaf.size == PAGE && how == Fill::Around && !is_alone {
+    if leaf.size == PAGE && !is_alone {
         return fill_around(ram, memory, linear & !(PAGE - 1), &leaf);
     }
     if let Some(fault) = fill_code(ram, memory, linear, intent, &leaf) {
@@ -385,25 +375,33 @@ fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fau
     map(linear - before, before + PAGE + behind, leaf.rights(), offset - before)
 }
 
-/// Bytes before and behind a page that are in one piece with it: in the same table, in guest memory, and with the same rights. They count as
-/// accessed.
+/// Bytes before and behind a page that are in one piece with it: in the same table, in guest memory, with the same rights, and not mapped yet. They
+/// count as accessed.
 fn joined(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Option<(u64, u64)> {
     /// Bits in which the entries of a piece are equal.
     const SAME: u64 = entry::PRESENT | entry::WRITE | entry::USER | entry::DIRTY | entry::NX;
     let index = linear / PAGE % AROUND;
     let (offset, _) = ram.offset(leaf.address)?;
+    let is_mapped = |page: u64, offset: u64| {
+        let found = mapped().at(page);
+        found.is_some_and(|piece| {
+            piece.rights == leaf.rights() && piece.offset + (page - piece.start) == offset
+        })
+    };
     // `step` pages on; in two's complement, so also back. Other virtual CPUs may change the entries.
     let joins = |step: u64| {
         let at = leaf.at.wrapping_add(step.wrapping_mul(8));
         let expected = leaf.address.wrapping_add(step.wrapping_mul(PAGE));
         // Guest memory has a hole, its descriptor has none.
         let wanted = offset.wrapping_add(step.wrapping_mul(PAGE));
+        let page = linear.wrapping_add(step.wrapping_mul(PAGE));
         let in_piece = ram.offset(expected).is_some_and(|(offset, _)| offset == wanted);
         in_piece
             && memory.read::<u64>(at).is_ok_and(|value| {
                 value & entry::ADDRESS == expected
                     && value & SAME == leaf.entry & SAME
-                    && !calls::has_copy(linear.wrapping_add(step.wrapping_mul(PAGE)))
+                    && !calls::has_copy(page)
+                    && !is_mapped(page, wanted)
                     && access(memory, at, value)
             })
     };
