@@ -53,7 +53,7 @@ const EDITS: [(&str, &str); 12] = ours![
     "edits/9-accessed-bits.diff",
     "edits/10-forks.diff",
     "edits/11-32-bit-programs.diff",
-    "edits/12-anonymous-pages.diff",
+    "edits/12-more-at-once.diff",
 ];
 const HEADERS: [(&str, &str); 9] = ours![
     "include/asm/page_64.h",

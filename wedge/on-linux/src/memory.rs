@@ -230,8 +230,10 @@ pub enum Fault {
     Full(i32),
 }
 
-/// Pages that are looked at around one, in its part of this size.
-const AROUND: u64 = 16;
+/// Pages that are looked at around one, in its part of this size: as many as the guest's kernel makes at once.
+const AROUND: u64 = 256;
+/// The same of code that is copied first.
+const CODE_AROUND: u64 = 16;
 
 /// Fills in what an access needs, and what is in one piece with it.
 pub fn fill(
@@ -313,11 +315,11 @@ fn fill_code(
     }
     let page = linear & !(PAGE - 1);
     let (run, base, size) = if leaf.size == PAGE {
-        let (before, behind) = joined(ram, memory, page, leaf)?;
+        let (before, behind) = joined(ram, memory, page, leaf, CODE_AROUND)?;
         (page - before, leaf.address - before, before + PAGE + behind)
     } else {
         // Some pages of a large one, which a flush drops as a whole.
-        const PIECE: u64 = AROUND * PAGE;
+        const PIECE: u64 = CODE_AROUND * PAGE;
         slot().large.store(true, Relaxed);
         let run = linear & !(PIECE - 1);
         (run, leaf.address + (run & (leaf.size - 1)), PIECE)
@@ -371,16 +373,24 @@ pub fn mapped() -> &'static mut Mapped<PIECES> {
 /// Fills in a page and those around it that are in one piece with it.
 fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fault {
     let Some((offset, _)) = ram.offset(leaf.address) else { return Fault::Device(leaf.address) };
-    let Some((before, behind)) = joined(ram, memory, linear, leaf) else { return Fault::Filled };
+    let Some((before, behind)) = joined(ram, memory, linear, leaf, AROUND) else {
+        return Fault::Filled;
+    };
     map(linear - before, before + PAGE + behind, leaf.rights(), offset - before)
 }
 
-/// Bytes before and behind a page that are in one piece with it: in the same table, in guest memory, with the same rights, and not mapped yet. They
-/// count as accessed.
-fn joined(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Option<(u64, u64)> {
+/// Bytes before and behind a page that are in one piece with it: in its part of `around` pages, in guest memory, with the same rights, and not mapped
+/// yet. They count as accessed.
+fn joined(
+    ram: &Ram,
+    memory: &GuestMemory,
+    linear: u64,
+    leaf: &Leaf,
+    around: u64,
+) -> Option<(u64, u64)> {
     /// Bits in which the entries of a piece are equal.
     const SAME: u64 = entry::PRESENT | entry::WRITE | entry::USER | entry::DIRTY | entry::NX;
-    let index = linear / PAGE % AROUND;
+    let index = linear / PAGE % around;
     let (offset, _) = ram.offset(leaf.address)?;
     let is_mapped = |page: u64, offset: u64| {
         let found = mapped().at(page);
@@ -406,7 +416,7 @@ fn joined(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Option<(
             })
     };
     let before = (1..=index).take_while(|&step| joins(step.wrapping_neg())).count() as u64;
-    let behind = (1..AROUND - index).take_while(|&step| joins(step)).count() as u64;
+    let behind = (1..around - index).take_while(|&step| joins(step)).count() as u64;
     Some((before * PAGE, behind * PAGE))
 }
 
