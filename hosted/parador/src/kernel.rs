@@ -12,9 +12,11 @@ use crate::failure::{self, Failure};
 use crate::interrupt::Interruptible;
 use crate::output;
 use crate::programs;
+use crate::run::refused;
 use crate::steps::{Step, Steps};
 use crate::supervise::{self, AtEnd};
 use clap::{Args, Subcommand};
+use hosted_vmm::{Image, symbols};
 use nix::sys::resource::{UsageWho, getrusage};
 use serde::{Deserialize, Serialize};
 use source::Source;
@@ -23,12 +25,12 @@ use std::env;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::io::{self, BufRead, BufReader};
+use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
-use tempfile::TempDir;
+use tempfile::{NamedTempFile, TempDir};
 
 /// Changes when sites are padded or recorded otherwise than before.
 const VERSION: u32 = 3;
@@ -163,6 +165,20 @@ The folder has a Kbuild or Makefile with `obj-m := NAME.o`; the modules appear i
         #[command(flatten)]
         how: KernelArguments,
     },
+    /// Write down a kernel's functions so that perf finds them in machines of `parador run`.
+    #[command(after_help = "\
+Example: parador kernel symbols vmlinux symbols
+         perf record -a -g sleep 10
+         perf report --symfs symbols
+
+Every machine of processes has its kernel at the same addresses, so this can be done when the
+machine has ended, too. Modules are not in it.")]
+    Symbols {
+        /// The kernel: `vmlinux` of `parador kernel build`.
+        kernel: PathBuf,
+        /// Folder for what perf reads.
+        folder: PathBuf,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -199,8 +215,25 @@ pub fn run(command: KernelCommand) -> Result<u8, Failure> {
         KernelCommand::Module { folder, kernel, how } => {
             module(&folder, kernel.as_deref(), &how.options(), &Steps::new())?;
         }
+        KernelCommand::Symbols { kernel, folder } => write_symbols(&kernel, &folder)?,
     }
     Ok(0)
+}
+
+/// Writes what `perf report --symfs FOLDER` reads of a kernel.
+fn write_symbols(kernel: &Path, folder: &Path) -> Result<(), Failure> {
+    let bytes = fs::read(kernel).map_err(|error| Failure::file("read", kernel, &error))?;
+    let object = Image::parse(&bytes).and_then(|image| symbols::object(&image));
+    let object = object.map_err(|error| refused(&error, kernel))?;
+    let path = folder.join(symbols::NAME);
+    fs::create_dir_all(folder)
+        .and_then(|()| {
+            let mut file = NamedTempFile::new_in(folder)?;
+            file.write_all(&object)?;
+            file.persist(&path).map_err(io::Error::from)
+        })
+        .map_err(|error| Failure::file("write", &path, &error))?;
+    Ok(())
 }
 
 /// How to make a kernel.

@@ -732,7 +732,7 @@ fn wedge(named: Option<&Path>) -> Result<PathBuf, Failure> {
     Ok(wedge)
 }
 
-fn refused(error: &Error, kernel: &Path) -> Failure {
+pub fn refused(error: &Error, kernel: &Path) -> Failure {
     let code = match error {
         Error::Host(..) | Error::TooMuchMemory { .. } => failure::OS_ERROR,
         Error::Lacking(_) => failure::UNAVAILABLE,

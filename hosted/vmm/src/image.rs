@@ -315,6 +315,11 @@ pub fn moved(linked: u64) -> u64 {
     linked.wrapping_add(DELTA)
 }
 
+/// Guest-physical address of a place in the moved image.
+pub fn physical_of_moved(address: u64) -> u64 {
+    address.wrapping_sub(layout::IMAGE)
+}
+
 /// Guest-physical address of a place in the image.
 pub fn physical(linked: u64) -> u64 {
     linked.wrapping_sub(LINKED)

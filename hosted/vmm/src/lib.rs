@@ -8,6 +8,7 @@ mod error;
 mod filters;
 mod image;
 mod prepare;
+pub mod symbols;
 
 pub use error::Error;
 pub use filters::{confine, confine_switch};

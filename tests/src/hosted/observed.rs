@@ -1,6 +1,7 @@
 //! What users see of a machine that runs: messages as JSON, its serial line elsewhere, maps for profilers.
 
 use super::{PROMPT, Rig, children, end, ended, start};
+use crate::system::parador;
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::HashMap;
 use std::fs;
@@ -153,6 +154,17 @@ pub fn perf_map() -> Result<()> {
     child.wait_with_output().context("cannot wait for parador")?;
     let left: Vec<_> = all.iter().filter(|process| path(**process).exists()).collect();
     ensure!(left.is_empty(), "maps of {left:?} have stayed");
+
+    // What `perf report` reads: offsets in guest memory.
+    let mut symbols = parador(rig.folder());
+    symbols.args(["kernel", "symbols"]).arg(rig.kernel()).arg("symbols");
+    ensure!(symbols.status().context("cannot start parador")?.success(), "no symbols");
+    let file = rig.folder().join("symbols/memfd:parador-guest (deleted)");
+    let names = Command::new("nm").arg(file).output().context("cannot start nm")?.stdout;
+    let offset = linked.wrapping_sub(0xffff_ffff_8000_0000);
+    let wanted = format!("{offset:016x} T do_syscall_64");
+    let names = String::from_utf8_lossy(&names);
+    ensure!(names.lines().any(|line| line == wanted), "no {wanted}");
     Ok(())
 }
 

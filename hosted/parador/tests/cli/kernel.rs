@@ -127,6 +127,17 @@ fn modules_are_built_for_it() {
 }
 
 #[test]
+fn symbols_are_those_of_a_kernel() {
+    let folder = folder(MAKE);
+    folder.write("file", b"no kernel");
+    for (kernel, expected) in [("file", 65), ("nowhere", 66)] {
+        let symbols = folder.parador(&["kernel", "symbols", kernel, "symbols"]).output().unwrap();
+        assert_eq!(code(&symbols), expected, "{}", errors(&symbols));
+        assert!(errors(&symbols).contains(kernel) && !folder.path("symbols").exists());
+    }
+}
+
+#[test]
 fn what_is_wrong_is_named() {
     let folder = folder(MAKE);
     folder.write("linux/arch/x86/kernel/vmlinux.lds.S", b"something else\n");
