@@ -132,10 +132,15 @@ impl Rig {
 
     /// A machine that runs a script from its first disk, on which these files are, too. The script's end ends it.
     fn script(&self, text: &str, files: &[&Path]) -> Result<Command> {
+        self.script_with("", text, files)
+    }
+
+    /// The same with a word on the kernel's command line.
+    fn script_with(&self, word: &str, text: &str, files: &[&Path]) -> Result<Command> {
         self.disk("disk.img", text, files)?;
         let mut command = self.run();
         let start = "mkdir -p /mnt; mount /dev/vda /mnt; sh -e /mnt/script";
-        command.args(["-d", "disk.img", "-p", &format!("parador.run=\"{start}\"")]);
+        command.args(["-d", "disk.img", "-p", &format!("{word} parador.run=\"{start}\"")]);
         Ok(command)
     }
 
@@ -577,7 +582,7 @@ fn stress_program() -> PathBuf {
     artifacts().join("linux-stress")
 }
 
-/// Memory from the least to more than fits below 4 GiB; the host gives what is used of it.
+/// Memory from the least to more than fits below 4 GiB; the host gives what is used of it. Programs get it in pieces, if they may.
 pub fn memory() -> Result<()> {
     let rig = Rig::new()?;
     for (size, least, most) in
@@ -597,6 +602,19 @@ pub fn memory() -> Result<()> {
     // Of 1,200 MiB of zeros, in memory on both sides of the hole.
     machine.args(["-m", "4G"]);
     end(&mut machine, "")?.well(0, &["8c2297c9abaf3b724f6192f65efe9a89"])?;
+
+    // A buffer of 1.9 MiB is too small for a large page: 475 pages, in pieces or one by one.
+    let touch = "faults() { sed -n 's/^pgfault //p' /proc/vmstat; }; faults >/before
+        dd if=/dev/zero of=/dev/null bs=1900k count=1 2>/dev/null
+        echo took $(($(faults) - $(cat /before))) faults\n";
+    for (how, expected) in [("always", 0..300), ("never", 475..800)] {
+        let mut machine = rig.script(touch, &[])?;
+        let ended =
+            end(machine.args(["-p", &format!("transparent_hugepage={how}")]), "")?.well(0, &[])?;
+        let line = ended.console.lines().find_map(|line| line.strip_prefix("took "));
+        let count = line.and_then(|line| line.split(' ').next()?.parse().ok());
+        ensure!(count.is_some_and(|count| expected.contains(&count)), "{how}: {count:?} faults");
+    }
     Ok(())
 }
 
