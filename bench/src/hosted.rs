@@ -187,8 +187,6 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
         println!("round {} of {rounds}: computing again", round + 1);
         for place in [Place::Native, Place::Parador].repeat(AGAIN) {
             program.run(&mut all, place, &kernels, Some("compute"))?;
-        }
-        for place in [Place::Native, Place::Parador] {
             all[place as usize].read(&userland.run(place, &kernels, &[("HB_PART", "povray")])?);
         }
         // Whoever ends it early has what there is.

@@ -608,9 +608,8 @@ pub fn memory() -> Result<()> {
         dd if=/dev/zero of=/dev/null bs=1900k count=1 2>/dev/null
         echo took $(($(faults) - $(cat /before))) faults\n";
     for (how, expected) in [("always", 0..300), ("never", 475..800)] {
-        let mut machine = rig.script(touch, &[])?;
-        let ended =
-            end(machine.args(["-p", &format!("transparent_hugepage={how}")]), "")?.well(0, &[])?;
+        let word = format!("transparent_hugepage={how}");
+        let ended = end(&mut rig.script_with(&word, touch, &[])?, "")?.well(0, &[])?;
         let line = ended.console.lines().find_map(|line| line.strip_prefix("took "));
         let count = line.and_then(|line| line.split(' ').next()?.parse().ok());
         ensure!(count.is_some_and(|count| expected.contains(&count)), "{how}: {count:?} faults");
