@@ -53,8 +53,20 @@ const PING: &str = "ping -c 1 10.0.2.2\n";
 /// systemd has started all that there is; it fails if anything has failed.
 const STARTED: &str = "systemctl is-system-running --wait\n";
 
-/// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks its disk.
+/// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks its disk. QEMU's processor with several threads
+/// may lose a guest's state on the way (docs/CAVEATS.md), which the VMM reports as below; it does so twice in a row in less than one of a hundred tests.
 pub fn run(cpus: u32) -> Result<()> {
+    const LOST: &str = "gave up: rip ";
+    match use_once(cpus) {
+        Err(error) if cpus > 1 && format!("{error:#}").contains(LOST) => {
+            eprintln!("once more, since a virtual CPU gave up:\n{error:#}");
+            use_once(cpus)
+        }
+        result => result,
+    }
+}
+
+fn use_once(cpus: u32) -> Result<()> {
     let made = make_disk("debian", "postgresql")?;
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let disk = copy(&made, folder.path())?;
