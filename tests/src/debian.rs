@@ -54,7 +54,7 @@ const PING: &str = "ping -c 1 10.0.2.2\n";
 const STARTED: &str = "systemctl is-system-running --wait\n";
 
 /// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks its disk. QEMU's processor with several threads
-/// may lose a guest's state on the way (docs/CAVEATS.md), which the VMM reports as below; it does so twice in a row in less than one of a hundred tests.
+/// may lose a guest's state on the way (docs/CAVEATS.md), which the VMM reports as below: then all of it starts once more, no oftener.
 pub fn run(cpus: u32) -> Result<()> {
     const LOST: &str = "gave up: rip ";
     match use_once(cpus) {

@@ -225,7 +225,7 @@ fn write_symbols(kernel: &Path, folder: &Path) -> Result<(), Failure> {
     let bytes = fs::read(kernel).map_err(|error| Failure::file("read", kernel, &error))?;
     let object = Image::parse(&bytes).and_then(|image| symbols::object(&image));
     let object = object.map_err(|error| refused(&error, kernel))?;
-    let path = folder.join(symbols::NAME);
+    let path = folder.join(symbols::name());
     fs::create_dir_all(folder)
         .and_then(|()| {
             let mut file = NamedTempFile::new_in(folder)?;

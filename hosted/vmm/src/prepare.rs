@@ -136,8 +136,11 @@ pub fn empty(memory: u64) -> Result<Prepared, Error> {
     prepared(guest_memory(memory)?, shared_memory()?, memory)
 }
 
+/// Name of the file in memory that is the guest's.
+pub const GUEST_MEMORY: &str = "parador-guest";
+
 fn guest_memory(bytes: u64) -> Result<SharedMemory, Error> {
-    SharedMemory::new("parador-guest", bytes)
+    SharedMemory::new(GUEST_MEMORY, bytes)
         .map_err(|error| Error::Host("make the guest's memory", error))
 }
 

@@ -7,10 +7,13 @@ use object::write::StringId;
 use object::write::elf::{FileHeader, SectionHeader, Sym, Writer};
 
 use crate::image::physical_of_moved;
+use crate::prepare::GUEST_MEMORY;
 use crate::{Error, Image};
 
 /// Its name for `perf`: that of guest memory in `/proc/PID/maps`.
-pub const NAME: &str = "memfd:parador-guest (deleted)";
+pub fn name() -> String {
+    format!("memfd:{GUEST_MEMORY} (deleted)")
+}
 
 /// An object file (ELF) whose offsets are guest-physical addresses.
 ///

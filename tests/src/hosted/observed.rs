@@ -135,8 +135,9 @@ pub fn perf_map() -> Result<()> {
     let system_map = system_map.context("the kernel has no list of symbols")?;
     let symbol = system_map.lines().find_map(|line| line.strip_suffix(" T do_syscall_64"));
     let linked = u64::from_str_radix(symbol.context("no do_syscall_64")?, 16)?;
+    let offset = linked.wrapping_sub(0xffff_ffff_8000_0000);
     // Where `proto::wedge::layout::IMAGE` is.
-    let wanted = format!("{:x} ", linked.wrapping_sub(0xffff_ffff_8000_0000) + 0x4000_0000);
+    let wanted = format!("{:x} ", offset + 0x4000_0000);
     let path = |process: u32| PathBuf::from(format!("/tmp/perf-{process}.map"));
     let has_map = |process: &u32| {
         let own = fs::symlink_metadata(path(*process)).ok()?;
@@ -161,7 +162,6 @@ pub fn perf_map() -> Result<()> {
     ensure!(symbols.status().context("cannot start parador")?.success(), "no symbols");
     let file = rig.folder().join("symbols/memfd:parador-guest (deleted)");
     let names = Command::new("nm").arg(file).output().context("cannot start nm")?.stdout;
-    let offset = linked.wrapping_sub(0xffff_ffff_8000_0000);
     let wanted = format!("{offset:016x} T do_syscall_64");
     let names = String::from_utf8_lossy(&names);
     ensure!(names.lines().any(|line| line == wanted), "no {wanted}");
