@@ -182,7 +182,7 @@ impl Control {
         if index == 0 {
             self.obey(events, notifications, machine);
         }
-        self.publish(index, context, machine);
+        self.publish(index, notifications.len(), context, machine);
         if self.paused.load(Ordering::Acquire) {
             self.rests_since.fetch_max(time::tsc(), Ordering::Relaxed);
             self.resting.fetch_add(1, Ordering::AcqRel);
@@ -196,7 +196,7 @@ impl Control {
                 } else if index == 0 {
                     self.obey(events, notifications, machine);
                 }
-                self.publish(index, context, machine);
+                self.publish(index, notifications.len(), context, machine);
             }
             self.resting.fetch_sub(1, Ordering::AcqRel);
         }
@@ -240,12 +240,22 @@ impl Control {
         self.order(notifications);
     }
 
-    /// Publishes the figures of a virtual CPU, in a report with the last ones of the others.
-    fn publish(&self, index: usize, context: SchedContext, machine: &mut impl Machine) {
+    /// Publishes the figures of a virtual CPU, in a report with the last ones of the others, once each of `count` has told its first:
+    /// what one did before it told would seem to be of the time after the report.
+    fn publish(
+        &self,
+        index: usize,
+        count: usize,
+        context: SchedContext,
+        machine: &mut impl Machine,
+    ) {
         let share = Share { used: context.used(), ..machine.share() };
         let mut shares = self.shares.lock();
         let Some(page) = shares.page else { return };
         shares.each[index] = share;
+        if shares.each.iter().take(count).any(|share| share.used == 0) {
+            return;
+        }
         let report = self.sum(&shares);
         let begun = shares.sequence + 1;
         shares.sequence += 2;
