@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A program that wants to reach its kernel, where both are in one process of a host (`parador run`): `attack` makes each attempt in a process of
-// its own, and prints what came of them. An attempt has failed if its process got a signal; it succeeds by changing the kernel's memory.
+// its own, and prints what came of them. With an argument the program is apart from its kernel, in another process, and tries what there is there. An attempt has failed if its process got a signal; it succeeds by changing the kernel's memory.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <signal.h>
@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/utsname.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -33,6 +34,7 @@
 #define DIRECT 0x400000000000ul
 #define WINDOW 0x700000000000ul
 #define COPIES 0x740000000000ul
+#define GATE 0x77000000ul
 
 // Registers by number, as instructions encode them.
 struct registers {
@@ -41,7 +43,9 @@ struct registers {
 enum { RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 };
 static struct registers at_jump __attribute__((used));
 static uint64_t canary, safe_stack[1024] __attribute__((used));
-static int attempts, harmless;
+static int attempts, harmless, apart;
+// What they are about: registers for the gate.
+static int variant;
 // Every word of it leads on, wherever a `ret` takes one.
 static uint64_t *returns;
 static uint8_t area[PAGE] __attribute__((aligned(64)));
@@ -75,7 +79,9 @@ static void try(const char *name, attempt *what, uint64_t argument)
 	int status;
 	pid_t child = fork();
 	if (child == 0) {
-		alarm(1);
+		// A second where others have a part of it.
+		struct itimerval time = { .it_value = { .tv_sec = !apart, .tv_usec = apart ? 200000 : 0 } };
+		setitimer(ITIMER_REAL, &time, NULL);
 		what(argument);
 		_exit(0);
 	}
@@ -98,6 +104,8 @@ static void reset(void)
 	for (int i = 0; i < 16; i++)
 		at_jump.gpr[i] = (uint64_t)area;
 	at_jump.gpr[RSP] = (uint64_t)(returns + 512);
+	if (apart)
+		return;
 	// What the wedge takes back from there.
 	uint64_t *crossing = (uint64_t *)CROSSING;
 	uint64_t values[] = { SYS_getpid, (uint64_t)after, 0, (uint64_t)after, 0x33, 0x2, (uint64_t)(returns + 512), 0x2b };
@@ -414,6 +422,85 @@ static void no_interrupts(uint64_t gate)
 	jump();
 }
 
+// The gate by which a program's process stops, from one of its instructions on: with registers by which it would map the guest's memory, wait for
+// its orders with a time, or return to what is forged.
+static void enter_gate(uint64_t at)
+{
+	static const uint64_t time[2] = { 0, 1000000 };
+	uint64_t calls[][7] = {
+		{ SYS_mmap, (uint64_t)area & ~4095ul, PAGE, 7, 0x11, 3, 0x1000000 },
+		{ SYS_mprotect, GATE, PAGE, 3 },
+		{ SYS_futex, GATE, 0, *(volatile uint32_t *)GATE, (uint64_t)time },
+		{ SYS_futex, GATE, 0, *(volatile uint32_t *)GATE },
+		{ SYS_exit_group, 0 },
+	};
+	uint64_t *call = calls[variant % 5];
+	return_from_signal(0);
+	at_jump.gpr[RAX] = call[0];
+	at_jump.gpr[RDI] = call[1];
+	at_jump.gpr[RSI] = call[2];
+	at_jump.gpr[RDX] = call[3];
+	at_jump.gpr[R8 + 2] = call[4];
+	at_jump.gpr[R8] = call[5];
+	at_jump.gpr[R8 + 1] = call[6];
+	at_jump.gpr[R8 + 4] = variant;
+	at_jump.target = at;
+	jump();
+}
+
+// It says that it has stopped, and does not. Whoever believes that waits for its next orders for ever.
+static void lie(uint64_t reports)
+{
+	for (;;)
+		for (int word = 0; word < 16; word++)
+			*(volatile uint32_t *)(reports + word % 2 * 4) = *(volatile uint32_t *)(GATE + word % 3 * 4);
+}
+
+// A page that it has given up, after a lie.
+static void stale_page(uint64_t reports)
+{
+	volatile uint64_t *page = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	*page = 1;
+	*(volatile uint32_t *)reports = *(volatile uint32_t *)GATE;
+	munmap((void *)page, PAGE);
+	*page = 2;
+	_exit(BROKEN);
+}
+
+static void attack_gate(void)
+{
+	uint64_t gate = 0, reports = 0;
+	const uint8_t *code = (const uint8_t *)WEDGE;
+	// mov [number], edi, which is the gate's first instruction.
+	for (uint64_t at = 0; at < WEDGE_CODE_END - WEDGE && !gate; at++) {
+		uint32_t number;
+		memcpy(&number, code + at + 3, sizeof number);
+		if (!memcmp(code + at, "\x89\x3c\x25", 3) && number - GATE < 0x10000) {
+			gate = WEDGE + at;
+			reports = number & ~4095ul;
+		}
+	}
+	if (!gate) {
+		printf("attack: no gate: nothing is apart\n");
+		exit(1);
+	}
+	try("write orders", write_it, GATE);
+	try("write commands", write_it, GATE + 0x200);
+	for (uint64_t at = gate; at < gate + 0x180; at++) {
+		try("gate", enter_gate, at);
+		variant++;
+	}
+	// Each call of the host that is there, with all registers.
+	for (uint64_t at = gate; at < gate + 0x180; at++)
+		if (*(const uint16_t *)at == 0x050f || *(const uint16_t *)at == 0x80cd)
+			for (int i = 0; i < 5; i++) {
+				variant = i;
+				try("call of the gate", enter_gate, at);
+			}
+	try("lie", lie, reports);
+	try("stale page", stale_page, reports);
+}
+
 static uint64_t symbol(const char *name)
 {
 	char line[256], found[200], kind;
@@ -430,9 +517,11 @@ static uint64_t symbol(const char *name)
 	return result;
 }
 
-int main(void)
+int main(int arguments, char **argument)
 {
 	struct utsname before, now;
+	(void)argument;
+	apart = arguments > 1;
 	uname(&before);
 	// `nodename` of the first name space.
 	canary = symbol("init_uts_ns") + sizeof before.sysname;
@@ -451,6 +540,8 @@ int main(void)
 	try("write", write_it, PRIVATE);
 	try("write", write_it, SLOTS);
 	try("write", write_it, WEDGE);
+	if (apart)
+		attack_gate();
 
 	const uint32_t all_rights[] = { 0, 0xffffffec, 0x55555554, 0x8, 0x3 };
 	const uint8_t *code = (const uint8_t *)WEDGE;
@@ -492,13 +583,15 @@ int main(void)
 		if (code[at + 1] == 0x05 && !memcmp(code + at - 5, "\xb8\x0f\0\0", 4))
 			try("sigreturn", return_from_signal, WEDGE + at - 5);
 	}
-	if (!handler || !gate) {
+	if (!apart && (!handler || !gate)) {
 		printf("attack: no handler or no gate: nothing is protected\n");
 		return 1;
 	}
 	for (uint64_t at = restores + 40; at < restores + 72; at++)
 		try("xrstor of the kernel", restore_at, at);
 
+	if (apart)
+		goto end;
 	const uint64_t contexts[] = { SIGNAL_STACK + 0x10000, SIGNAL_STACK_END - 8, CELL, DIRECT + 0x1000000, 0, SIGNAL_STACK + 1 };
 	const uint64_t stacks[] = { CELL + 0x800, DIRECT + 0x1000000, SIGNAL_STACK + 0x8000 };
 	const uint64_t rips[] = { (uint64_t)after, WEDGE + 0x400, handler, handler + 3, gate, IMAGE + 0x1000000, STUBS + 8, 1ul << 63 };
@@ -525,6 +618,7 @@ int main(void)
 	try("odd calls", odd_calls, 0);
 	try("no interrupts", no_interrupts, gate);
 
+end:
 	uname(&now);
 	int same = !memcmp(&before, &now, sizeof now);
 	printf("attack: %d attempts, %d without an effect; the kernel is %s\n", attempts, harmless, same ? "unchanged" : "CHANGED");

@@ -8,7 +8,7 @@ use core::sync::atomic::AtomicU64;
 /// First word of the record: "PARADORW".
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PARADORW");
 /// Version of the record.
-pub const VERSION: u64 = 7;
+pub const VERSION: u64 = 8;
 
 /// Where things are in the address space of a process, and descriptors that it inherits. The part above the guest's programs is like
 /// Linux' own upper half; the image and its modules are where 32-bit sign-extended addresses reach.
@@ -33,6 +33,16 @@ pub mod layout {
     pub const STUBS_LENGTH: u64 = 0x0080_0000;
     /// Memory of one process.
     pub const PRIVATE: u64 = 0x7400_0000;
+    /// What two processes of an address space share, if programs have one of their own.
+    pub const GATE: u64 = 0x7700_0000;
+    /// Its length in bytes.
+    pub const GATE_LENGTH: u64 = 0x1_0000;
+    /// Where the one of a slot of a virtual CPU is in the descriptor of the shared memory.
+    pub const fn gate(vcpu: usize, slot: usize) -> u64 {
+        SHARED_LENGTH + (vcpu * SLOTS + slot) as u64 * GATE_LENGTH
+    }
+    /// Most address spaces that have a process of their own, for each virtual CPU.
+    pub const SLOTS: usize = 64;
     /// First address behind all that is the wedge's.
     pub const WEDGE_END: u64 = 0x7800_0000;
     /// Fixed mappings of the guest's kernel.
@@ -54,6 +64,8 @@ pub mod layout {
     /// Copies of the pages that programs of one virtual CPU execute, where memory is protected by keys: as long as guest memory. Behind that
     /// in its descriptor, those of one virtual CPU after the other.
     pub const COPIES: u64 = 0x7400_0000_0000;
+    /// First address that the wedge leaves to the host.
+    pub const HOST: u64 = 0x7800_0000_0000;
 
     /// Descriptor of what is typed.
     pub const INPUT_FD: u32 = 0;
@@ -119,7 +131,7 @@ impl Filters {
     /// Words of each.
     pub const WORDS: usize = 512;
     /// How many there are.
-    pub const COUNT: usize = 7;
+    pub const COUNT: usize = 8;
     /// [`Self::programs`]: of the guest's processes.
     pub const GUEST: usize = 0;
     /// Of those of disks.
@@ -130,6 +142,8 @@ impl Filters {
     pub const KICKS: usize = 3;
     /// Of the device process.
     pub const DEVICE: usize = 6;
+    /// Of the thread that runs programs, if these have processes of their own.
+    pub const PROGRAM: usize = 7;
 }
 
 const _: () = assert!(layout::FILTERS + size_of::<Filters>() as u64 <= layout::SHARED_LENGTH);
@@ -553,6 +567,9 @@ pub mod option {
     pub const KEYS: u64 = 1 << 12;
     /// The host has 32-bit system calls.
     pub const COMPAT: u64 = 1 << 14;
+    /// Programs have processes of their own, without their kernel. Neither together with [`KEYS`], [`REMAP`], [`TRACED`] and [`PROFILE`], nor without
+    /// [`NO_CALL_SITES`]. There is a [`gate`](super::layout::gate) for each slot behind the shared memory.
+    pub const APART: u64 = 1 << 15;
 }
 
 #[cfg(test)]

@@ -131,7 +131,7 @@ impl Rig {
     }
 
     /// A machine that runs a script from its first disk, on which these files are, too. The script's end ends it.
-    fn script(&self, text: &str, files: &[&Path]) -> Result<Command> {
+    pub fn script(&self, text: &str, files: &[&Path]) -> Result<Command> {
         self.script_with("", text, files)
     }
 
@@ -941,18 +941,30 @@ pub fn kills() -> Result<()> {
         (0, "TERM", Some(143)),
         (0, "INT", Some(130)),
     ] {
-        let mut child = start(rig.run().args(["-d", "disk.img", "-c", "2"]))?;
+        let child = start(rig.run().args(["-d", "disk.img", "-c", "2"]))?;
         let all = children(&child)?;
         let process = all.get(victim).or(all.last()).copied().context("no process")?;
-        succeed(Command::new("kill").args([&format!("-{signal}"), &process.to_string()]))?;
-        drop(child.stdin.take());
-        let output = child.wait_with_output().context("cannot wait for parador")?;
-        ensure!(output.status.code() == code, "{victim}: {signal}: {}", output.status);
-        let deadline = Instant::now() + GONE;
-        while let Some(left) = all.iter().find(|process| is_alive(**process)) {
-            ensure!(Instant::now() < deadline, "{victim}: process {left} has stayed");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        killed(child, &all, process, signal, code).with_context(|| format!("victim {victim}"))?;
+    }
+    Ok(())
+}
+
+/// Sends a signal to one of a machine's processes, and waits for its end with this code, which leaves none of them.
+pub fn killed(
+    mut child: Child,
+    all: &[u32],
+    process: u32,
+    signal: &str,
+    code: Option<i32>,
+) -> Result<()> {
+    succeed(Command::new("kill").args([&format!("-{signal}"), &process.to_string()]))?;
+    drop(child.stdin.take());
+    let output = child.wait_with_output().context("cannot wait for parador")?;
+    ensure!(output.status.code() == code, "{signal}: {}", output.status);
+    let deadline = Instant::now() + GONE;
+    while let Some(left) = all.iter().find(|process| is_alive(**process)) {
+        ensure!(Instant::now() < deadline, "{signal}: process {left} has stayed");
+        std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())
 }
@@ -1189,7 +1201,7 @@ pub fn config() -> Result<()> {
 }
 
 /// The processes of a machine whose shell is there: `parador`, the device process, those of the disk, the guest's.
-fn children(child: &Child) -> Result<Vec<u32>> {
+pub fn children(child: &Child) -> Result<Vec<u32>> {
     let deadline = Instant::now() + GONE;
     let below = |process: u32| -> Vec<u32> {
         let path = format!("/proc/{process}/task/{process}/children");

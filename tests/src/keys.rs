@@ -1,7 +1,8 @@
 //! Protection keys (`parador run --protection`): on an emulated machine whose processor has them, with Debian's kernel, and here, where the
 //! processor may have none.
 
-use crate::hosted::Rig;
+use crate::hosted::net::wait_for;
+use crate::hosted::{Rig, children, end, killed, start};
 use crate::kvm::{debian_kernel, succeed};
 use crate::system::{artifacts, parador, target};
 use anyhow::{Context, Result, bail, ensure};
@@ -42,6 +43,12 @@ done
 echo \"==\"
 poweroff -f
 ";
+/// The same in a machine of this host, with what loads a kernel.
+const APART: &str = "/mnt/linux-stress 2
+/mnt/linux-attack apart || echo an attack SUCCEEDS
+/mnt/linux-compat-64 && /mnt/linux-compat-32
+ls / >/dev/null && echo goes on
+";
 /// What Linux prints when it finds itself wrong.
 const WRONG: [&str; 5] = ["BUG:", "WARNING:", "Oops", "Call Trace", "SUCCEEDS"];
 
@@ -78,6 +85,39 @@ pub fn protection() -> Result<()> {
     Ok(())
 }
 
+/// On any host: programs have a process of their own, in which nothing of their kernel is, and nothing that they do to it brings them there.
+pub fn apart() -> Result<()> {
+    let rig = Rig::new()?;
+    let stress = artifacts().join("linux-stress");
+    for cpus in ["1", "2"] {
+        let programs = PROGRAMS.map(|name| artifacts().join(name));
+        let [attack, small, large] = programs.each_ref().map(PathBuf::as_path);
+        let mut run = rig.script(APART, &[attack, small, large, &stress])?;
+        let ended = end(run.args(["-c", cpus, "--protection", "process"]), "")?;
+        let texts = ["the kernel is unchanged", "32-bit code: all well", "goes on"];
+        ended.well(0, &texts)?.never(&WRONG)?;
+    }
+    // The end of one of programs, which has two threads, is the machine's.
+    for sandbox in ["on", "off"] {
+        let mut run = rig.run();
+        run.args(["--protection", "process", "--sandbox", sandbox]);
+        run.args(["-p", "quiet parador.run=\"echo it runs; while :; do sleep 9; done\""]);
+        let mut child = start(&mut run)?;
+        wait_for(&mut child, "it runs")?;
+        let all = children(&child)?;
+        let has_two = |process: &&u32| {
+            fs::read_dir(format!("/proc/{process}/task")).is_ok_and(|tasks| tasks.count() == 2)
+        };
+        let process = *all.iter().skip(2).find(has_two).context("no process of programs")?;
+        killed(child, &all, process, "KILL", Some(137))?;
+    }
+    // Where its processes may not signal each other the device process does it.
+    let mut run = rig.script("/mnt/linux-stress 2\n", &[&stress])?;
+    run.args(["-c", "2", "--protection", "process", "--sandbox", "off"]);
+    end(&mut run, "")?.well(0, &["stress: all well"])?;
+    Ok(())
+}
+
 /// Where there are no keys that is said, or is the end; where nobody wants them nothing is said.
 pub fn choices() -> Result<()> {
     const OPEN: &str = "programs of this guest can reach its kernel";
@@ -98,6 +138,9 @@ pub fn choices() -> Result<()> {
         (&["--protection", "keys"], if has_keys { 0 } else { 69 }, "", false),
         (&["--protection", "keys", "--without", "functions"], 69, "change its code unseen", false),
         (&["--protection", "keys", "--profile-writes", "a"], 69, "--profile-writes", false),
+        (&["--protection", "process"], 0, "code 0", false),
+        (&["--protection", "process", "--profile-writes", "a"], 64, "--profile-writes", false),
+        (&["--protection", "process", "--without", "in-process"], 64, "in-process", false),
     ] {
         let (found, errors) = run(options)?;
         ensure!(found == Some(code), "{options:?}: {found:?}, not {code}:\n{errors}");

@@ -70,6 +70,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("perf-map", hosted::observed::perf_map),
     ("steal", hosted::observed::steal),
     ("protection", keys::protection),
+    ("protection-apart", keys::apart),
     ("protection-choices", keys::choices),
 ];
 /// Attacks of a guest's kernel on its host: long, or short.

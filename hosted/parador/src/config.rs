@@ -227,6 +227,8 @@ pub enum Protection {
     Keys,
     /// Not at all: programs can change their kernel.
     None,
+    /// Programs have processes of their own, which have nothing of their kernel: on any host, but slow.
+    Process,
     /// It is not mapped while programs run: slow, and against accidents only.
     Remap,
 }

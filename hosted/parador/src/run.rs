@@ -115,14 +115,20 @@ fn keys(vm: &Vm) -> Result<(bool, Option<&'static str>), Failure> {
     } else {
         None
     };
+    let apart = vm.protection == Some(Protection::Process);
+    if apart && (vm.profile_writes.is_some() || vm.without.contains(&Optimisation::InProcess)) {
+        let text = "--protection process has neither --profile-writes nor --without in-process";
+        return Err(Failure::new(failure::USAGE, text).help("leave one of them out"));
+    }
     match (vm.protection.unwrap_or_default(), lacking) {
-        (Protection::None | Protection::Remap, _) => Ok((false, None)),
+        (Protection::None | Protection::Process | Protection::Remap, _) => Ok((false, None)),
         (Protection::Auto, lacking) => Ok((lacking.is_none(), lacking)),
         (Protection::Keys, None) => Ok((true, None)),
         (Protection::Keys, Some(why)) => {
             let text = format!("programs of the guest cannot be kept from its kernel: {why}");
             let failure = Failure::new(failure::UNAVAILABLE, text);
-            Err(failure.help("`--protection none` runs a guest whose programs are trusted"))
+            let help = "`--protection process` keeps them from it anywhere, slowly; `none` is for programs that are trusted";
+            Err(failure.help(help))
         }
     }
 }
@@ -139,6 +145,8 @@ fn bits(vm: &Vm) -> u64 {
     };
     let protection = match vm.protection.unwrap_or_default() {
         Protection::Auto | Protection::Keys | Protection::None => 0,
+        // A program's way out and in is through another process.
+        Protection::Process => option::APART | option::NO_CALL_SITES,
         // Whatever is done in place goes to programs and back without the wedge.
         Protection::Remap => option::REMAP | option::NO_FAST_PATHS | option::NO_CALL_SITES,
     };
@@ -195,11 +203,14 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
         || vm.perf_map
         || vm.gdb.is_some()
         || !vm.without.is_empty()
-        || matches!(vm.protection, Some(Protection::Keys | Protection::Remap));
+        || matches!(
+            vm.protection,
+            Some(Protection::Keys | Protection::Process | Protection::Remap)
+        );
     let parse = || Image::parse(bytes);
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
-            let text = "--counters, --gdb, --perf-map, --profile-writes, --protection keys or remap and --without are of processes";
+            let text = "--counters, --gdb, --perf-map, --profile-writes, --protection keys, process or remap and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
         Backend::Kvm => match kvm::trial() {
@@ -390,7 +401,9 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         return Ok(0);
     }
     if let Some(why) = open {
-        let text = format!("programs of this guest can reach its kernel: {why}");
+        let text = format!(
+            "programs of this guest can reach its kernel: {why} (`--protection process` keeps them from it, slowly)"
+        );
         say(Level::Warn, &text);
     }
     let mut console = Console::open(&target, SERIAL)?;

@@ -8,8 +8,8 @@
 use std::collections::BTreeMap;
 
 use linux_raw_sys::{general as linux, io_uring, ioctl, prctl, ptrace};
-use proto::wedge::{Filters, MAX_DISKS, MAX_NETS, layout};
-use seccompiler::SeccompCmpArgLen::Dword;
+use proto::wedge::{Filters, MAX_DISKS, MAX_NETS, layout, option};
+use seccompiler::SeccompCmpArgLen::{Dword, Qword};
 use seccompiler::SeccompCmpOp::{Eq, Ge, Le, MaskedEq};
 use seccompiler::{
     BackendError, BpfProgram, SeccompAction, SeccompCondition, SeccompFilter, SeccompRule,
@@ -26,14 +26,16 @@ type Conditions<'a> = &'a [(u8, u32)];
 
 /// The filters, as the wedge reads them.
 ///
-/// If the guest's processes are `traced`, it is by processes that the device process makes.
-pub fn words(traced: bool) -> Result<Vec<u64>, Error> {
+/// They depend on [`option::TRACED`] and [`option::APART`]: who traces guest processes, and who runs their programs, are processes that the device
+/// process makes.
+pub fn words(options: u64) -> Result<Vec<u64>, Error> {
     let mut words = Vec::new();
     let kicking = |rules: Result<Rules, _>| {
         let mut rules = rules?;
         signal(&mut rules, layout::KICK_SIGNAL)?;
         Ok(rules)
     };
+    let guest = || guest(options);
     for (rules, is_guest) in [
         (guest(), true),
         (worker(), false),
@@ -41,18 +43,22 @@ pub fn words(traced: bool) -> Result<Vec<u64>, Error> {
         (kicking(guest()), true),
         (kicking(worker()), false),
         (kicking(net()), false),
-        (device(traced), true),
+        (device(options), true),
     ] {
         let program = rules.and_then(compile).map_err(|error| Error::Filters(error.to_string()))?;
-        let before = if is_guest { &calls_of_programs()[..] } else { &[] };
+        let before = calls_of_programs(ptrace::SECCOMP_RET_KILL_PROCESS);
+        let before = if is_guest { &before[..] } else { &[] };
         words.extend(pack(&[before, &program[..]].concat())?);
     }
+    let program = program().and_then(|rules| compile_or(rules, SeccompAction::Trap));
+    let program = program.map_err(|error| Error::Filters(error.to_string()))?;
+    words.extend(pack(&[&calls_of_programs(ptrace::SECCOMP_RET_TRAP)[..], &program[..]].concat())?);
     Ok(words)
 }
 
 /// What comes before the filter of a process that runs guests' programs. Of 32-bit calls, it may describe thread-local storage. A call of the
-/// host's old page for calls (`vsyscall`), which dispatching does not see, becomes a signal. Other calls go on.
-fn calls_of_programs() -> [sock_filter; 16] {
+/// host's old page for calls (`vsyscall`), which dispatching does not see, becomes a signal. Of `other` 32-bit calls that comes; other calls go on.
+fn calls_of_programs(other: u32) -> [sock_filter; 16] {
     /// `set_thread_area` (`arch/x86/entry/syscalls/syscall_32.tbl` in Linux).
     const SET_THREAD_AREA: u32 = 243;
     /// `AUDIT_ARCH_I386`.
@@ -73,7 +79,7 @@ fn calls_of_programs() -> [sock_filter; 16] {
         load(NUMBER),
         unless(SET_THREAD_AREA, 1),
         give(ptrace::SECCOMP_RET_ALLOW),
-        give(ptrace::SECCOMP_RET_KILL_PROCESS),
+        give(other),
         // Only of these: the host need not carry the filter out for what is allowed by its number alone.
         load(NUMBER),
         sock_filter { jt: 2, ..unless(gettimeofday, 0) },
@@ -89,8 +95,13 @@ fn calls_of_programs() -> [sock_filter; 16] {
 }
 
 fn compile(rules: Rules) -> Result<BpfProgram, BackendError> {
-    let (kill, allow) = (SeccompAction::KillProcess, SeccompAction::Allow);
-    SeccompFilter::new(rules, kill, allow, TargetArch::x86_64).and_then(BpfProgram::try_from)
+    compile_or(rules, SeccompAction::KillProcess)
+}
+
+/// What is not allowed comes to something else.
+fn compile_or(rules: Rules, other: SeccompAction) -> Result<BpfProgram, BackendError> {
+    let allow = SeccompAction::Allow;
+    SeccompFilter::new(rules, other, allow, TargetArch::x86_64).and_then(BpfProgram::try_from)
 }
 
 /// The length, then the instructions (`struct sock_filter`), then zeros.
@@ -151,9 +162,28 @@ fn common(rules: &mut Rules, descriptors: &[u32]) -> Result<(), BackendError> {
     Ok(())
 }
 
-/// A process with an address space of the guest.
-fn guest() -> Result<Rules, BackendError> {
+/// A thread that runs programs apart from their kernel: it waits, wakes and returns from signals. Another call comes from a program, which has
+/// jumped to where the thread makes its own, and is the guest's, as its others are.
+fn program() -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
+    // Who waits does so until it is woken: no time.
+    let wait = SeccompCondition::new(1, Dword, Eq, linux::FUTEX_WAIT.into())?;
+    let no_time = SeccompCondition::new(3, Qword, Eq, 0)?;
+    rules.insert(linux::__NR_futex.into(), vec![SeccompRule::new(vec![wait, no_time])?]);
+    allow(&mut rules, linux::__NR_futex, &[&[(1, linux::FUTEX_WAKE)]])?;
+    // Its own CPUs only.
+    allow(&mut rules, linux::__NR_sched_setaffinity, &[&[(0, 0)]])?;
+    allow_all(&mut rules, &[linux::__NR_rt_sigreturn, linux::__NR_restart_syscall]);
+    Ok(rules)
+}
+
+/// A process with an address space of the guest.
+fn guest(options: u64) -> Result<Rules, BackendError> {
+    let mut rules = Rules::new();
+    if options & option::APART != 0 {
+        // It looks whether somebody waits.
+        allow(&mut rules, linux::__NR_futex, &[&[(1, linux::FUTEX_CMP_REQUEUE)]])?;
+    }
     common(&mut rules, &[layout::ERRORS_FD, layout::DOORBELL_FD])?;
     let memory = linux::MAP_SHARED | linux::MAP_FIXED;
     let own = linux::MAP_PRIVATE | linux::MAP_ANONYMOUS | linux::MAP_FIXED;
@@ -229,9 +259,14 @@ fn net() -> Result<Rules, BackendError> {
 }
 
 /// The process that serves the console and makes those of the guest, which set themselves up under this filter before they take theirs.
-fn device(traced: bool) -> Result<Rules, BackendError> {
-    let mut rules = guest()?;
-    if traced {
+fn device(options: u64) -> Result<Rules, BackendError> {
+    let mut rules = guest(options)?;
+    if options & option::APART != 0 {
+        // A process of programs has a second thread.
+        let thread = linux::CLONE_VM | linux::CLONE_SIGHAND | linux::CLONE_THREAD;
+        allow(&mut rules, linux::__NR_clone, &[&[(0, thread)]])?;
+    }
+    if options & option::TRACED != 0 {
         for request in [ptrace::PTRACE_TRACEME, ptrace::PTRACE_CONT] {
             allow(&mut rules, linux::__NR_ptrace, &[&[(0, request)]])?;
         }
@@ -426,7 +461,7 @@ mod tests {
     const TRIES: usize = 400;
 
     fn filters() -> Vec<u64> {
-        let words = words(false).unwrap();
+        let words = words(0).unwrap();
         assert_eq!(words.len(), Filters::COUNT * Filters::WORDS);
         words
     }
@@ -571,6 +606,42 @@ mod tests {
                     assert_eq!(does(at), if is_old { TRAP } else { does(0) }, "{call} at {at:#x}");
                 }
             }
+        }
+    }
+
+    /// A thread of programs waits, without a time, wakes, chooses its own CPUs and returns from signals; all else is the guest's.
+    #[test]
+    fn a_thread_of_programs_may_do_this_and_no_more() {
+        let filters = words(option::APART).unwrap();
+        let program = &filters[Filters::PROGRAM * Filters::WORDS..][..Filters::WORDS];
+        for call in (0..CALLS).chain([u32::MAX]) {
+            for [first, second, fourth] in
+                [[0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 4096], [0, 0, 1 << 32], [7, 4, 0]]
+            {
+                let arguments = [first, second, 0, fourth, 0, 0];
+                let may = match call {
+                    15 | 219 => true,
+                    202 => matches!((second, fourth), (0, 0) | (1, _)),
+                    203 => first == 0,
+                    _ => false,
+                };
+                let found = action(program, call, X86_64, 0, arguments);
+                assert_eq!(found, if may { ALLOW } else { TRAP }, "{call} {arguments:?}");
+                assert_eq!(action(program, call | X32, X86_64, 0, arguments), TRAP, "{call}");
+                let found = action(program, call, I386, 0, arguments);
+                assert_eq!(found, if call == 243 { ALLOW } else { TRAP }, "{call}");
+            }
+        }
+        // Who looks whether it waits, and who makes it.
+        let of = |filters: &[u64], which: usize, call, arguments| {
+            allows(&filters[which * Filters::WORDS..][..Filters::WORDS], call, X86_64, arguments)
+        };
+        let (requeue, thread) = ([0, 4, 0, 1, 0, 0], [0x1_0900, 0, 0, 0, 0, 0]);
+        let without = self::filters();
+        for (which, call, arguments) in
+            [(Filters::GUEST, 202, requeue), (Filters::DEVICE, 56, thread)]
+        {
+            assert!(of(&filters, which, call, arguments) && !of(&without, which, call, arguments));
         }
     }
 

@@ -113,8 +113,10 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     memory
         .with(ranges, |memory| fill(memory, image, machine, &chips, &mut start))
         .map_err(host("lay the guest's memory out"))??;
-    let filters = crate::filters::words(machine.options & option::TRACED != 0)?;
-    let mut shared = shared_memory()?;
+    let filters = crate::filters::words(machine.options)?;
+    // Where programs are apart, what their processes share with the kernel's is behind.
+    let gates = if machine.options & option::APART != 0 { machine.vcpus.into() } else { 0 };
+    let mut shared = shared_memory(layout::gate(gates, 0))?;
     let written = shared.with([(0, layout::SHARED_LENGTH)], |memory| {
         let disks = machine.disks.iter().flat_map(Disk::to_words);
         let disks = (layout::DISKS..).step_by(8).zip(disks);
@@ -133,7 +135,7 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
 /// A new machine with so many bytes of memory, whose kernel its own process loads.
 pub fn empty(memory: u64) -> Result<Prepared, Error> {
     check_memory(memory)?;
-    prepared(guest_memory(memory)?, shared_memory()?, memory)
+    prepared(guest_memory(memory)?, shared_memory(layout::SHARED_LENGTH)?, memory)
 }
 
 /// Name of the file in memory that is the guest's.
@@ -144,8 +146,8 @@ fn guest_memory(bytes: u64) -> Result<SharedMemory, Error> {
         .map_err(|error| Error::Host("make the guest's memory", error))
 }
 
-fn shared_memory() -> Result<SharedMemory, Error> {
-    SharedMemory::new("parador-shared", layout::SHARED_LENGTH)
+fn shared_memory(bytes: u64) -> Result<SharedMemory, Error> {
+    SharedMemory::new("parador-shared", bytes)
         .map_err(|error| Error::Host("make the machine's shared memory", error))
 }
 

@@ -183,7 +183,7 @@ fn helpers(process: u32, word: &str) -> Vec<u32> {
 }
 
 /// Reads what a machine prints, until it has printed this.
-fn wait_for(child: &mut Child, text: &str) -> Result<()> {
+pub fn wait_for(child: &mut Child, text: &str) -> Result<()> {
     let output = child.stdout.as_mut().context("no output")?;
     let mut printed = Vec::new();
     let mut buffer = [0; 4096];

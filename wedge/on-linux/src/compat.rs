@@ -16,6 +16,7 @@ use vmm_mem::GuestMemory;
 use wedge_core::{VirtualCpu, thread_area};
 use wedge_x86::{CODE_32, CODE_64};
 
+use crate::apart;
 use crate::shared::{has, mine};
 
 /// The selector of Linux' first descriptor for thread-local storage (`GDT_ENTRY_TLS_MIN`).
@@ -24,6 +25,8 @@ const FIRST: u16 = 12 << 3 | 3;
 const COUNT: usize = 3;
 /// `__USER_DS`.
 const DATA: u16 = 0x2b;
+/// `set_thread_area` (`arch/x86/entry/syscalls/syscall_32.tbl`).
+pub const SET_THREAD_AREA: u32 = 243;
 /// Segment registers, as instructions encode them.
 const ES: usize = 0;
 const DS: usize = 3;
@@ -91,21 +94,42 @@ pub fn load(cpu: &mut VirtualCpu, memory: &GuestMemory) {
         if gs != found[3] {
             asm!("mov gs, {:x}", in(reg) gs, options(nostack, preserves_flags));
         }
-        // To load a register, or to change its descriptor, has set its base.
-        asm!("wrfsbase {}", in(reg) fs_base, options(nomem, nostack, preserves_flags));
-        asm!("wrgsbase {}", in(reg) gs_base, options(nomem, nostack, preserves_flags));
     }
+    // To load a register, or to change its descriptor, has set its base.
+    set_bases(fs_base, gs_base);
+}
+
+/// Sets the bases of `FS` and `GS`.
+pub fn set_bases(fs: u64, gs: u64) {
+    // SAFETY: this program uses neither; the bases are those of a program.
+    unsafe {
+        asm!("wrfsbase {}", in(reg) fs, options(nomem, nostack, preserves_flags));
+        asm!("wrgsbase {}", in(reg) gs, options(nomem, nostack, preserves_flags));
+    }
+}
+
+/// Descriptions of what the host has for this process, for `set_thread_area`.
+pub fn areas() -> [[u32; 4]; COUNT] {
+    let ThreadLocal { descriptors, usable } = mine().thread_local.get();
+    core::array::from_fn(|index| {
+        describe(index, if usable[index] { descriptors[index] } else { 0 })
+    })
+}
+
+fn describe(index: usize, descriptor: u64) -> [u32; 4] {
+    thread_area((FIRST >> 3) as u32 + index as u32, descriptor)
 }
 
 /// Such a program has stopped: what it has loaded.
 pub fn note(cpu: &mut VirtualCpu) {
-    for (register, selector) in [ES, DS, FS, GS].into_iter().zip(selectors()) {
+    let found = if apart::are() { apart::selectors() } else { selectors() };
+    for (register, selector) in [ES, DS, FS, GS].into_iter().zip(found) {
         cpu.found_data(register, selector);
     }
 }
 
 /// `ES`, `DS`, `FS`, `GS`.
-fn selectors() -> [u16; 4] {
+pub fn selectors() -> [u16; 4] {
     let (es, ds, fs, gs): (u16, u16, u16, u16);
     // SAFETY: they are read.
     unsafe {
@@ -124,7 +148,8 @@ fn selectors() -> [u16; 4] {
     [es, ds, fs, gs]
 }
 
-fn bases() -> (u64, u64) {
+/// Bases of `FS` and `GS`.
+pub fn bases() -> (u64, u64) {
     let (fs, gs);
     // SAFETY: the loader has checked that programs may.
     unsafe {
@@ -136,9 +161,7 @@ fn bases() -> (u64, u64) {
 
 /// Gives the host one of the descriptors; 0: none. Whether it has taken it.
 fn give(index: usize, descriptor: u64) -> bool {
-    /// `set_thread_area` (`arch/x86/entry/syscalls/syscall_32.tbl`).
-    const SET_THREAD_AREA: u32 = 243;
-    let description = thread_area((FIRST >> 3) as u32 + index as u32, descriptor);
+    let description = describe(index, descriptor);
     let result: u32;
     // SAFETY: the call reads the description, on this stack, which is below 4 GiB. The loader has checked that the host has 32-bit calls, or the guest has no
     // 32-bit programs.

@@ -10,8 +10,8 @@ use vmm_cpu::MAX_VCPUS;
 use crate::memory::Ram;
 use crate::processes::{self, KICK};
 use crate::report::{HOST, say};
-use crate::shared::{RING, Ring, SLOTS, event, shared, vcpus};
-use crate::{debug, disk, idle, net, sys};
+use crate::shared::{RING, Ring, SLOTS, Vcpu, event, shared, vcpus};
+use crate::{apart, debug, disk, idle, net, sys};
 
 const READABLE: u16 = linux::POLLIN as u16;
 
@@ -21,6 +21,8 @@ pub struct Device {
     ram: Ram,
     /// By virtual CPU and slot; 0: none.
     guests: [[u32; SLOTS]; MAX_VCPUS],
+    /// The same of processes for programs.
+    programs: [[u32; SLOTS]; MAX_VCPUS],
     disks: [u32; disk::MAX_WORKERS],
     nets: [u32; net::MAX_WORKERS],
     /// There is a virtio console.
@@ -64,7 +66,8 @@ impl Device {
         nets: [u32; net::MAX_WORKERS],
         has_console: bool,
     ) -> Self {
-        Self { filters, ram, guests: [[0; SLOTS]; MAX_VCPUS], disks, nets, has_console }
+        let none = [[0; SLOTS]; MAX_VCPUS];
+        Self { filters, ram, guests: none, programs: none, disks, nets, has_console }
     }
 
     /// Makes the process of a slot of a virtual CPU, if it has none.
@@ -77,6 +80,38 @@ impl Device {
             let _ = sys::write(layout::CONTROL_FD, &[control::MADE]);
         }
         Ok(())
+    }
+
+    /// Makes a process for programs of a slot, where one is wanted. The one before is gone then, with all that programs have made of it.
+    fn renew(&mut self, index: usize, vcpu: &Vcpu) -> Result<(), sys::Errno> {
+        let number = vcpu.program.load(SeqCst).wrapping_sub(1) as usize;
+        let programs = self.programs.get_mut(index);
+        let Some(program) = programs.and_then(|programs| programs.get_mut(number)) else {
+            return Ok(());
+        };
+        if *program != 0 {
+            sys::kill(*program, linux::SIGKILL);
+            Death::of(*program);
+        }
+        *program = apart::make(index, number, &self.filters)?;
+        vcpu.program.store(0, SeqCst);
+        sys::wake(&vcpu.program);
+        Ok(())
+    }
+
+    /// Tells programs to stop, for virtual CPUs that may not do it themselves.
+    fn stop_programs(&self) {
+        for (index, vcpu) in vcpus().iter().enumerate() {
+            let asked = vcpu.stops.load(SeqCst);
+            if vcpu.stopped.load(SeqCst) != asked {
+                let running = vcpu.running.load(SeqCst) as usize;
+                if let Some(&process @ 1..) = self.programs[index].get(running) {
+                    sys::kill(process, KICK);
+                }
+                vcpu.stopped.store(asked, SeqCst);
+                sys::wake(&vcpu.stopped);
+            }
+        }
     }
 
     /// Makes the process that a virtual CPU will want next, before it does: Linux takes the lowest identifier of address spaces that
@@ -111,10 +146,13 @@ impl Device {
             }
             for (index, vcpu) in vcpus().iter().enumerate() {
                 let wanted = vcpu.wanted.swap(0, SeqCst);
-                if wanted != 0
-                    && let Err(error) =
+                let made = match wanted {
+                    0 => Ok(()),
+                    _ => {
                         self.make(index, wanted as usize - 1).and_then(|()| self.make_ready(index))
-                {
+                    }
+                };
+                if let Err(error) = made.and_then(|()| self.renew(index, vcpu)) {
                     say(format_args!("the host makes no process: {error:?}"));
                     self.end_all();
                     return HOST;
@@ -124,6 +162,7 @@ impl Device {
             for index in (0..vcpus().len()).filter(|index| kick & 1 << index != 0) {
                 self.kick(index);
             }
+            self.stop_programs();
             // Workers of other programs cannot tell the virtual CPU themselves.
             for number in 0..MAX_QUEUES {
                 if disk::queue(number).rung.swap(0, SeqCst) != 0 {
@@ -202,9 +241,13 @@ impl Device {
 
     /// Sends a signal to all processes of the guest.
     fn signal_all(&self, signal: u32) {
-        for &process in self.guests.as_flattened().iter().filter(|process| **process != 0) {
+        for &process in self.of_guest().filter(|process| **process != 0) {
             sys::kill(process, signal);
         }
+    }
+
+    fn of_guest(&self) -> impl Iterator<Item = &u32> {
+        self.guests.as_flattened().iter().chain(self.programs.as_flattened())
     }
 
     /// Tells a virtual CPU of an event.
@@ -283,7 +326,7 @@ impl Device {
     /// Ends all other processes, and waits until they are gone: whoever waits for this one finds nothing left, and no disk in use. Gives the first of
     /// them that has ended by itself.
     fn end_all(&self) -> Option<Death> {
-        for &process in self.guests.as_flattened().iter().chain(&self.disks).chain(&self.nets) {
+        for &process in self.of_guest().chain(&self.disks).chain(&self.nets) {
             if process != 0 {
                 sys::kill(process, linux::SIGKILL);
             }
@@ -340,8 +383,17 @@ struct Death {
 impl Death {
     /// The next one; `None`: there is none yet (`WNOHANG`), or nobody left.
     fn next(options: u32) -> Option<Self> {
+        Self::wait(u64::MAX, options)
+    }
+
+    /// Waits for that of one process.
+    fn of(process: u32) -> Option<Self> {
+        Self::wait(process.into(), 0)
+    }
+
+    fn wait(process: u64, options: u32) -> Option<Self> {
         let mut status = 0_u32;
-        let arguments = [u64::MAX, &raw mut status as u64, u64::from(options), 0, 0, 0];
+        let arguments = [process, &raw mut status as u64, u64::from(options), 0, 0, 0];
         // SAFETY: the kernel writes the status.
         let process = unsafe { sys::call(linux::__NR_wait4, arguments) }.unwrap_or(0) as u32;
         (process != 0).then_some(Self { process, status })

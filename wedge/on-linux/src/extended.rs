@@ -14,7 +14,7 @@ use crate::memory::PAGE;
 use crate::shared::{EXTENDED_STATE, mine, vcpu};
 
 /// `PKRU` in `XCR0` (SDM vol. 1, 13.1).
-const PKRU: u64 = 1 << 9;
+pub const PKRU: u64 = 1 << 9;
 /// Legacy area and header.
 const LEAST: u64 = 576;
 const HEADER: usize = 512;
@@ -51,6 +51,16 @@ pub fn learn() {
     let enabled = u64::from(high) << 32 | u64::from(low);
     let length = __cpuid_count(LEAF, 0).ebx.into();
     mine().parts.set(Parts { enabled, length, each });
+}
+
+/// `XSAVE` of the components `features` to `area`.
+///
+/// # Safety
+/// The area is aligned, long enough for them, and used for nothing else.
+pub unsafe fn save(area: u64, features: u64) {
+    let (low, high) = (features as u32, (features >> 32) as u32);
+    // SAFETY: the caller vouches for the area.
+    unsafe { asm!("xsave64 [{}]", in(reg) area, in("eax") low, in("edx") high) };
 }
 
 /// `XRSTOR` from `area` of the components `features`, without `PKRU`.

@@ -30,8 +30,8 @@ use crate::shared::{
 };
 use crate::sites::{FUNCTION, Sites, put_back, write_code};
 use crate::{
-    calls, code, compat, debug, extended, idle, keys, place, processes, profile, report, signal,
-    steal,
+    apart, calls, code, compat, debug, extended, idle, keys, place, processes, profile, report,
+    signal, steal,
 };
 
 /// Error code of a page fault: the access was a write.
@@ -169,11 +169,17 @@ impl Host for Effects {
         let number = processes::slot_of(pcid);
         let slot = &vcpu().slots[number];
         let known = slot.pcid.swap(pcid.into(), Relaxed) == u32::from(pcid);
+        let is_same = number == mine().slot.load(Relaxed) as usize
+            && slot.root.load(Relaxed) & entry::ADDRESS == cr3 & entry::ADDRESS;
         if !keep || !known {
             slot.stale.store(true, Relaxed);
         }
         slot.root.store(cr3, Relaxed);
         processes::move_to(number);
+        // A space that is loaded once more is the same one; Linux has not given its tables to another one meanwhile.
+        if !(known && (keep || is_same)) {
+            apart::renew();
+        }
         memory::follow();
     }
 }

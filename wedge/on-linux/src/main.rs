@@ -7,6 +7,7 @@
 #![no_std]
 #![no_main]
 
+mod apart;
 mod balloon;
 mod calls;
 mod clock;

@@ -19,7 +19,7 @@ use wedge_x86::CLOSED;
 
 use crate::shared::{EVERYTHING, FLUSHES, Slot, count, has, mine, vcpu};
 use crate::sys::{self, Backing};
-use crate::{calls, code, keys, profile};
+use crate::{apart, calls, code, keys, profile};
 
 /// Page size.
 pub const PAGE: u64 = 4096;
@@ -153,6 +153,8 @@ pub struct Leaf {
     pub writable: bool,
     /// No level forbids fetches.
     pub executable: bool,
+    /// All levels allow programs.
+    user: bool,
     dirty: bool,
 }
 
@@ -189,7 +191,7 @@ fn access(memory: &GuestMemory, at: u64, value: u64) -> bool {
 /// The page that maps `linear`, if there is one.
 pub fn leaf(memory: &GuestMemory, root: u64, linear: u64) -> Option<Leaf> {
     let mut value = root;
-    let (mut writable, mut executable) = (true, true);
+    let (mut writable, mut executable, mut user) = (true, true, true);
     for shift in [39, 30, 21, 12] {
         let at = value & entry::ADDRESS | (linear >> shift & 0x1ff) << 3;
         value = memory.read::<u64>(at).ok()?;
@@ -198,6 +200,7 @@ pub fn leaf(memory: &GuestMemory, root: u64, linear: u64) -> Option<Leaf> {
         }
         writable &= value & entry::WRITE != 0;
         executable &= value & entry::NX == 0;
+        user &= value & entry::USER != 0;
         if shift == 12 || shift != 39 && value & entry::LARGE != 0 {
             let size = 1 << shift;
             let address = value & entry::ADDRESS & !(size - 1);
@@ -208,6 +211,7 @@ pub fn leaf(memory: &GuestMemory, root: u64, linear: u64) -> Option<Leaf> {
                 size,
                 writable,
                 executable,
+                user,
                 dirty: value & entry::DIRTY != 0,
             });
         }
@@ -280,7 +284,7 @@ pub fn fill(
     if size > PAGE {
         slot().large.store(true, Relaxed);
     }
-    map(linear, size, rights_in_place(linear, &leaf), offset)
+    map(linear, size, rights_in_place(linear, &leaf), offset, leaf.user)
 }
 
 /// With keys: what can be executed is looked at.
@@ -339,7 +343,7 @@ fn fill_code(
 }
 
 /// Maps what begins in guest memory at an offset of its descriptor.
-fn map(linear: u64, size: u64, rights: u32, offset: u64) -> Fault {
+fn map(linear: u64, size: u64, rights: u32, offset: u64, user: bool) -> Fault {
     count(count::FILLS);
     calls::forget(linear, linear + size);
     code::forget(linear, linear + size);
@@ -355,6 +359,9 @@ fn map(linear: u64, size: u64, rights: u32, offset: u64) -> Fault {
     }
     if is_program(linear) {
         mapped().add(Piece { start: linear, end, offset, rights });
+        if user {
+            apart::map(linear, size, rights, offset);
+        }
         return Fault::Filled;
     }
     match keys::close(linear, size, rights, CLOSED) {
@@ -376,7 +383,7 @@ fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fau
     let Some((before, behind)) = joined(ram, memory, linear, leaf, AROUND) else {
         return Fault::Filled;
     };
-    map(linear - before, before + PAGE + behind, leaf.rights(), offset - before)
+    map(linear - before, before + PAGE + behind, leaf.rights(), offset - before, leaf.user)
 }
 
 /// Bytes before and behind a page that are in one piece with it: in its part of `around` pages, in guest memory, with the same rights, and not mapped
@@ -449,6 +456,9 @@ fn unmap(start: u64, end: u64) {
     let result = unsafe { sys::unmap(start, end - start) };
     if result.is_err() {
         crate::report::fatal(format_args!("the host cannot unmap {start:#x}: {result:?}"));
+    }
+    if is_program(start) {
+        apart::unmap(start, end);
     }
 }
 
@@ -618,6 +628,7 @@ fn narrow(start: u64, end: u64, rights: u32) {
         unmap(start, end);
         return;
     }
+    apart::narrow(start, end, rights);
     let mapped = mapped();
     let mut at = start;
     while let Some(piece) = mapped.at(at).filter(|_| at < end) {

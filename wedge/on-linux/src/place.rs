@@ -72,6 +72,20 @@ fn now() -> (u64, u32) {
     (tsc, aux & 0xfff)
 }
 
+/// The CPU that this process is on, if there are several.
+pub fn cpu() -> Option<u32> {
+    shared().places.load(Relaxed).then(|| now().1)
+}
+
+/// The set of one CPU; of none if there cannot be such.
+pub fn only(cpu: u32) -> [u64; WORDS] {
+    let mut set = [0; WORDS];
+    if let Some(word) = set.get_mut(cpu as usize / 64) {
+        *word = 1 << (cpu % 64);
+    }
+    set
+}
+
 /// This process is about to hand the virtual CPU over.
 pub fn give() {
     if !shared().places.load(Relaxed) {
@@ -127,12 +141,8 @@ pub fn idle() {
 }
 
 fn bind(cpu: u32) {
-    let mut set = [0; WORDS];
-    if let Some(word) = set.get_mut(cpu as usize / 64) {
-        *word = 1 << (cpu % 64);
-        if set_affinity(&set) {
-            mine().bound.cpu.set(cpu + 1);
-        }
+    if set_affinity(&only(cpu)) {
+        mine().bound.cpu.set(cpu + 1);
     }
 }
 

@@ -22,7 +22,7 @@ use crate::shared::{
     shared, stack_top, vcpu, vcpu_offset, vcpus,
 };
 use crate::sys::{self, Backing, Errno};
-use crate::{extended, keys, monitor, place, report, signal, steal};
+use crate::{apart, extended, keys, monitor, place, report, signal, steal};
 
 /// Signal by which the device process tells of events.
 pub const KICK: u32 = layout::KICK_SIGNAL;
@@ -130,7 +130,7 @@ fn save(vcpu: &Vcpu) {
     // SAFETY: the area is large enough for all extended state of today (`shared::EXTENDED_STATE`; `main` checks) and aligned; the host lets
     // programs read the bases (`main` checks).
     unsafe {
-        asm!("xsave64 [{}]", in(reg) vcpu.extended.0.at(), in("eax") u32::MAX, in("edx") u32::MAX);
+        extended::save(vcpu.extended.0.at() as u64, u64::MAX);
         asm!("rdfsbase {}", out(reg) fs, options(nomem, nostack));
         asm!("rdgsbase {}", out(reg) gs, options(nomem, nostack));
     }
@@ -206,6 +206,9 @@ fn become_guest(
     }
     keys::close_own()?;
     ram.map_copies(index)?;
+    if apart::are() {
+        apart::map_gate(index, number)?;
+    }
     extended::learn();
     mine().slot.store(number as u32, Relaxed);
     mine().vcpu.store(index as u32, Relaxed);
@@ -372,6 +375,9 @@ pub fn enter(ram: &Ram) -> Cause {
     }
     // SAFETY: this process has the virtual CPU, and the guest does not run.
     let is_program = unsafe { (*cell()).cpu.cpl == 3 };
+    if is_program && apart::are() {
+        return apart::run();
+    }
     let is_closed = is_program && has(option::REMAP);
     let check = |result| {
         if let Err(error) = result {

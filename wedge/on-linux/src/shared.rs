@@ -7,6 +7,7 @@ use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
 pub use proto::wedge::count;
+pub use proto::wedge::layout::SLOTS;
 use proto::wedge::{
     Disk, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, Statistics, layout,
 };
@@ -16,8 +17,6 @@ use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
 
 use crate::net::Port;
 
-/// Most address spaces that have a process of their own, for each virtual CPU.
-pub const SLOTS: usize = 64;
 /// Bytes of a ring of the console.
 pub const RING: usize = 1 << 16;
 /// Changes of the kernel's mappings that are remembered one by one.
@@ -206,6 +205,12 @@ pub struct Vcpu {
     pub running: AtomicU32,
     /// The slot that wants a process, plus 1.
     pub wanted: AtomicU32,
+    /// The slot whose programs want a process, plus 1; 0: they have one.
+    pub program: AtomicU32,
+    /// How often the device process was asked to make a program stop, and how often it has told it to.
+    pub stops: AtomicU32,
+    /// See above.
+    pub stopped: AtomicU32,
     /// Whether the virtual CPU waits for events: see [`crate::idle::state`].
     pub idle: AtomicU32,
     /// For how long it looks for them itself at first, in ticks of the time-stamp counter.
@@ -432,6 +437,10 @@ pub struct Mine {
     pub parts: Owned<crate::extended::Parts>,
     /// Descriptors for thread-local storage that the host has for it.
     pub thread_local: Owned<crate::compat::ThreadLocal>,
+    /// Its programs' own process.
+    pub peer: Owned<crate::apart::Peer>,
+    /// That process has not been able to map or unmap something.
+    pub unmapped: AtomicBool,
     /// How long it has had the virtual CPU, and what it has had of the host's.
     pub turns: Owned<crate::steal::Turns>,
 }

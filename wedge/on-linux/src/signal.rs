@@ -22,14 +22,14 @@ use crate::{extended, keys, report};
 
 /// `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/sigcontext.h`).
 #[repr(C)]
-struct Context {
+pub struct Context {
     flags: u64,
     link: u64,
     stack: [u64; 3],
     /// `r8` to `r15`, `rdi`, `rsi`, `rbp`, `rbx`, `rdx`, `rax`, `rcx`, `rsp`.
-    registers: [u64; 16],
-    rip: u64,
-    rflags: u64,
+    pub registers: [u64; 16],
+    pub rip: u64,
+    pub rflags: u64,
     segments: u64,
     code: u64,
     vector: u64,
@@ -40,13 +40,13 @@ struct Context {
 
 impl Context {
     /// The low half of [`Self::segments`] is `CS`.
-    fn is_64_bit(&self) -> bool {
+    pub fn is_64_bit(&self) -> bool {
         self.segments as u16 == CODE_64.into()
     }
 }
 
 /// Bytes of a context, with what is reserved and the signal mask. The signal's description follows it (`struct rt_sigframe`).
-const CONTEXT: u64 = 304;
+pub const CONTEXT: u64 = 304;
 /// Where the architecture of a dispatched system call is in a description (`_sigsys` of `siginfo_t`).
 const ARCHITECTURE: u64 = 28;
 /// What a dispatched system call's [`Signal::vector`] is if it was `int $0x80`.
@@ -56,7 +56,7 @@ pub const INT_80: u8 = 0x80;
 ///
 /// # Safety
 /// The host has written a frame with this context.
-unsafe fn call_vector(context: *const Context) -> u64 {
+pub unsafe fn call_vector(context: *const Context) -> u64 {
     /// `AUDIT_ARCH_I386` (`linux/audit.h`).
     const I386: u32 = 0x4000_0003;
     let at = context as u64 + CONTEXT + ARCHITECTURE;
@@ -66,13 +66,13 @@ unsafe fn call_vector(context: *const Context) -> u64 {
 }
 
 /// Where [`Context::registers`] are in a frame, which is in the order of encoding.
-const ORDER: [usize; 16] = [8, 9, 10, 11, 12, 13, 14, 15, 7, 6, 5, 3, 2, 0, 1, 4];
+pub const ORDER: [usize; 16] = [8, 9, 10, 11, 12, 13, 14, 15, 7, 6, 5, 3, 2, 0, 1, 4];
 
 /// Index of the stack pointer in [`Context::registers`].
 const STACK_POINTER: usize = 15;
 
 /// Signals of the processor and of dispatched system calls.
-const SYNCHRONOUS: [u32; 6] =
+pub const SYNCHRONOUS: [u32; 6] =
     [linux::SIGSEGV, linux::SIGBUS, linux::SIGILL, linux::SIGFPE, linux::SIGTRAP, linux::SIGSYS];
 /// Number of a trap exception's vector: single step or breakpoint register.
 const DEBUG: u64 = 1;
@@ -292,7 +292,7 @@ extern "sysv64" fn on_program_signal(number: u32, _: *const u8, context: *const 
 }
 
 /// The signal as a program can get it.
-fn sound(number: u32, context: &Context) -> Signal {
+pub fn sound(number: u32, context: &Context) -> Signal {
     const PAGE_FAULT: u64 = vector::PAGE_FAULT as u64;
     const PROTECTION: u64 = vector::PROTECTION as u64;
     let is_sound = match number {
@@ -370,6 +370,11 @@ fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut Vir
     let (start, end) = wedge_x86::entry_window();
     if (start..end).contains(&rip) {
         context.rip = wedge_x86::abort();
+        return false;
+    }
+    let (start, end) = crate::apart::window();
+    if (start..end).contains(&rip) {
+        context.rip = end;
         return false;
     }
     let [start, own_stack, end] = wedge_x86::sysret_window();

@@ -2,6 +2,7 @@
 
 use core::fmt;
 
+use crate::apart;
 use crate::memory::PAGE;
 use proto::wedge::{layout, option};
 use vmm_cpu::walk::Intent;
@@ -162,7 +163,8 @@ impl Sites {
             padded: site.padded,
             kind: site.kind.number(),
             flags_dead: site.flags.contains(Flags::FLAGS_DEAD),
-            fast: self.fast,
+            // The way to a program that is elsewhere is the wedge's.
+            fast: self.fast && !(site.kind == Kind::Sysretq && apart::are()),
         };
         self.put_stub(cpu, memory, &target)
     }

@@ -1,0 +1,885 @@
+//! Programs apart from their kernel: without protection keys, a second process for each address space of the guest, which has mapped what its
+//! programs may use and nothing else (`docs/design/0018-programs-apart.md`).
+//!
+//! The first process, where the guest's kernel and the wedge are, is the same as without all this. When it would go to a program it lets the
+//! *program process* go on instead, and waits until that has stopped. They share the [`Gate`]: what the first one writes ([`Orders`]) the other one
+//! can only read.
+//!
+//! The program process has two threads. One runs programs, and after each signal the code here ("gate"), from which no way leads back but
+//! `rt_sigreturn` with what the first process has written. The other one maps, since the filter of the first thread lets it only wait, wake
+//! and return from signals; its code uses no memory but the orders, so a program that can write everything else in the process cannot lead it astray.
+//!
+//! Invariant: the first process goes on only when the host's kernel says that the program's thread waits for the orders ([`is_stopped`]).
+//! Whatever a program has done to its process, it does not run then, and goes on in the gate. So changes of its mappings are collected until
+//! it is to run again.
+
+use core::arch::naked_asm;
+use core::convert::Infallible;
+use core::mem::offset_of;
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+use core::sync::atomic::{AtomicU32, AtomicU64};
+
+use linux_raw_sys::general as linux;
+use linux_raw_sys::prctl;
+use proto::wedge::{Filters, layout, option};
+use wedge_core::cpu::rflags;
+use wedge_x86::Cause;
+
+use crate::memory::PAGE;
+use crate::processes::{self, KICK};
+use crate::report::{self, HOST};
+use crate::shared::{PRIVATE_LENGTH, cell, events, has, mine, shared, vcpu};
+use crate::signal::{self, Context};
+use crate::sys::{self, Backing, Errno};
+use crate::{clock, compat, extended, guest, place, steal};
+
+/// Changes of mappings that are collected.
+const COMMANDS: usize = 256;
+/// Bytes of the stack of the program's thread for signals, on which it always has one.
+const STACK: usize = 0x8000;
+/// A program that does not stop for so long does not want to, in microseconds.
+const PATIENCE: u64 = 10_000_000;
+/// From saying that it has stopped to waiting, the program's thread takes less than that, in microseconds, unless others have its CPU.
+const WAY: u64 = 200;
+
+/// What the first process tells. Programs can read it: nothing here is a secret.
+#[repr(C, align(4096))]
+pub struct Orders {
+    /// Counts up when the program's thread is to go on.
+    turn: AtomicU32,
+    /// Where that waits when the first process has seen that it waits. Never changed.
+    parked: AtomicU32,
+    /// Counts up when the other thread has something to do.
+    batch: AtomicU32,
+    /// Commands of that batch.
+    used: AtomicU32,
+    /// Segment registers are to be loaded, and descriptors before: the program is one with 32-bit code.
+    is_compat: AtomicU32,
+    /// `ES`, `DS`, `FS`, `GS`.
+    selectors: [AtomicU32; 4],
+    /// Descriptions for `set_thread_area`.
+    areas: [[AtomicU32; 4]; 3],
+    /// The thread is to go to the CPUs of this set first.
+    moves: AtomicU32,
+    cpus: place::Cpus,
+    /// The signal's context, from which the program goes on.
+    context: AtomicU64,
+    /// Bases of `FS` and `GS`.
+    bases: [AtomicU64; 2],
+    /// Number of a system call and its arguments.
+    commands: [[AtomicU64; 7]; COMMANDS],
+}
+
+/// What the program process tells. Programs can write anything there.
+#[repr(C, align(4096))]
+pub struct Reports {
+    /// [`Orders::turn`] of the last stop.
+    turn: AtomicU32,
+    /// [`Orders::batch`] that is done.
+    batch: AtomicU32,
+    /// The last error of it, as the host's kernel returns it.
+    error: AtomicU32,
+    /// The signal.
+    number: AtomicU32,
+    /// `ES`, `DS`, `FS`, `GS`.
+    selectors: [AtomicU32; 4],
+    /// Bases of `FS` and `GS`.
+    bases: [AtomicU64; 2],
+    /// The signal's context, and the process's number: believed once, before any program.
+    context: AtomicU64,
+    /// See above.
+    process: AtomicU64,
+    /// See [`STACK`].
+    stack: [u8; STACK],
+}
+
+/// What both processes of a slot share.
+#[repr(C)]
+pub struct Gate {
+    orders: Orders,
+    reports: Reports,
+}
+
+const _: () = assert!(size_of::<Gate>() as u64 <= layout::GATE_LENGTH);
+const ORDERS: u64 = layout::GATE;
+const REPORTS: u64 = layout::GATE + offset_of!(Gate, reports) as u64;
+
+/// What the first process knows of the other one.
+#[derive(Clone, Copy, Debug)]
+pub struct Peer {
+    /// Its number; 0: not known yet.
+    process: u32,
+    /// Where the contexts of its signals are: always the same address, since no signal interrupts another one.
+    context: u64,
+    /// The first context, and where it says that the extended state is.
+    template: [u64; signal::CONTEXT as usize / 8],
+    /// What the host's kernel has noted there of its layout (`struct _fpx_sw_bytes`), and behind it.
+    layout: [u64; 6],
+    /// See above.
+    end: u32,
+    /// The CPU that it is on, plus 1; 0: not known.
+    cpu: u32,
+    /// What the program has in `ES`, `DS`, `FS`, `GS`.
+    selectors: [u16; 4],
+}
+
+/// Whether programs have processes of their own.
+pub fn are() -> bool {
+    has(option::APART)
+}
+
+fn gate() -> &'static Gate {
+    // SAFETY: each process of the guest has mapped it before anything else if there is one; all of it is atomic, but for the stack, which is
+    // used by address only.
+    unsafe { &*(layout::GATE as *const Gate) }
+}
+
+/// Maps a slot's gate, for the first process.
+pub fn map_gate(vcpu: usize, slot: usize) -> Result<(), Errno> {
+    let rights = linux::PROT_READ | linux::PROT_WRITE;
+    let gate = Backing::Shared(layout::SHARED_FD, layout::gate(vcpu, slot));
+    // SAFETY: nothing is there.
+    unsafe { sys::map(layout::GATE, layout::GATE_LENGTH, rights, gate) }
+}
+
+/// Makes a slot's program process; gives its number. For the device process.
+pub fn make(vcpu: usize, slot: usize, filters: &Filters) -> Result<u32, Errno> {
+    let child = processes::fork()?;
+    if child != 0 {
+        return Ok(child);
+    }
+    match become_programs(vcpu, slot, filters) {
+        Ok(never) => match never {},
+        Err(_) => sys::exit(HOST),
+    }
+}
+
+/// Sets this new process up: two threads, in each its own part of the gate.
+fn become_programs(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infallible, Errno> {
+    processes::die_with_parent(processes::device())?;
+    // SAFETY: no memory is touched.
+    let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
+    let rights = linux::PROT_READ | linux::PROT_WRITE;
+    let orders = REPORTS - ORDERS;
+    let at = layout::gate(vcpu, slot);
+    // SAFETY: what the child inherited was the device process's, and is not used here any longer; neither the wedge's own code nor the stack of
+    // this function is in what is unmapped.
+    unsafe {
+        let shared = |offset| Backing::Shared(layout::SHARED_FD, offset);
+        sys::map(ORDERS, orders, linux::PROT_READ, shared(at))?;
+        sys::map(REPORTS, layout::GATE_LENGTH - orders, rights, shared(at + orders))?;
+        sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;
+        for (from, to) in [
+            (PAGE, layout::WEDGE),
+            (layout::SHARED, layout::PRIVATE),
+            (layout::PRIVATE + PRIVATE_LENGTH, layout::GATE),
+            (layout::GATE + layout::GATE_LENGTH, layout::HOST),
+        ] {
+            sys::unmap(from, to - from)?;
+        }
+    }
+    // SAFETY: the process that was there has ended, and this one has not begun to use it. What programs have left is others'.
+    unsafe { core::ptr::write_bytes(REPORTS as *mut u8, 0, size_of::<Reports>()) };
+    gate().reports.process.store(own, Relaxed);
+    sys::close(layout::INPUT_FD, layout::MEMORY_FD - 1)?;
+    sys::close(layout::MEMORY_FD + 1, u32::MAX)?;
+    start_mapper(filters)?;
+    sys::close(layout::MEMORY_FD, layout::MEMORY_FD)?;
+    // SAFETY: the other thread needs its stack no longer.
+    unsafe { sys::unmap(layout::PRIVATE, PRIVATE_LENGTH) }?;
+    let stack = [REPORTS + offset_of!(Reports, stack) as u64, 0, STACK as u64];
+    // SAFETY: the stack is used for nothing else.
+    unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
+    // No signal interrupts another one.
+    let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_RESTORER;
+    let handler = stopped as *const () as u64;
+    let action = [handler, flags.into(), handler, u64::MAX];
+    for number in signal::SYNCHRONOUS.into_iter().chain([KICK]) {
+        let arguments = [number.into(), action.as_ptr() as u64, 0, 8, 0, 0];
+        // SAFETY: the handler uses the gate only.
+        unsafe { sys::call(linux::__NR_rt_sigaction, arguments) }?;
+    }
+    let none = 0_u64;
+    let arguments = [linux::SIG_SETMASK.into(), &raw const none as u64, 0, 8, 0, 0];
+    // SAFETY: the mask is read.
+    unsafe { sys::call(linux::__NR_rt_sigprocmask, arguments) }?;
+    let start = stopped as *const () as u64;
+    let on = [
+        prctl::PR_SET_SYSCALL_USER_DISPATCH.into(),
+        prctl::PR_SYS_DISPATCH_ON.into(),
+        start,
+        gate_end() - start,
+        // Nothing that a program could write says that they are not dispatched.
+        0,
+        0,
+    ];
+    // SAFETY: no memory is touched.
+    unsafe { sys::call(linux::__NR_prctl, on) }?;
+    let [length, instructions @ ..] = &filters.programs[Filters::PROGRAM];
+    // `struct sock_fprog`.
+    let program = [(*length).min(instructions.len() as u64), instructions.as_ptr() as u64];
+    // SAFETY: the program is read, and has this length.
+    unsafe { confine_and_stop(program.as_ptr()) }
+}
+
+/// Starts the thread that maps, with the descriptor of guest memory; returns when it is ready.
+fn start_mapper(filters: &Filters) -> Result<(), Errno> {
+    /// Of its stack, which it needs until it has taken its filter.
+    const TOP: u64 = crate::shared::PRIVATE_STACK_TOP;
+    let flags = linux::CLONE_VM | linux::CLONE_SIGHAND | linux::CLONE_THREAD;
+    // SAFETY: the new thread has a stack of its own, and what it reads stays where it is until it says that it is ready.
+    let thread = unsafe { clone(flags.into(), TOP, &raw const *filters) };
+    if thread < 0 {
+        return Err(Errno(-thread as i32));
+    }
+    let ready = &gate().reports.batch;
+    while ready.load(SeqCst) == 0 {
+        sys::wait(ready, 0, None);
+    }
+    Ok(())
+}
+
+/// clone(2), by which the new thread goes to [`begin_mapper`].
+#[unsafe(naked)]
+unsafe extern "sysv64" fn clone(flags: u64, stack: u64, filters: *const Filters) -> i64 {
+    naked_asm!(
+        "mov r9, rdx",
+        "xor edx, edx",
+        "xor r10d, r10d",
+        "xor r8d, r8d",
+        "mov eax, {clone}",
+        "syscall",
+        "test rax, rax",
+        "jz 2f",
+        "ret",
+        "2:",
+        "mov rdi, r9",
+        "call {begin}",
+        "ud2",
+        clone = const linux::__NR_clone,
+        begin = sym begin_mapper,
+    )
+}
+
+extern "sysv64" fn begin_mapper(filters: *const Filters) -> ! {
+    // SAFETY: the other thread waits until this one has read them.
+    let filters = unsafe { &*filters };
+    // Signals are the other thread's.
+    let all = u64::MAX;
+    let arguments = [linux::SIG_SETMASK.into(), &raw const all as u64, 0, 8, 0, 0];
+    // SAFETY: the mask is read.
+    let masked = unsafe { sys::call(linux::__NR_rt_sigprocmask, arguments) };
+    if masked.is_err() || processes::confine(filters, Filters::GUEST).is_err() {
+        sys::exit(HOST);
+    }
+    // SAFETY: nothing of this stack is needed any longer.
+    unsafe { map_for_ever() }
+}
+
+const SET: u64 = ORDERS + offset_of!(Orders, cpus) as u64;
+const BATCH: u64 = ORDERS + offset_of!(Orders, batch) as u64;
+const DONE: u64 = REPORTS + offset_of!(Reports, batch) as u64;
+
+/// Carries the batches out, without a stack.
+///
+/// # Safety
+/// The caller's stack is given up.
+#[unsafe(naked)]
+unsafe extern "sysv64" fn map_for_ever() -> ! {
+    naked_asm!(
+        // The first batch is number 1: none, to say that it is ready.
+        "mov ebx, 1",
+        "2:",
+        "mov [{done}], ebx",
+        "mov edi, {done}",
+        "mov esi, {wake}",
+        "mov edx, 1",
+        "mov eax, {futex}",
+        "syscall",
+        "3:",
+        "mov edx, [{batch}]",
+        "cmp edx, ebx",
+        "je 4f",
+        "test edx, edx",
+        "jnz 5f",
+        "4:",
+        "mov edi, {batch}",
+        "mov esi, {wait}",
+        "xor r10d, r10d",
+        "mov eax, {futex}",
+        "syscall",
+        "jmp 3b",
+        "5:",
+        "mov ebx, edx",
+        "mov dword ptr [{error}], 0",
+        "mov r12d, [{used}]",
+        "mov r13d, {commands}",
+        "6:",
+        "test r12d, r12d",
+        "jz 2b",
+        "mov rax, [r13]",
+        "mov rdi, [r13 + 8]",
+        "mov rsi, [r13 + 16]",
+        "mov rdx, [r13 + 24]",
+        "mov r10, [r13 + 32]",
+        "mov r8, [r13 + 40]",
+        "mov r9, [r13 + 48]",
+        "syscall",
+        "cmp rax, -4096",
+        "jbe 7f",
+        "mov [{error}], eax",
+        "7:",
+        "add r13, 56",
+        "dec r12d",
+        "jmp 6b",
+        done = const DONE,
+        batch = const BATCH,
+        error = const REPORTS + offset_of!(Reports, error) as u64,
+        used = const ORDERS + offset_of!(Orders, used) as u64,
+        commands = const ORDERS + offset_of!(Orders, commands) as u64,
+        wake = const linux::FUTEX_WAKE,
+        wait = const linux::FUTEX_WAIT,
+        futex = const linux::__NR_futex,
+    )
+}
+
+/// The gate: handler of all signals of the program's thread. A program can jump to any instruction here, with any registers, and make any call
+/// of the host that its filter allows: it waits, wakes, or returns from a signal. It goes on with what the orders say, or with what it has written
+/// itself, in its own process and with its own rights.
+///
+/// # Safety
+/// Never called.
+#[unsafe(naked)]
+unsafe extern "sysv64" fn stopped() -> ! {
+    naked_asm!(
+        "mov [{number}], edi",
+        "mov [{context}], rdx",
+        "rdfsbase rax",
+        "mov [{bases}], rax",
+        "rdgsbase rax",
+        "mov [{bases} + 8], rax",
+        "mov eax, es",
+        "mov [{selectors}], eax",
+        "mov eax, ds",
+        "mov [{selectors} + 4], eax",
+        "mov eax, fs",
+        "mov [{selectors} + 8], eax",
+        "mov eax, gs",
+        "mov [{selectors} + 12], eax",
+        "mov r12d, [{turn}]",
+        "mov [{stopped}], r12d",
+        "mov edi, {stopped}",
+        "mov esi, {wake}",
+        "mov edx, 1",
+        "mov eax, {futex}",
+        "syscall",
+        "2:",
+        "mov edx, [{turn}]",
+        "cmp edx, r12d",
+        "jne 3f",
+        "mov edi, {turn}",
+        "mov esi, {wait}",
+        "xor r10d, r10d",
+        "mov eax, {futex}",
+        "syscall",
+        "jmp 2b",
+        "3:",
+        "cmp dword ptr [{is_compat}], 0",
+        "je 4f",
+        // What the host does not take is a descriptor that no register has below.
+        "mov ebx, {areas}",
+        "mov eax, {set_thread_area}",
+        "int 0x80",
+        "mov ebx, {areas} + 16",
+        "mov eax, {set_thread_area}",
+        "int 0x80",
+        "mov ebx, {areas} + 32",
+        "mov eax, {set_thread_area}",
+        "int 0x80",
+        "mov eax, [{selectors_now}]",
+        "mov es, eax",
+        "mov eax, [{selectors_now} + 4]",
+        "mov ds, eax",
+        "mov eax, [{selectors_now} + 8]",
+        "mov fs, eax",
+        "mov eax, [{selectors_now} + 12]",
+        "mov gs, eax",
+        "4:",
+        "cmp dword ptr [{moves}], 0",
+        "je 6f",
+        "xor edi, edi",
+        "mov esi, {set_length}",
+        "mov edx, {set}",
+        "mov eax, {set_affinity}",
+        "syscall",
+        "6:",
+        "mov rax, [{bases_now}]",
+        "wrfsbase rax",
+        "mov rax, [{bases_now} + 8]",
+        "wrgsbase rax",
+        "mov rsp, [{context_now}]",
+        "mov eax, {sigreturn}",
+        "syscall",
+        "ud2",
+        // [`confine_and_stop`]: its argument is in RDX.
+        ".globl parador_wedge_apart_confine",
+        "parador_wedge_apart_confine:",
+        "mov edi, 1",
+        "xor esi, esi",
+        "mov eax, {seccomp}",
+        "syscall",
+        "test eax, eax",
+        "jnz 5f",
+        // A signal.
+        "ud2",
+        "5:",
+        "mov edi, {host}",
+        "mov eax, {exit}",
+        "syscall",
+        "ud2",
+        ".globl parador_wedge_apart_end",
+        "parador_wedge_apart_end:",
+        number = const REPORTS + offset_of!(Reports, number) as u64,
+        context = const REPORTS + offset_of!(Reports, context) as u64,
+        bases = const REPORTS + offset_of!(Reports, bases) as u64,
+        selectors = const REPORTS + offset_of!(Reports, selectors) as u64,
+        stopped = const REPORTS + offset_of!(Reports, turn) as u64,
+        turn = const ORDERS + offset_of!(Orders, turn) as u64,
+        is_compat = const ORDERS + offset_of!(Orders, is_compat) as u64,
+        areas = const ORDERS + offset_of!(Orders, areas) as u64,
+        selectors_now = const ORDERS + offset_of!(Orders, selectors) as u64,
+        bases_now = const ORDERS + offset_of!(Orders, bases) as u64,
+        context_now = const ORDERS + offset_of!(Orders, context) as u64,
+        set_thread_area = const compat::SET_THREAD_AREA,
+        moves = const ORDERS + offset_of!(Orders, moves) as u64,
+        set = const SET,
+        set_length = const size_of::<place::Cpus>(),
+        set_affinity = const linux::__NR_sched_setaffinity,
+        wake = const linux::FUTEX_WAKE,
+        wait = const linux::FUTEX_WAIT,
+        futex = const linux::__NR_futex,
+        sigreturn = const linux::__NR_rt_sigreturn,
+        seccomp = const linux::__NR_seccomp,
+        exit = const linux::__NR_exit_group,
+        host = const HOST as u32,
+    )
+}
+
+/// Takes this filter of system calls (`struct sock_fprog`), and stops for the first time. The call is one of the gate's: others are dispatched already.
+///
+/// # Safety
+/// The filter is as long as it says.
+#[unsafe(naked)]
+unsafe extern "sysv64" fn confine_and_stop(program: *const u64) -> ! {
+    naked_asm!("mov rdx, rdi", "jmp parador_wedge_apart_confine")
+}
+
+fn gate_end() -> u64 {
+    unsafe extern "C" {
+        static parador_wedge_apart_end: u8;
+    }
+    &raw const parador_wedge_apart_end as u64
+}
+
+/// Addresses between which a signal keeps the first process from waiting: the first of them, and where that goes on.
+pub fn window() -> (u64, u64) {
+    unsafe extern "C" {
+        static parador_wedge_apart_window: u8;
+        static parador_wedge_apart_window_end: u8;
+    }
+    (&raw const parador_wedge_apart_window as u64, &raw const parador_wedge_apart_window_end as u64)
+}
+
+/// Waits until `word` is not `seen` any longer, unless there are events. A signal, which leaves some, ends it.
+///
+/// # Safety
+/// Both words are mapped.
+#[unsafe(naked)]
+unsafe extern "sysv64" fn wait_unless(events: *const u32, word: *const u32, seen: u32) {
+    naked_asm!(
+        "mov r8, rdi",
+        "mov rdi, rsi",
+        "mov esi, {wait}",
+        "xor r10d, r10d",
+        "mov eax, {futex}",
+        ".globl parador_wedge_apart_window",
+        "parador_wedge_apart_window:",
+        "cmp dword ptr [r8], 0",
+        "jne 2f",
+        "syscall",
+        ".globl parador_wedge_apart_window_end",
+        "parador_wedge_apart_window_end:",
+        "2:",
+        "ret",
+        wait = const linux::FUTEX_WAIT,
+        futex = const linux::__NR_futex,
+    )
+}
+
+/// Whether the program's thread waits for the orders, by what the host's kernel says; it waits for [`Orders::parked`] then, without having been
+/// woken.
+fn is_stopped() -> bool {
+    let Orders { turn, parked, .. } = &gate().orders;
+    let (none, one) = (0, 1);
+    let arguments = [
+        turn.as_ptr() as u64,
+        linux::FUTEX_CMP_REQUEUE.into(),
+        none,
+        one,
+        parked.as_ptr() as u64,
+        turn.load(SeqCst).into(),
+    ];
+    // SAFETY: it moves a thread from one queue to the other.
+    let moved = unsafe { sys::call(linux::__NR_futex, arguments) };
+    moved == Ok(1)
+}
+
+/// Lets the program's thread go on.
+fn go_on() {
+    let Orders { turn, parked, .. } = &gate().orders;
+    turn.fetch_add(1, SeqCst);
+    let arguments = [parked.as_ptr() as u64, linux::FUTEX_WAKE.into(), 1, 0, 0, 0];
+    // SAFETY: nothing is changed.
+    if unsafe { sys::call(linux::__NR_futex, arguments) } != Ok(1) {
+        // A pause of the machine has made it begin to wait anew.
+        sys::wake(turn);
+    }
+}
+
+fn peer() -> &'static mut Peer {
+    // SAFETY: it is in the process's own memory, and only its one thread uses it, outside of signal handlers. Each use ends before the next begins.
+    unsafe { &mut *mine().peer.at() }
+}
+
+/// Has a new process made for programs, waits for its first stop, before any program, and notes how the host's kernel lays out what it leaves.
+fn meet() {
+    /// Where `struct _fpx_sw_bytes` is in the extended state, and the size of that in it.
+    const LAYOUT: u64 = 464;
+    let orders = &gate().orders;
+    orders.batch.store(0, SeqCst);
+    orders.used.store(0, Relaxed);
+    let wanted = &vcpu().program;
+    wanted.store(1 + mine().slot.load(Relaxed), SeqCst);
+    processes::ring();
+    let start = guest::tsc();
+    loop {
+        let number = wanted.load(SeqCst);
+        if number == 0 {
+            break;
+        }
+        sys::wait(wanted, number, Some(1_000_000_000));
+        lose_patience(start);
+    }
+    while !is_stopped() {
+        lose_patience(start);
+        sys::wait(&gate().orders.parked, 0, Some(1_000_000));
+    }
+    let reports = &gate().reports;
+    let peer = peer();
+    peer.context = reports.context.load(Relaxed);
+    let stack = REPORTS + offset_of!(Reports, stack) as u64;
+    let stack = stack..stack + STACK as u64;
+    // SAFETY: a context that the host's kernel has written is whole.
+    let is_whole = stack.contains(&peer.context)
+        && unsafe {
+            peer.template = (peer.context as *const [u64; 38]).read_volatile();
+            let area = peer.template[EXTENDED];
+            stack.contains(&area) && {
+                peer.layout = ((area + LAYOUT) as *const [u64; 6]).read_volatile();
+                peer.end = peer.layout[2] as u32;
+                stack.contains(&(area + u64::from(peer.end)))
+            }
+        };
+    if !is_whole || peer.end as usize > crate::shared::EXTENDED_STATE {
+        report::fatal(format_args!("the host's signals are not understood"));
+    }
+    peer.process = reports.process.load(Relaxed) as u32;
+    peer.cpu = 0;
+    orders.batch.store(1, SeqCst);
+}
+
+fn lose_patience(since: u64) {
+    if guest::tsc().saturating_sub(since) > clock::ticks(PATIENCE) {
+        report::fatal(format_args!("a program's process does not stop"));
+    }
+}
+
+/// Index of the address of the extended state in a context.
+const EXTENDED: usize = 28;
+
+/// A change of mappings, for when a program goes on.
+fn push(command: [u64; 7]) {
+    if peer().process == 0 {
+        // The next one has nothing mapped.
+        return;
+    }
+    let orders = &gate().orders;
+    if orders.used.load(Relaxed) as usize >= COMMANDS {
+        commit();
+    }
+    let used = orders.used.load(Relaxed);
+    let Some(place) = orders.commands.get(used as usize) else { return };
+    for (to, word) in place.iter().zip(command) {
+        to.store(word, Relaxed);
+    }
+    orders.used.store(used + 1, Relaxed);
+}
+
+/// Has what was collected done. Programs do not run.
+fn commit() {
+    let Gate { orders, reports } = gate();
+    if orders.used.load(Relaxed) == 0 {
+        return;
+    }
+    // Neither the number of none nor that of being ready.
+    let batch = orders.batch.load(Relaxed).checked_add(1).unwrap_or(2);
+    orders.batch.store(batch, SeqCst);
+    sys::wake(&orders.batch);
+    let start = guest::tsc();
+    loop {
+        let done = reports.batch.load(SeqCst);
+        if done == batch {
+            break;
+        }
+        sys::wait(&reports.batch, done, Some(1_000_000_000));
+        lose_patience(start);
+    }
+    orders.used.store(0, Relaxed);
+    if reports.error.load(Relaxed) != 0 {
+        mine().unmapped.store(true, Relaxed);
+    }
+}
+
+/// Maps guest memory for programs, too.
+pub fn map(linear: u64, size: u64, rights: u32, offset: u64) {
+    let flags = linux::MAP_SHARED | linux::MAP_FIXED | linux::MAP_POPULATE;
+    let arguments = [linear, size, rights.into(), flags.into(), layout::MEMORY_FD.into(), offset];
+    call(linux::__NR_mmap, arguments);
+}
+
+/// Unmaps it.
+pub fn unmap(start: u64, end: u64) {
+    call(linux::__NR_munmap, [start, end - start, 0, 0, 0, 0]);
+}
+
+/// Takes rights.
+pub fn narrow(start: u64, end: u64, rights: u32) {
+    call(linux::__NR_mprotect, [start, end - start, rights.into(), 0, 0, 0]);
+}
+
+fn call(number: u32, [a, b, c, d, e, f]: [u64; 6]) {
+    if are() {
+        push([number.into(), a, b, c, d, e, f]);
+    }
+}
+
+/// The next program is of another address space: it gets a process of its own.
+pub fn renew() {
+    peer().process = 0;
+}
+
+/// Lets a program go on until it stops, by a signal or for events.
+pub fn run() -> Cause {
+    peer().selectors = compat::selectors();
+    if peer().process == 0 {
+        meet();
+    }
+    follow();
+    commit();
+    if mine().unmapped.swap(false, Relaxed) {
+        // The host has had no room: everything can be filled in again.
+        crate::memory::drop_programs();
+        commit();
+        if mine().unmapped.load(Relaxed) {
+            report::fatal(format_args!("the host does not unmap a program's memory"));
+        }
+        return Cause::Events;
+    }
+    if events().load(SeqCst) != 0 {
+        return Cause::Events;
+    }
+    give();
+    place::give();
+    steal::rest();
+    go_on();
+    wait();
+    steal::go_on();
+    place::take();
+    take();
+    Cause::Signal
+}
+
+/// Makes the other process come to this one's CPU: a change to another one costs several times as much.
+fn follow() {
+    let Some(cpu) = place::cpu() else { return };
+    let (peer, orders) = (peer(), &gate().orders);
+    let is_elsewhere = peer.cpu != cpu + 1;
+    orders.moves.store(is_elsewhere.into(), Relaxed);
+    if is_elsewhere {
+        peer.cpu = cpu + 1;
+        for (word, value) in orders.cpus.iter().zip(place::only(cpu)) {
+            word.store(value, Relaxed);
+        }
+        call(linux::__NR_sched_setaffinity, [0, size_of::<place::Cpus>() as u64, SET, 0, 0, 0]);
+    }
+}
+
+/// Waits until the program has stopped.
+fn wait() {
+    let Gate { orders, reports } = gate();
+    let turn = orders.turn.load(Relaxed);
+    // When it was first told to stop; until when it may be on its way to the place where it waits.
+    let (mut since, mut on_its_way) = (0, None);
+    let mut is_told = false;
+    loop {
+        let seen = reports.turn.load(SeqCst);
+        if seen == turn && is_stopped() {
+            if !is_told {
+                return;
+            }
+            // A program that has gone to the gate by itself may still get the signal, which writes to memory: not when it waits once more.
+            is_told = false;
+            wait_until_told();
+            sys::wake(&orders.parked);
+            on_its_way = Some(guest::tsc() + clock::ticks(WAY));
+            continue;
+        }
+        if seen == turn {
+            let until = *on_its_way.get_or_insert_with(|| guest::tsc() + clock::ticks(WAY));
+            if guest::tsc() < until {
+                // It may need this CPU.
+                sys::yield_now();
+                continue;
+            }
+        }
+        if seen != turn && !is_told && events().load(SeqCst) == 0 {
+            // SAFETY: both words are shared memory.
+            unsafe { wait_unless(events().as_ptr(), reports.turn.as_ptr(), seen) }
+            continue;
+        }
+        // For events, or since it has said what is not true.
+        if since == 0 {
+            since = guest::tsc();
+        }
+        lose_patience(since);
+        is_told = true;
+        stop();
+        sys::wait(&reports.turn, seen, Some(1_000_000));
+    }
+}
+
+/// Waits until the device process has told the program to stop, if it was asked to.
+fn wait_until_told() {
+    let vcpu = vcpu();
+    let asked = vcpu.stops.load(SeqCst);
+    let start = guest::tsc();
+    loop {
+        let told = vcpu.stopped.load(SeqCst);
+        if told == asked {
+            break;
+        }
+        sys::wait(&vcpu.stopped, told, Some(1_000_000_000));
+        lose_patience(start);
+    }
+}
+
+/// Makes the program stop.
+fn stop() {
+    if shared().kicks.load(Relaxed) {
+        sys::kill(peer().process, KICK);
+    } else {
+        let vcpu = vcpu();
+        if vcpu.stopped.load(SeqCst) == vcpu.stops.load(SeqCst) {
+            vcpu.stops.fetch_add(1, SeqCst);
+            processes::ring();
+        }
+    }
+}
+
+/// Gives the program's thread what the virtual CPU consists of. All of the context is written, whatever a program has made of it.
+fn give() {
+    let peer = peer();
+    let orders = &gate().orders;
+    // SAFETY: this process has the virtual CPU, and the guest does not run.
+    let (cpu, code) = unsafe { (&(*cell()).cpu, (*cell()).code) };
+    let mut words = peer.template;
+    for (word, register) in words[5..].iter_mut().zip(signal::ORDER) {
+        *word = cpu.frame.gpr[register];
+    }
+    words[21] = cpu.frame.rip;
+    words[22] = cpu.frame.rflags;
+    words[23] = words[23] & !0xffff | code;
+    let area = words[EXTENDED];
+    let features = peer.layout[1] & !extended::PKRU;
+    // SAFETY: `meet` has looked where they are, in memory that is used for nothing else; the thread waits.
+    unsafe {
+        (peer.context as *mut [u64; 38]).write_volatile(words);
+        ((area + 512) as *mut [u64; 8]).write_volatile([0; 8]);
+        ((area + 464) as *mut [u64; 6]).write_volatile(peer.layout);
+        ((area + u64::from(peer.end)) as *mut u32).write_unaligned(MAGIC_2);
+        extended::save(area, features);
+    }
+    orders.context.store(peer.context, Relaxed);
+    let (fs, gs) = compat::bases();
+    orders.bases[0].store(fs, Relaxed);
+    orders.bases[1].store(gs, Relaxed);
+    let is_compat = has(option::COMPAT) && compat::concerns(cpu);
+    if is_compat {
+        for (to, area) in orders.areas.iter().zip(compat::areas()) {
+            to.iter().zip(area).for_each(|(to, word)| to.store(word, Relaxed));
+        }
+        for (to, selector) in orders.selectors.iter().zip(peer.selectors) {
+            to.store(selector.into(), Relaxed);
+        }
+    }
+    orders.is_compat.store(is_compat.into(), Relaxed);
+}
+
+/// `FP_XSTATE_MAGIC2`.
+const MAGIC_2: u32 = 0x4650_5845;
+
+/// Takes from a program's thread what it has made of it, as far as a program can have done that.
+fn take() {
+    let (peer, reports) = (peer(), &gate().reports);
+    let vcpu = vcpu();
+    // SAFETY: this process has the virtual CPU, and the guest does not run.
+    let cpu = unsafe { &mut (*cell()).cpu };
+    let at = peer.context as *const Context;
+    // SAFETY: it is memory of this process's, which nobody writes while the thread waits; `meet` has looked where it is.
+    let context = unsafe { at.read_volatile() };
+    for (value, place) in context.registers.iter().zip(signal::ORDER) {
+        cpu.frame.gpr[place] = *value;
+    }
+    cpu.frame.rip = context.rip;
+    cpu.frame.rflags = context.rflags & u64::from(wedge_x86::PROGRAM_FLAGS) | rflags::IF | 2;
+    cpu.found_in(context.is_64_bit());
+    let mut signal = signal::sound(reports.number.load(Relaxed), &context);
+    if signal.number == linux::SIGSYS {
+        // SAFETY: as above.
+        signal.vector = unsafe { signal::call_vector(at) };
+    }
+    vcpu.signal.set(signal);
+    peer.selectors =
+        core::array::from_fn(|index| match reports.selectors[index].load(Relaxed) as u16 {
+            none @ 0..4 => none,
+            selector => selector | 3,
+        });
+    let area = vcpu.extended.0.at();
+    // SAFETY: as above; the copy is as large as that, and only a change of the process uses it otherwise.
+    unsafe {
+        let from = peer.template[EXTENDED] as *const u8;
+        core::ptr::copy_nonoverlapping(from, area.cast(), peer.end as usize);
+    }
+    extended::restore(area as u64, crate::shared::EXTENDED_STATE as u64);
+    let base = |index: usize| {
+        let base = reports.bases[index].load(Relaxed);
+        // Programs have nothing above.
+        if base < layout::TASK_SIZE { base } else { 0 }
+    };
+    compat::set_bases(base(0), base(1));
+}
+
+/// `ES`, `DS`, `FS`, `GS` of the program that has stopped, or of the one that has not gone on.
+pub fn selectors() -> [u16; 4] {
+    peer().selectors
+}
