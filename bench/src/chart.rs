@@ -5,7 +5,8 @@ use parador_tests::system::workspace;
 use std::fmt::Write;
 use std::iter::successors;
 
-const COLOURS: [&str; 6] = ["#1b6ca8", "#8fb8de", "#e0a458", "#c8553d", "#7a7a7a", "#5a8f5a"];
+const COLOURS: [&str; 7] =
+    ["#1b6ca8", "#8fb8de", "#e0a458", "#c8553d", "#7a7a7a", "#5a8f5a", "#8a5a8f"];
 const LEFT: f64 = 250.0;
 const WIDTH: f64 = 560.0;
 const BAR: f64 = 11.0;

@@ -1,48 +1,220 @@
 //! The ladder of King, Dunlap and Chen (USENIX ATC 2003, figures 9 and 10), of today's mechanisms: a machine that is processes of this host,
 //! without anything that makes it fast, then with one thing after another, each beside all those before it.
 
-use anyhow::{Context, Result};
-use serde_json::{Map, Value};
+use anyhow::{Context, Result, ensure};
+use parador_tests::keys;
+use parador_tests::system::parador;
+use serde_json::{Map, Value, json};
+use std::fmt::Write as _;
+use std::fs;
 use std::io::Write;
 use std::net::{Ipv4Addr, Shutdown, TcpListener};
+use std::path::Path;
 use std::process::Command;
 use std::thread;
 
 use crate::chart;
-use crate::guest::Tree;
+use crate::guest::{Tree, folder};
 use crate::hosted::{All, Kind, Outcome, PROGRAM, Row, add, result, row};
-use crate::places::{self, Kernels, Place, Userland};
+use crate::places::{self, Kernels, Place, Times, Userland};
 use crate::report;
 
 /// A rung: what it adds to those below it.
+#[derive(Clone, Copy)]
 struct Rung {
     /// In the name of its file.
     name: &'static str,
     title: &'static str,
-    /// What is switched off below it, of `parador run`.
-    below: &'static [&'static str],
+    /// What is switched off below it, as `parador run --without` says.
+    without: &'static str,
+    /// What `--protection` is below it, down to the next that has one.
+    protection: Option<&'static str>,
 }
 
+const fn rung(
+    name: &'static str,
+    title: &'static str,
+    without: &'static str,
+    protection: Option<&'static str>,
+) -> Rung {
+    Rung { name, title, without, protection }
+}
+
+/// On a host without protection keys.
 const RUNGS: [Rung; 6] = [
-    Rung { name: "ptrace", title: "a process that traces, as in 2003", below: &[] },
-    Rung {
-        name: "in-process",
-        title: "+ handled in the process",
-        below: &["--without", "in-process"],
-    },
-    Rung {
-        name: "protection",
-        title: "+ no changes of mappings",
-        below: &["--protection", "remap"],
-    },
-    Rung { name: "spaces", title: "+ a process per space", below: &["--without", "spaces"] },
-    Rung {
-        name: "sites",
-        title: "+ rewritten sites",
-        below: &["--without", "fast-sites,call-sites,functions"],
-    },
-    Rung { name: "batches", title: "+ fault-around, batches", below: &["--without", "batches"] },
+    rung("ptrace", "a process that traces, as in 2003", "", None),
+    rung("in-process", "+ handled in the process", "in-process", None),
+    rung("protection", "+ no changes of mappings", "", Some("remap")),
+    rung("spaces", "+ a process per space", "spaces", None),
+    rung("sites", "+ rewritten sites", "fast-sites,call-sites,functions", None),
+    rung("batches", "+ fault-around, batches", "batches", None),
 ];
+/// What is behind [`PROTECTION`] where the host has them.
+const KEYS: Rung = rung("keys", "+ protection keys", "", Some("none"));
+const PROTECTION: usize = 2;
+/// With keys no rung is without `functions`, which they need.
+const KEYED_SITES: Rung = rung("sites", "+ rewritten sites", "fast-sites,call-sites", None);
+
+/// The rungs of a host.
+struct Ladder {
+    rungs: Vec<Rung>,
+    has_keys: bool,
+}
+
+impl Ladder {
+    fn new(has_keys: bool) -> Self {
+        let mut rungs = RUNGS.to_vec();
+        if has_keys {
+            for rung in rungs.iter_mut().filter(|rung| rung.name == KEYED_SITES.name) {
+                *rung = KEYED_SITES;
+            }
+            rungs.insert(PROTECTION + 1, KEYS);
+        }
+        Self { rungs, has_keys }
+    }
+
+    /// What the machine of a rung is started with.
+    fn options(&self, number: usize) -> Vec<String> {
+        let above = &self.rungs[number + 1..];
+        let mut options = Vec::new();
+        for rung in above.iter().filter(|rung| !rung.without.is_empty()) {
+            options.extend(["--without", rung.without]);
+        }
+        let keys = self.has_keys.then_some("keys");
+        if let Some(how) = above.iter().find_map(|rung| rung.protection).or(keys) {
+            options.extend(["--protection", how]);
+        }
+        options.into_iter().map(str::to_owned).collect()
+    }
+
+    fn climb(&self, kernels: &Kernels, number: usize) -> Kernels {
+        Kernels { options: self.options(number), ..kernels.clone() }
+    }
+
+    /// Writes `target/bench-hosted-NUMBER-NAME.json`.
+    fn keep<'a>(
+        &self,
+        number: usize,
+        times: &All,
+        rows: impl Iterator<Item = &'a Row>,
+    ) -> Result<()> {
+        let mut object = Map::new();
+        for row in rows {
+            object.insert(row.name.to_owned(), result(times, row)?.json());
+        }
+        object.insert("options".to_owned(), Value::from(self.options(number)));
+        let name = self.rungs[number].name;
+        report::write_object(&format!("bench-hosted-{number}-{name}.json"), &object)
+    }
+
+    fn draw(&self, name: &str, what: &str, rows: &[Row], all: &[All]) -> Result<()> {
+        let mut groups = Vec::new();
+        for row in rows {
+            let outcomes = all.iter().map(|times| result(times, row));
+            let outcomes = outcomes.collect::<Result<Vec<_>>>()?;
+            let values = outcomes.iter().map(|outcome: &Outcome| outcome.time(row, Place::Parador));
+            groups.push(chart::Group { title: row.title.to_owned(), values: values.collect() });
+        }
+        let title =
+            format!("Time in a machine that is processes, relative to the host's own ({what})");
+        let legends: Vec<_> = self.rungs.iter().map(|rung| rung.title).collect();
+        chart::draw(name, &chart::ratios(&title, &legends, &groups, FAR)?)
+    }
+}
+
+/// Counts what protection keys cost, on an emulated processor that has them, in instructions of it (QEMU's `-icount shift=0`: one is one
+/// nanosecond): what the emulated host's kernel does is counted, too, and that an instruction may take longer than another is not.
+pub fn counted(kernel: &Path) -> Result<()> {
+    let ladder = Ladder::new(true);
+    let tree = Tree::new("counted", &["sh", "mount", "poweroff"])?;
+    tree.program(PROGRAM)?;
+    tree.init("host-init")?;
+    let guest = tree.pack()?;
+    let name = |path: &Path| {
+        let name = path.file_name().and_then(|name| name.to_str());
+        name.map(str::to_owned).with_context(|| format!("no name: {}", path.display()))
+    };
+    let run = format!(
+        "parador run {} -i {} -m 256M --backend process --artifacts /bin \
+         -p 'quiet HB_ROUNDS={COUNTED_ROUNDS} HB_ROW=\"{}\"'",
+        name(kernel)?,
+        name(&guest)?,
+        COUNTED.map(|row| row.name).join(" ")
+    );
+    let top = ladder.rungs.len() - 1;
+    let mut cases = Vec::new();
+    for number in [PROTECTION + 1, top] {
+        for how in ["none", "keys"] {
+            let mut options = ladder.options(number);
+            // The last word is how programs are kept out.
+            options.pop();
+            options.push(how.to_owned());
+            cases.push((number, how, options));
+        }
+    }
+    let mut script = format!("echo '{PART}'; parador doctor --json\n");
+    for (number, how, options) in &cases {
+        writeln!(script, "echo '{PART}{number} {how}'; {run} {} </dev/null", options.join(" "))?;
+    }
+    let place = folder().join("host-with-keys");
+    if place.exists() {
+        fs::remove_dir_all(&place).context("cannot remove an old folder")?;
+    }
+    fs::create_dir_all(&place).context("cannot make a folder")?;
+    let disk = keys::host_disk(&place, &(script + "poweroff -f\n"), &[kernel.into(), guest])?;
+    println!("counting what protection keys cost, on an emulated processor");
+    let arguments = ["-smp", "1", "-icount", "shift=0,sleep=off", "-seed", "1"];
+    let console = keys::run_host(&disk, COUNTED_LIMIT, &arguments)?;
+    let mut parts = console.split(PART).skip(1);
+    // As a host that has them is found out.
+    let report = parts.next().with_context(|| console.clone())?;
+    ensure!(found_keys(report.as_bytes())?, "no keys on the emulated processor:\n{report}");
+    let parts: Vec<_> = parts.collect();
+    ensure!(parts.len() == cases.len(), "{} of {} machines:\n{console}", parts.len(), cases.len());
+
+    let mut times = Vec::new();
+    for (part, (number, how, _)) in parts.iter().zip(&cases) {
+        ensure!(part.starts_with(&format!("{number} {how}")), "another machine:\n{console}");
+        let mut read = Times::default();
+        read.read(part);
+        times.push(read);
+    }
+    println!("\n{:<34} {:>10} {:>10} {:>7}  instructions", "what", "none", "keys", "ratio");
+    let mut object = Map::new();
+    for (pair, cases) in times.chunks(2).zip(cases.chunks(2)) {
+        let (number, _, options) = &cases[1];
+        let rung = if *number == top { "everything" } else { ladder.rungs[*number].name };
+        let mut rows = Map::new();
+        for row in COUNTED {
+            let of = |times: &Times| -> Result<f64> {
+                let (microseconds, _) = times.median(row.name).with_context(|| console.clone())?;
+                Ok((microseconds * 1e3).round())
+            };
+            let (none, keys) = (of(&pair[0])?, of(&pair[1])?);
+            let ratio = report::rounded(keys / none);
+            println!("{:<34} {none:>10} {keys:>10} {ratio:>7.3}  {rung}", row.title);
+            rows.insert(row.name.to_owned(), json!({ "none": none, "keys": keys, "ratio": ratio }));
+        }
+        rows.insert("options".to_owned(), json!(options));
+        object.insert(rung.to_owned(), Value::Object(rows));
+    }
+    report::write_object("bench-hosted-keys-counted.json", &object)
+}
+
+/// Whether machines of processes can have protection keys here, as `parador doctor` says.
+fn has_keys() -> Result<bool> {
+    // Its exit code is for those who want a machine.
+    let output = parador(&folder()).args(["doctor", "--json"]).output();
+    found_keys(&output.context("cannot start parador")?.stdout)
+}
+
+fn found_keys(report: &[u8]) -> Result<bool> {
+    let report: Value =
+        serde_json::from_slice(report).context("`parador doctor` prints no JSON")?;
+    let findings = report["findings"].as_array().context("`parador doctor` finds nothing")?;
+    let keys = findings.iter().find(|finding| finding["name"] == "protection keys");
+    Ok(keys.context("`parador doctor` does not look for protection keys")?["state"] == "ok")
+}
 
 const UNLIMITED: f64 = f64::INFINITY;
 /// As in figure 9.
@@ -57,18 +229,31 @@ const LARGE: [Row; 3] = [
     row("compile", "compiling a part of Lua", "us", Kind::Less, UNLIMITED),
     row("web", "pages of nginx for wrk", "1/s", Kind::More, UNLIMITED),
 ];
+/// What is counted, and how often: one time is like the other.
+const COUNTED: [Row; 3] = [
+    row("null_syscall", "null system call", "ns", Kind::Less, UNLIMITED),
+    row("fork", "fork, exit, wait", "ns", Kind::Less, UNLIMITED),
+    row("pipe", "pipe round trip", "ns", Kind::Less, UNLIMITED),
+];
+const COUNTED_ROUNDS: usize = 3;
+/// Seconds that the emulated host may run.
+const COUNTED_LIMIT: u32 = 1500;
+/// Before what each of its machines prints.
+const PART: &str = "== ";
 /// Bytes that the server sends.
 const SENT: usize = 10 << 20;
 /// Right end of the drawings' axes.
 const FAR: f64 = 1024.0;
 
-/// What the machine of a rung is started with.
-fn options(rung: usize) -> Vec<String> {
-    RUNGS[rung + 1..].iter().flat_map(|rung| rung.below).map(|word| (*word).to_owned()).collect()
+/// A ladder with what its rungs have taken.
+pub struct Climbed {
+    ladder: Ladder,
+    all: Vec<All>,
 }
 
 /// Measures figure 9 on each rung, draws it, and gives what the rungs have taken.
-pub fn small(kernels: &Kernels, rounds: usize) -> Result<Vec<All>> {
+pub fn small(kernels: &Kernels, rounds: usize) -> Result<Climbed> {
+    let ladder = Ladder::new(has_keys()?);
     let tree = Tree::new(
         "ladder",
         &["sh", "mount", "cat", "chmod", "ifconfig", "route", "udhcpc", "poweroff"],
@@ -86,9 +271,9 @@ pub fn small(kernels: &Kernels, rounds: usize) -> Result<Vec<All>> {
         host[Place::Native as usize].read(&places::output(&mut run)?);
     }
     let mut all: Vec<All> = Vec::new();
-    for (number, rung) in RUNGS.iter().enumerate() {
-        println!("ladder, {} of {}: {}", number + 1, RUNGS.len(), rung.title);
-        let kernels = climb(kernels, number);
+    for (number, rung) in ladder.rungs.iter().enumerate() {
+        println!("ladder, {} of {}: {}", number + 1, ladder.rungs.len(), rung.title);
+        let kernels = ladder.climb(kernels, number);
         let mut times = All::default();
         for _ in 0..rounds {
             let mut run = places::with_ram_disk(Place::Parador, &kernels, &disk, &[])?;
@@ -96,41 +281,28 @@ pub fn small(kernels: &Kernels, rounds: usize) -> Result<Vec<All>> {
             times[Place::Parador as usize].read(&places::output(&mut run)?);
         }
         add(&mut times, Place::Native, &SMALL, &host)?;
-        keep(number, &times, SMALL.iter())?;
+        ladder.keep(number, &times, SMALL.iter())?;
         all.push(times);
     }
-    draw("ladder-small.svg", "as King et al., figure 9", &SMALL, &all)?;
-    Ok(all)
+    ladder.draw("ladder-small.svg", "as King et al., figure 9", &SMALL, &all)?;
+    Ok(Climbed { ladder, all })
 }
 
 /// Goes on with figure 10, once for each rung, the highest first: the lowest ones take minutes, though they compile little.
-pub fn large(kernels: &Kernels, userland: &Userland, mut all: Vec<All>) -> Result<()> {
+pub fn large(kernels: &Kernels, userland: &Userland, climbed: Climbed) -> Result<()> {
     /// What is compiled.
     const WORK: [(&str, &str); 1] = [("HB_OBJECTS", "lapi.o")];
+    let Climbed { ladder, mut all } = climbed;
     let mut host = All::default();
     host[Place::Native as usize].read(&userland.run(Place::Native, kernels, &WORK)?);
     for (number, times) in all.iter_mut().enumerate().rev() {
-        println!("ladder, Debian's programs: {}", RUNGS[number].title);
-        let output = userland.run(Place::Parador, &climb(kernels, number), &WORK)?;
+        println!("ladder, Debian's programs: {}", ladder.rungs[number].title);
+        let output = userland.run(Place::Parador, &ladder.climb(kernels, number), &WORK)?;
         times[Place::Parador as usize].read(&output);
         add(times, Place::Native, &LARGE, &host)?;
-        keep(number, times, SMALL.iter().chain(&LARGE))?;
+        ladder.keep(number, times, SMALL.iter().chain(&LARGE))?;
     }
-    draw("ladder-large.svg", "as King et al., figure 10", &LARGE, &all)
-}
-
-fn climb(kernels: &Kernels, number: usize) -> Kernels {
-    Kernels { options: options(number), ..kernels.clone() }
-}
-
-/// Writes `target/bench-hosted-NUMBER-NAME.json`.
-fn keep<'a>(number: usize, times: &All, rows: impl Iterator<Item = &'a Row>) -> Result<()> {
-    let mut object = Map::new();
-    for row in rows {
-        object.insert(row.name.to_owned(), result(times, row)?.json());
-    }
-    object.insert("options".to_owned(), Value::from(options(number)));
-    report::write_object(&format!("bench-hosted-{number}-{}.json", RUNGS[number].name), &object)
+    ladder.draw("ladder-large.svg", "as King et al., figure 10", &LARGE, &all)
 }
 
 /// A server that sends, for as long as this program runs; gives its port.
@@ -147,29 +319,50 @@ fn serve() -> Result<u16> {
     Ok(port)
 }
 
-fn draw(name: &str, what: &str, rows: &[Row], all: &[All]) -> Result<()> {
-    let mut groups = Vec::new();
-    for row in rows {
-        let outcomes = all.iter().map(|times| result(times, row));
-        let outcomes = outcomes.collect::<Result<Vec<_>>>()?;
-        let values = outcomes.iter().map(|outcome: &Outcome| outcome.time(row, Place::Parador));
-        groups.push(chart::Group { title: row.title.to_owned(), values: values.collect() });
-    }
-    let title = format!("Time in a machine that is processes, relative to the host's own ({what})");
-    let legends = RUNGS.each_ref().map(|rung| rung.title);
-    chart::draw(name, &chart::ratios(&title, &legends, &groups, FAR)?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn of(has_keys: bool, name: &str) -> String {
+        let ladder = Ladder::new(has_keys);
+        let number = ladder.rungs.iter().position(|rung| rung.name == name).unwrap();
+        ladder.options(number).join(" ")
+    }
+
     #[test]
     fn each_rung_leaves_out_what_is_above_it() {
-        assert_eq!(options(RUNGS.len() - 1), Vec::<String>::new());
-        assert_eq!(options(RUNGS.len() - 2), ["--without", "batches"]);
-        assert_eq!(options(0).len(), 2 * (RUNGS.len() - 1));
-        assert_eq!(options(0)[..2], ["--without", "in-process"]);
+        assert_eq!(of(false, "batches"), "");
+        assert_eq!(of(false, "sites"), "--without batches");
+        let protection =
+            "--without spaces --without fast-sites,call-sites,functions --without batches";
+        assert_eq!(of(false, "protection"), protection);
+        assert_eq!(of(false, "in-process"), format!("{protection} --protection remap"));
+        let all = format!("--without in-process {protection} --protection remap");
+        assert_eq!(of(false, "ptrace"), all);
+    }
+
+    #[test]
+    fn keys_are_a_rung_where_there_are_some() {
+        assert_eq!(of(true, "batches"), "--protection keys");
+        let keys = "--without spaces --without fast-sites,call-sites --without batches";
+        assert_eq!(of(true, "keys"), format!("{keys} --protection keys"));
+        assert_eq!(of(true, "protection"), format!("{keys} --protection none"));
+        assert_eq!(of(true, "in-process"), format!("{keys} --protection remap"));
+        // Nothing that they cannot do without is left out.
+        assert!(Ladder::new(true).rungs.iter().all(|rung| !rung.without.contains("functions")));
+    }
+
+    #[test]
+    fn the_doctor_is_believed() {
+        let report = |state| {
+            format!(
+                r#"{{"findings":[{{"name":"KVM","state":"ok"}},{{"name":"protection keys","state":"{state}"}}]}}"#
+            )
+        };
+        assert!(found_keys(report("ok").as_bytes()).unwrap());
+        assert!(!found_keys(report("absent").as_bytes()).unwrap());
+        assert!(found_keys(br#"{"findings":[]}"#).is_err());
+        assert!(found_keys(b"nothing").is_err());
     }
 
     #[test]

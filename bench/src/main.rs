@@ -92,6 +92,7 @@ fn main() -> ExitCode {
         ["hosted"] => hosted_with(|kernel| hosted::measure(kernel, false)),
         ["hosted", "--quick"] => hosted_with(|kernel| hosted::measure(kernel, true)),
         ["ladder"] => hosted_with(hosted::ladder),
+        ["ladder", "--counted"] => hosted_with(|kernel| ladder::counted(&kernel)),
         ["ladder", "--quick"] => hosted_with(hosted::small_ladder),
         [part] => measure_house(part),
         _ => Err(anyhow::anyhow!("what is to be measured?")),

@@ -178,6 +178,11 @@ pub fn busy_disk() -> Result<PathBuf> {
     make_disk("debian-hosted", "gcc,libc6-dev,make,postgresql,nginx,wrk,stress-ng,povray")
 }
 
+/// The folder with a disk that has what Linux is built with.
+pub fn compiler_disk() -> Result<PathBuf> {
+    make_disk("debian-compiler", "gcc,libc6-dev,make,flex,bison,bc,xz-utils,libelf-dev")
+}
+
 /// The folder of this name with a disk that has these packages, too; it is made once and kept until disks are made otherwise.
 fn make_disk(name: &str, packages: &str) -> Result<PathBuf> {
     let cache = target().join("cache");

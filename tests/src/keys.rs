@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Seconds that the emulated host may run on a busy machine; less than one minute on an idle one.
-const LIMIT: &str = "300";
+const LIMIT: u32 = 300;
 const BUSYBOX: &str = "/bin/busybox";
 /// What tries to leave; what does its calls by `int $0x80`.
 const PROGRAMS: [&str; 3] = ["linux-attack", "linux-compat-32", "linux-compat-64"];
@@ -58,19 +58,8 @@ pub fn protection() -> Result<()> {
     let folder = rig.folder();
     let files = PROGRAMS.map(|name| artifacts().join(name));
     let guest = ram_disk(folder, "guest", GUEST, &files, &[])?;
-    let programs = [target().join("release/parador"), artifacts().join("parador-wedge")];
-    let host = ram_disk(folder, "host", HOST, &[rig.kernel().to_owned(), guest], &programs)?;
-    let mut machine = Command::new("setpriv");
-    machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", LIMIT]);
-    // QEMU 7.2 does `IRET` of programs with the rights of a kernel, which SMAP refuses.
-    machine.args(["qemu-system-x86_64", "-M", "q35", "-cpu", "max,-smap", "-accel", "tcg"]);
-    machine.args(["-m", "1G", "-smp", "2", "-nodefaults", "-no-user-config", "-display", "none"]);
-    machine
-        .args(["-serial", "stdio", "-no-reboot", "-kernel"])
-        .arg(debian_kernel()?.join("vmlinuz"));
-    machine.arg("-initrd").arg(host);
-    machine.args(["-append", "console=ttyS0 panic=-1 quiet mitigations=off"]);
-    let console = succeed(&mut machine)?;
+    let host = host_disk(folder, HOST, &[rig.kernel().to_owned(), guest])?;
+    let console = run_host(&host, LIMIT, &["-smp", "2"])?;
     let parts: Vec<_> = console.split("== ").skip(1).collect();
     ensure!(parts.len() == 2, "{} machines:\n{console}", parts.len());
     for text in
@@ -118,6 +107,32 @@ pub fn apart() -> Result<()> {
     Ok(())
 }
 
+/// A RAM disk in `folder` for a host that runs `parador`, with files in `/root`; [`run_host`] boots it.
+pub fn host_disk(folder: &Path, script: &str, files: &[PathBuf]) -> Result<PathBuf> {
+    let programs = [target().join("release/parador"), artifacts().join("parador-wedge")];
+    ram_disk(folder, "host", script, files, &programs)
+}
+
+/// Boots Debian's kernel with a RAM disk on an emulated processor that has protection keys, for so many seconds at most, with further
+/// arguments for QEMU; gives what it prints.
+pub fn run_host(disk: &Path, limit: u32, arguments: &[&str]) -> Result<String> {
+    let mut machine = emulated(limit);
+    // QEMU 7.2 does `IRET` of programs with the rights of a kernel, which SMAP refuses.
+    machine.args(["-cpu", "max,-smap", "-m", "1G"]).args(arguments);
+    machine.arg("-kernel").arg(debian_kernel()?.join("vmlinuz")).arg("-initrd").arg(disk);
+    machine.args(["-append", "console=ttyS0 panic=-1 quiet mitigations=off"]);
+    succeed(&mut machine)
+}
+
+/// QEMU without KVM, whose serial line is its output, for so many seconds at most.
+pub fn emulated(limit: u32) -> Command {
+    let mut machine = Command::new("setpriv");
+    machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", &limit.to_string()]);
+    machine.args(["qemu-system-x86_64", "-M", "q35", "-accel", "tcg", "-nodefaults"]);
+    machine.args(["-no-user-config", "-display", "none", "-serial", "stdio", "-no-reboot"]);
+    machine
+}
+
 /// Where there are no keys that is said, or is the end; where nobody wants them nothing is said.
 pub fn choices() -> Result<()> {
     const OPEN: &str = "programs of this guest can reach its kernel";
@@ -151,7 +166,7 @@ pub fn choices() -> Result<()> {
 }
 
 /// A RAM disk in `folder` whose first program does this, with files in `/root`, and programs with what they are linked to.
-fn ram_disk(
+pub fn ram_disk(
     folder: &Path,
     name: &str,
     script: &str,

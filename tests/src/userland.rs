@@ -1,11 +1,15 @@
-//! Debian's programs in a machine that is processes of this host: a compiler, a database, a web server, packages, and what loads a
-//! kernel from all sides.
+//! Debian's programs in a machine that is processes of this host: a compiler, a database, a web server, packages, what loads a
+//! kernel from all sides, and a build of Linux.
 
 use crate::debian;
 use crate::hosted::{Rig, end};
-use crate::system::workspace;
-use anyhow::{Context, Result};
-use std::path::Path;
+use crate::keys::{emulated, ram_disk};
+use crate::kvm::succeed;
+use crate::system::{target, workspace};
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// The first program mounts what a Debian has, over a disk that stays as it is; the script sees the result as its root.
 const FIRST: &str = "\
@@ -109,6 +113,84 @@ pub fn debian(seconds: u32) -> Result<()> {
     machine.args(["-d", "path=work.img,ro=on", "-p", START]);
     let ended = end(&mut machine, "")?.well(0, &ANSWERS)?;
     ended.never(&["Socket errors", "Non-2xx", "stress-ng: fail"])
+}
+
+/// Linux' source, as Debian packs it, and where its package puts it.
+const SOURCE: &str = "linux-source-6.1.tar.xz";
+const INSTALLED: &str = "/usr/src";
+/// A build of the least Linux that runs programs and has a serial line. What no x86 can need of the source is not unpacked.
+const BUILD: &str = "\
+mkdir /tmp/linux /tmp/source /tmp/out
+mount -t 9p -o trans=virtio,version=9p2000.L source /tmp/source
+mount -t 9p -o trans=virtio,version=9p2000.L out /tmp/out
+cd /tmp/linux
+tar -xJf /tmp/source/ARCHIVE --strip-components=1 --exclude='*/Documentation/*/*' \
+    --exclude='*/tools/testing/*' --exclude='*/drivers/gpu/*.[ch]' \
+    --exclude='*/drivers/net/*.[ch]' --exclude='*/sound/*.[ch]'
+make -s tinyconfig >/dev/null 2>&1
+for name in 64BIT BINFMT_ELF BINFMT_SCRIPT BLK_DEV_INITRD PRINTK PROC_FS SERIAL_8250 SERIAL_8250_CONSOLE TTY; do
+    scripts/config --enable $name
+done
+make -s olddefconfig
+export KBUILD_BUILD_USER=guest KBUILD_BUILD_HOST=parador
+TIMEFORMAT='make: %R s, user %U s, system %S s'
+time make -s -j2 bzImage
+cp arch/x86/boot/bzImage vmlinux /tmp/out
+! dmesg | grep -E 'BUG:|WARNING:|Oops|Call Trace|I/O error|segfault|hung'
+";
+/// The first program under the new kernel, which cannot switch its machine off.
+const INSIDE: &str = "cat /proc/version; echo $((6*7)) is; reboot -f\n";
+
+/// Two virtual CPUs build a Linux with gcc, which then runs in another machine.
+pub fn kernel() -> Result<()> {
+    /// Seconds that the build may take on a busy host, and the start of its result.
+    const LIMITS: [u32; 2] = [1500, 120];
+    let rig = Rig::new()?;
+    let archive = linux_source()?;
+    let disk = debian::compiler_disk()?.join("disk.img");
+    let name = archive.file_name().and_then(|name| name.to_str()).context("no name")?;
+    let first = rig.folder().join("first");
+    fs::write(&first, FIRST).context("cannot write a script")?;
+    rig.disk("work.img", &BUILD.replace("ARCHIVE", name), &[&first])?;
+    let out = rig.folder().join("out");
+    fs::create_dir(&out).context("cannot make a folder")?;
+    let mut machine = rig.bare(LIMITS[0]);
+    machine.args(["-c", "2", "-m", "3G", "-p", START, "-d"]).arg(read_only(&disk));
+    machine.args(["-d", "path=work.img,ro=on", "--share", "out:out", "--share"]);
+    let sources = archive.parent().context("no folder")?;
+    machine.arg(format!("{}:source,ro=on", sources.display()));
+    end(&mut machine, "")?.well(0, &["make: ", "debian: all well"])?;
+
+    let symbols = succeed(Command::new("nm").arg(out.join("vmlinux")))?;
+    for symbol in ["start_kernel", "_etext", "serial8250_register_8250_port"] {
+        let there = symbols.lines().any(|line| line.split(' ').nth(2) == Some(symbol));
+        ensure!(there, "the built kernel has no `{symbol}`");
+    }
+    let mut machine = emulated(LIMITS[1]);
+    machine.args(["-m", "256M", "-kernel"]).arg(out.join("bzImage"));
+    machine.arg("-initrd").arg(ram_disk(rig.folder(), "inside", INSIDE, &[], &[])?);
+    let console = succeed(machine.args(["-append", "console=ttyS0 panic=-1"]))?;
+    for text in ["Linux version 6.1.", "(guest@parador)", "42 is"] {
+        ensure!(console.contains(text), "`{text}` did not appear:\n{console}");
+    }
+    Ok(())
+}
+
+/// The source that the guest's kernel is built from, too.
+fn linux_source() -> Result<PathBuf> {
+    let installed = Path::new(INSTALLED).join(SOURCE);
+    if installed.is_file() {
+        return Ok(installed);
+    }
+    let cache = target().join("cache/parador");
+    let folders = fs::read_dir(&cache).context("no cache of `parador kernel build`")?;
+    let archives = folders.flatten().map(|folder| folder.path().join(SOURCE));
+    let newest = archives
+        .filter(|path| path.is_file())
+        .max_by_key(|path| fs::metadata(path).and_then(|file| file.modified()).ok());
+    newest.with_context(|| {
+        format!("no {SOURCE} in {}: `parador kernel build` fetches it", cache.display())
+    })
 }
 
 fn read_only(disk: &Path) -> String {

@@ -1046,6 +1046,9 @@ fn main() -> ExitCode {
     }
     add("hosted/stress".to_owned(), Box::new(move || hosted::stress(seconds)));
     add("hosted/systemd".to_owned(), Box::new(debian::in_processes));
+    if seconds > STRESS_SECONDS {
+        add("hosted/kernel-inside".to_owned(), Box::new(userland::kernel));
+    }
     add("hosted/debian".to_owned(), Box::new(move || userland::debian(seconds.div_ceil(4))));
     add("previrt/raw-randomized/2-cpu".to_owned(), Box::new(|| previrt::randomized(2)));
     let conclusion = libtest_mimic::run(&arguments, trials);

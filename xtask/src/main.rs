@@ -27,6 +27,8 @@ usage: cargo xtask COMMAND
   bench [disk|net|many]   measure on the emulated machine, all or a part; write target/bench.json
   bench previrt           measure a pre-virtualized kernel; write target/bench-previrt.json
   bench hosted [--quick]  time programs in processes of this host; write target/bench-hosted.json
+  bench ladder [--quick|--counted]
+                          the ladder alone; what protection keys cost, in instructions of an emulated host
   fuzz TARGET [--seconds N]
                           look for inputs that break a target of fuzz/; --seeds writes the first ones
   check                   format, clippy, deps, unsafe, spec, size
