@@ -202,7 +202,8 @@ pub fn debugged() -> Result<()> {
         let start = start.context("no offsets").with_context(|| text.clone())?;
         until(&mut lines, "== end", &mut printed)?;
         ensure!(printed.contains(&format!("{start} T _text")), "not at {start}");
-        ensure!(printed.matches("code 3").count() == 2, "the guests have ended in another way");
+        let ended = printed.lines().filter(|line| *line == "code 3").count();
+        ensure!(ended == 2, "the guests have ended in another way");
         ensure!(!printed.contains("Call Trace"), "something is wrong");
         Ok(())
     };
@@ -400,6 +401,12 @@ pub fn refused() -> Result<()> {
         (&debian, &["--backend", "kvm"], 69, ["KVM cannot be used here", "--backend process"]),
         (&debian, &["--backend", "process"], 65, ["not a bzImage", "vmlinux"]),
         (&vmlinux, &["--backend", "kvm"], 69, ["KVM cannot be used here", "--backend process"]),
+        (
+            &vmlinux,
+            &["--backend", "kvm", "--gdb", "unix=gdb"],
+            69,
+            ["KVM cannot be used here", "--backend process"],
+        ),
         (&vmlinux, &["-p", line], 0, ["back end `process`", "it runs"]),
         (&vmlinux, &["--dry-run"], 0, ["would run in processes", "vmlinux"]),
     ] {
