@@ -417,12 +417,15 @@ const _: () = assert!(
 pub mod debug {
     use super::layout;
     use crate::system::MAX_VCPUS;
+    use core::sync::atomic::Ordering::SeqCst;
     use core::sync::atomic::{AtomicU32, AtomicU64};
 
     /// Most breakpoints.
     pub const BREAKPOINTS: usize = 64;
-    /// The instruction that is put where one is: `INT3`.
+    /// The instruction that is put where one is, in processes: `INT3`.
     pub const BREAKPOINT: u8 = 0xcc;
+    /// With KVM: `HLT`, at which the guest is left in any case.
+    pub const HALT: u8 = 0xf4;
 
     /// Of all virtual CPUs.
     #[derive(Debug)]
@@ -439,7 +442,7 @@ pub mod debug {
     }
 
     /// Of one virtual CPU.
-    #[derive(Debug)]
+    #[derive(Debug, Default)]
     #[repr(C)]
     pub struct Vcpu {
         /// Not 0: it has stopped, and waits for a command.
@@ -490,11 +493,78 @@ pub mod debug {
         pub const CR3: usize = 20;
         /// Root by which addresses of the kernel's image are translated.
         pub const KERNEL_ROOT: usize = 21;
+        /// Levels of page tables: 4, 5, or 0, where linear addresses are physical ones. Tables of others are not known.
+        pub const LEVELS: usize = 22;
         /// How many there are.
-        pub const COUNT: usize = 22;
+        pub const COUNT: usize = 23;
     }
 
     const _: () = assert!(layout::DEBUG + size_of::<Debug>() as u64 <= layout::FILTERS);
+
+    /// What a virtual CPU that stops does by its host.
+    pub trait Halting {
+        /// Tells the debugger that one has stopped.
+        fn tell(&self);
+        /// Waits until this word is no longer [`command::WAIT`], or for some time.
+        fn wait(&self, word: &AtomicU32);
+        /// It goes on. That it should stop it has been told for the stop that is over.
+        fn go_on(&self);
+    }
+
+    impl Default for Debug {
+        fn default() -> Self {
+            Self {
+                wanted: AtomicU32::default(),
+                news: AtomicU32::default(),
+                breakpoints: [const { AtomicU64::new(0) }; BREAKPOINTS],
+                vcpus: Default::default(),
+            }
+        }
+    }
+
+    impl Debug {
+        /// The debugger wants all virtual CPUs to stop.
+        pub fn is_wanted(&self) -> bool {
+            self.wanted.load(SeqCst) != 0
+        }
+
+        /// There is a breakpoint.
+        pub fn has_breakpoint(&self, at: u64) -> bool {
+            self.breakpoints.iter().any(|place| place.load(SeqCst) == at)
+        }
+
+        /// Virtual CPU `index` stops until the debugger lets it go on: `true` for one instruction. The registers are those that
+        /// it has then, as far as they can be changed.
+        pub fn halt(
+            &self,
+            index: usize,
+            why: u32,
+            registers: &mut [u64; register::COUNT],
+            host: &impl Halting,
+        ) -> bool {
+            let Some(own) = self.vcpus.get(index) else { return false };
+            for (place, value) in own.registers.iter().zip(&*registers) {
+                place.store(*value, SeqCst);
+            }
+            own.command.store(command::WAIT, SeqCst);
+            own.reason.store(why, SeqCst);
+            own.halts.fetch_add(1, SeqCst);
+            own.halted.store(1, SeqCst);
+            host.tell();
+            while own.command.load(SeqCst) == command::WAIT
+                && (why != reason::WANTED || self.is_wanted())
+            {
+                host.wait(&own.command);
+            }
+            let command = own.command.swap(command::WAIT, SeqCst);
+            host.go_on();
+            own.halted.store(0, SeqCst);
+            for (value, place) in registers[..register::CHANGEABLE].iter_mut().zip(&own.registers) {
+                *value = place.load(SeqCst);
+            }
+            command == command::STEP
+        }
+    }
 }
 
 /// Indices of [`Statistics::counters`].

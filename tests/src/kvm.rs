@@ -2,13 +2,15 @@
 //!
 //! The emulated host is Debian's kernel with a RAM disk: busybox, KVM's modules, `parador` with its libraries, what guests boot, and an image.
 
-use crate::hosted::{LIFE, kernel};
+use crate::hosted::debugger::{at_sync, gdb_at, has};
+use crate::hosted::{LIFE, Rig, kernel};
 use crate::system::{artifacts, parador, target};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
+use std::io::{BufRead, BufReader, Lines};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{ChildStdout, Command, Stdio};
 use tempfile::TempDir;
 
 /// Seconds that the emulated host may run on a busy machine; three minutes on an idle one.
@@ -128,9 +130,15 @@ echo "== end"
 /// and controls one; each ends in its own way.
 pub fn guests() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
-    let tree = folder.path().join("tree");
+    let text = succeed(emulated(folder.path(), SCRIPT)?.stdin(Stdio::null()))?;
+    check(&text).with_context(|| format!("the emulated host has printed:\n{text}"))
+}
+
+/// An emulated host that does this, started in this folder. Its serial line is standard output.
+fn emulated(folder: &Path, script: &str) -> Result<Command> {
+    let tree = folder.join("tree");
     let host = debian_kernel()?;
-    fill(&tree, &host)?;
+    fill(&tree, &host, script)?;
     let pack = "find . | cpio -o -H newc --quiet >../disk";
     succeed(Command::new("sh").args(["-c", pack]).current_dir(&tree))?;
     let mut machine = Command::new("setpriv");
@@ -139,10 +147,91 @@ pub fn guests() -> Result<()> {
     machine.args(["qemu-system-x86_64", "-M", "q35", "-cpu", "EPYC,+svm,+npt", "-m", "2G"]);
     machine.args(["-accel", "tcg,thread=single", "-smp", "1", "-nodefaults", "-no-user-config"]);
     machine.args(["-display", "none", "-serial", "stdio", "-no-reboot"]);
-    machine.arg("-kernel").arg(host.join("vmlinuz")).arg("-initrd").arg(folder.path().join("disk"));
+    machine.arg("-kernel").arg(host.join("vmlinuz")).arg("-initrd").arg(folder.join("disk"));
     machine.args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off"]);
-    let text = succeed(machine.stdin(Stdio::null()))?;
-    check(&text).with_context(|| format!("the emulated host has printed:\n{text}"))
+    machine.current_dir(folder);
+    Ok(machine)
+}
+
+/// What an emulated host does whose machines are debugged by GDB of this host, which comes by its second serial line.
+const DEBUGGED: &str = r#"
+ip link set lo up
+stty -F /dev/ttyS1 115200 raw -echo; exec 3<>/dev/ttyS1
+mkfifo keys; exec 4<>keys
+attach() { echo "== $1"; until nc 127.0.0.1 1234 <&3 >&3; do sleep 1; done; }
+run() {
+    parador run $1 --backend kvm -c $2 -i busybox -m 128M --timeout 300s --gdb tcp=:1234$3 -p 'quiet parador.run="
+        grep \ _text$ /proc/kallsyms; echo it runs; until read -t 1 end; do sync; done; machine-exit 3"' <keys >log 2>&1 &
+    machine=$!
+}
+runs() { until grep -q '^it runs' log; do sleep 1; done; }
+ends() { echo end >&4; wait $machine; echo "code $?"; cat log; }
+
+run /vmlinux 2 ,wait
+attach first; runs; attach running; ends
+run /vmlinuz 1; runs
+attach moved; ends
+echo "== end"
+"#;
+
+/// GDB stops the kernel of a machine at its first instruction, at a breakpoint and after single instructions, and lets it go on; it is told where
+/// a kernel is that has moved itself.
+pub fn debugged() -> Result<()> {
+    let rig = Rig::new()?;
+    let mut machine = emulated(rig.folder(), DEBUGGED)?;
+    machine.args(["-serial", "unix:gdb,server=on,wait=off"]);
+    let mut host = machine
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("cannot start the emulated host")?;
+    let mut lines = BufReader::new(host.stdout.take().context("no output")?).lines();
+    let mut printed = String::new();
+    let mut sessions = || {
+        until(&mut lines, "== first", &mut printed)?;
+        let first =
+            ["print $pc < 0x8000000", "print $cs", "x/i $pc", "stepi", "stepi", "info threads"];
+        let text =
+            gdb_at(&rig, "gdb", &[&first[..], &["break *__x64_sys_sync", "detach"]].concat())?;
+        has(&text, &["$1 = 1", "Thread 1.2", "detached"])?;
+        until(&mut lines, "== running", &mut printed)?;
+        at_sync(&rig, &["info threads"], &["Thread 1.2"])?;
+        until(&mut lines, "== moved", &mut printed)?;
+        let text = gdb_at(&rig, "gdb", &["maintenance packet qOffsets", "stepi", "detach"])?;
+        let start = text.split("TextSeg=").nth(1).and_then(|text| text.split('"').next());
+        let start = start.context("no offsets").with_context(|| text.clone())?;
+        until(&mut lines, "== end", &mut printed)?;
+        ensure!(printed.contains(&format!("{start} T _text")), "not at {start}");
+        let ended = printed.lines().filter(|line| *line == "code 3").count();
+        ensure!(ended == 2, "the guests have ended in another way");
+        ensure!(!printed.contains("Call Trace"), "something is wrong");
+        Ok(())
+    };
+    let result = sessions();
+    if result.is_err() {
+        // `timeout` passes the signal on, which it cannot with SIGKILL.
+        let _ = Command::new("kill").arg(host.id().to_string()).status();
+    }
+    host.wait().context("cannot wait for the emulated host")?;
+    result.with_context(|| format!("the emulated host has printed:\n{printed}"))
+}
+
+/// Reads up to this line; all that is read is added to `printed`.
+fn until(
+    lines: &mut Lines<BufReader<ChildStdout>>,
+    wanted: &str,
+    printed: &mut String,
+) -> Result<()> {
+    for line in lines {
+        let line = line.context("cannot read what the emulated host prints")?;
+        let line = line.trim_end();
+        printed.push_str(line);
+        printed.push('\n');
+        if line == wanted {
+            return Ok(());
+        }
+    }
+    bail!("`{wanted}` did not appear")
 }
 
 /// What must be in each part of the output.
@@ -215,7 +304,7 @@ fn check(text: &str) -> Result<()> {
 }
 
 /// The emulated host's files.
-fn fill(tree: &Path, host: &Path) -> Result<()> {
+fn fill(tree: &Path, host: &Path, script: &str) -> Result<()> {
     for name in ["bin", "dev", "modules", "proc", "root", "sys", "tmp"] {
         fs::create_dir_all(tree.join(name)).context("cannot make a folder")?;
     }
@@ -251,7 +340,7 @@ fn fill(tree: &Path, host: &Path) -> Result<()> {
         let copied = copy(&from, to)?;
         succeed(Command::new("strip").arg(copied))?;
     }
-    fs::write(tree.join("script"), SCRIPT).context("cannot write the script")?;
+    fs::write(tree.join("script"), script).context("cannot write the script")?;
     let init = tree.join("init");
     fs::write(&init, INIT)?;
     Ok(fs::set_permissions(init, fs::Permissions::from_mode(0o755))?)
@@ -312,6 +401,12 @@ pub fn refused() -> Result<()> {
         (&debian, &["--backend", "kvm"], 69, ["KVM cannot be used here", "--backend process"]),
         (&debian, &["--backend", "process"], 65, ["not a bzImage", "vmlinux"]),
         (&vmlinux, &["--backend", "kvm"], 69, ["KVM cannot be used here", "--backend process"]),
+        (
+            &vmlinux,
+            &["--backend", "kvm", "--gdb", "unix=gdb"],
+            69,
+            ["KVM cannot be used here", "--backend process"],
+        ),
         (&vmlinux, &["-p", line], 0, ["back end `process`", "it runs"]),
         (&vmlinux, &["--dry-run"], 0, ["would run in processes", "vmlinux"]),
     ] {

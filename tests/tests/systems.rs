@@ -61,6 +61,7 @@ const HOSTED: &[(&str, Body)] = &[
     ("net-refusals", hosted::net::refusals),
     ("kvm", kvm::guests),
     ("kvm-refused", kvm::refused),
+    ("kvm-gdb", kvm::debugged),
     ("api", hosted::api),
     ("boot", hosted::boot),
     ("config", hosted::config),

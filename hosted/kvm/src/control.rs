@@ -5,7 +5,9 @@ use std::io::{ErrorKind, Read, Write};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use proto::wedge::control;
+use proto::wedge::debug::Debug;
 
+use crate::debug;
 use crate::seat::{Seat, event};
 
 /// Where virtual processors wait while the machine is paused.
@@ -30,13 +32,20 @@ impl Gate {
 
     /// A processor that was told of [`event::PAUSE`] waits, if it still has to.
     pub fn pass(&self) {
-        let mut state = self.state();
-        state.waiting += 1;
+        self.stay(|| ());
+    }
+
+    /// A processor does what it does outside of the guest, for however long. If the machine is paused then, it waits until it is not.
+    pub fn stay<T>(&self, act: impl FnOnce() -> T) -> T {
+        self.state().waiting += 1;
         self.changed.notify_all();
+        let done = act();
+        let state = self.state();
         let is_closed = |state: &mut State| state.is_closed;
         let mut state =
             self.changed.wait_while(state, is_closed).unwrap_or_else(PoisonError::into_inner);
         state.waiting -= 1;
+        done
     }
 
     /// Stops all processors; returns when they have stopped.
@@ -62,7 +71,7 @@ pub fn started(mut to: &File) {
 }
 
 /// Does what is wanted, and says so, until the other side goes.
-pub fn serve(mut stream: &File, gate: &Gate, seats: &[Seat]) {
+pub fn serve(mut stream: &File, gate: &Gate, seats: &[Seat], debug: &Debug) {
     let mut byte = [0];
     loop {
         match stream.read(&mut byte) {
@@ -75,6 +84,8 @@ pub fn serve(mut stream: &File, gate: &Gate, seats: &[Seat]) {
             control::PAUSE => gate.close(seats),
             control::RESUME => gate.open(),
             control::POWER_BUTTON => seats[0].tell(event::POWER_BUTTON),
+            control::HALT => debug::stop(debug, seats),
+            control::GO => debug::go(debug),
             _ => continue,
         }
         let _ = stream.write(&byte);
@@ -95,6 +106,7 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (ours, theirs) = (File::from(OwnedFd::from(ours)), File::from(OwnedFd::from(theirs)));
         let (gate, seats) = (Gate::default(), [Seat::default(), Seat::default()]);
+        let debug = Debug::default();
         let (rounds, pressed) = (AtomicU64::new(0), AtomicBool::new(false));
         let ended = AtomicBool::new(false);
         let ask = |byte| {
@@ -104,7 +116,7 @@ mod tests {
             assert_eq!(said[0], byte);
         };
         thread::scope(|scope| {
-            scope.spawn(|| serve(&theirs, &gate, &seats));
+            scope.spawn(|| serve(&theirs, &gate, &seats, &debug));
             for seat in &seats {
                 let (gate, rounds, pressed, ended) = (&gate, &rounds, &pressed, &ended);
                 scope.spawn(move || {

@@ -10,6 +10,7 @@ mod balloon;
 mod calls;
 mod console;
 mod control;
+mod debug;
 mod disk;
 mod error;
 #[expect(unsafe_code, reason = "descriptors that the process is started with")]

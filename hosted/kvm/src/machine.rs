@@ -14,6 +14,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use hosted_vmm::confine;
 use kvm_ioctls::VcpuFd;
 use proto::requests::Queue;
+use proto::wedge::debug::Debug;
 use proto::wedge::{
     Disk as Record, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, Net, Share, layout, log,
 };
@@ -36,6 +37,7 @@ use crate::Error;
 use crate::balloon::Balloon;
 use crate::console::Console;
 use crate::control::{self, Gate};
+use crate::debug::Stops;
 use crate::disk::{Disk, WORKERS};
 use crate::net::{self, Network};
 use crate::seat::{Seat, event, tsc};
@@ -77,6 +79,8 @@ pub struct Machine {
     pub balloon: Option<u64>,
     /// What the process gives up beside system calls.
     pub sandbox: Sandbox,
+    /// A debugger may stop it.
+    pub debug: bool,
 }
 
 /// How far the process is shut in, beside its filter of system calls.
@@ -249,6 +253,7 @@ fn serve() -> Result<Never, Error> {
     let shared = SharedMemory::open(inherited(layout::SHARED_FD).into(), layout::SHARED_LENGTH)
         .map_err(Error::host("map the machine's shared memory"))?;
     let queues = queues(&shared).map_err(Error::host("find requests"))?;
+    let debug = debug(&shared).map_err(Error::host("find what debuggers leave"))?;
     listen_to_kicks()?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .map_err(Error::host("close this process to others"))?;
@@ -266,7 +271,7 @@ fn serve() -> Result<Never, Error> {
     let copy = copy.map_err(Error::host("copy a descriptor"))?;
     let balloon =
         machine.balloon.map(|bytes| Balloon::new(copy, ranges.clone(), bytes / PAGE_SIZE));
-    let outer = Outer { disks: &disks, queues, networks: &networks };
+    let outer = Outer { disks: &disks, queues, networks: &networks, debug };
     memory
         .with(ranges, |memory| power_on(&machine, outer, balloon, vm, fds, memory))
         .map_err(Error::host("lay the guest's memory out"))?
@@ -316,6 +321,13 @@ fn queues(shared: &SharedMemory) -> io::Result<&[Queue; MAX_QUEUES]> {
     Ok(unsafe { &*place.cast() })
 }
 
+/// What debugger and processors leave for each other.
+fn debug(shared: &SharedMemory) -> io::Result<&Debug> {
+    let place = shared.at(layout::DEBUG, size_of::<Debug>() as u64)?;
+    // SAFETY: it lies in the mapping, which lives as long as `shared`, page-aligned; all of it is atomic, with no value that is not allowed.
+    Ok(unsafe { &*place.cast() })
+}
+
 /// Words of shared memory that threads wait for.
 struct Sleep;
 
@@ -355,12 +367,13 @@ struct Outer<'o> {
     queues: &'o [Queue; MAX_QUEUES],
     /// The last one is vsock's, if there is that.
     networks: &'o [Network],
+    debug: &'o Debug,
 }
 
 /// Makes the board and the threads, and runs.
 fn power_on(
     machine: &Machine,
-    Outer { disks, queues, networks }: Outer<'_>,
+    Outer { disks, queues, networks, debug }: Outer<'_>,
     balloon: Option<Balloon>,
     vm: Vm,
     fds: Vec<VcpuFd>,
@@ -436,7 +449,7 @@ fn power_on(
     let first = &seats[0];
     threads.push(Box::new(|| serial.write(std::io::stdout(), first)));
     threads.push(Box::new(|| serial.read(std::io::stdin(), first)));
-    threads.push(Box::new(|| control::serve(&stream, &gate, &seats)));
+    threads.push(Box::new(|| control::serve(&stream, &gate, &seats, debug)));
     if let Some(console) = &second {
         let line = Arc::new(inherited(layout::CONSOLE_FD));
         let other = Arc::clone(&line);
@@ -468,12 +481,14 @@ fn power_on(
             move || {
                 let seat = &host.seats[index];
                 seat.take_place();
-                let vcpu = KvmVcpu::new(fd, seat, clock);
+                let stops = Stops { index, shared: debug, gate, seat, memory, stream };
+                let vcpu = KvmVcpu::new(fd, seat, clock, machine.debug.then_some(stops));
                 barrier.wait();
                 let result = vcpu.and_then(|mut vcpu| {
                     if index == 0 {
                         load(machine, memory, &mut vcpu)?;
                         control::started(stream);
+                        vcpu.stop();
                     }
                     drive(board, index, &mut vcpu, host, Known { clock, gate, about });
                     Ok(())
@@ -501,7 +516,7 @@ type Job<'s> = Box<dyn FnOnce() + Send + 's>;
 
 /// Confines the process, and puts the kernel into memory and the first processor into the state that it wants.
 fn load(machine: &Machine, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Result<(), Error> {
-    confine().map_err(Error::Filter)?;
+    confine(machine.debug).map_err(Error::Filter)?;
     let read = |number, action| {
         let mut bytes = Vec::new();
         inherited(number).read_to_end(&mut bytes).map_err(Error::host(action))?;
@@ -549,6 +564,9 @@ fn drive(
         };
         if events & event::PAUSE != 0 {
             gate.pass();
+        }
+        if events & event::DEBUG != 0 {
+            vcpu.stop();
         }
         if events & event::POWER_BUTTON != 0 {
             board.press_power_button(host);

@@ -33,6 +33,8 @@ pub mod event {
     pub const PAUSE: u64 = 1 << 4;
     /// The power button is pressed.
     pub const POWER_BUTTON: u64 = 1 << 5;
+    /// A debugger wants it to stop.
+    pub const DEBUG: u64 = 1 << 7;
 }
 
 /// The place of a virtual processor's thread.
@@ -53,6 +55,11 @@ impl Seat {
     /// Takes the events that have come.
     pub fn take(&self) -> u64 {
         self.events.swap(0, SeqCst)
+    }
+
+    /// Drops events that have come.
+    pub fn forget(&self, events: u64) {
+        self.events.fetch_and(!events, SeqCst);
     }
 
     /// Tells the processor of events, wherever it is.

@@ -11,10 +11,11 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst, compiler_fence};
 use std::time::Duration;
 
+use hw_x86::msr::efer;
 use hw_x86::msr::{
     CSTAR, KERNEL_GS_BASE, LSTAR, PAT, SFMASK, STAR, SYSENTER_CS, SYSENTER_EIP, SYSENTER_ESP,
 };
-use hw_x86::paging::cr4;
+use hw_x86::paging::{cr0, cr4};
 use hw_x86::vmcb::event;
 use kvm_bindings::{Msrs, kvm_dtable, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs, kvm_xcrs};
 use kvm_ioctls::{SyncReg, VcpuExit, VcpuFd};
@@ -22,10 +23,13 @@ use nix::sys::signal::{SigEvent, SigevNotify, Signal};
 use nix::sys::time::TimeSpec;
 use nix::sys::timer::{Expiration, Timer, TimerSetTimeFlags};
 use nix::time::ClockId;
+use proto::wedge::debug::{HALT, reason, register};
 use rustix::io::Errno;
+use vmm_cpu::walk::CodeView;
 use vmm_cpu::{Access, Backend, Event, Exit, Gpr, Reg, Seg, Segment, Space, TscClock, Window};
 use vmm_sys_util::signal::register_signal_handler;
 
+use crate::debug::{self, Stops};
 use crate::seat::{Seat, tsc};
 use crate::{Error, calls};
 
@@ -105,11 +109,33 @@ pub struct KvmVcpu<'s> {
     next_rip: u64,
     /// What has gone wrong outside of [`Backend::run`].
     failed: Option<io::Error>,
+    /// A debugger may stop it.
+    stops: Option<Stops<'s>>,
+    /// It is to stop as soon as it is between two instructions.
+    is_asked: bool,
+    /// Where it is with an instruction for the debugger.
+    step: Step,
+}
+
+/// Where an instruction for the debugger is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// There is none.
+    Nothing,
+    /// It is to be carried out. Until then the guest takes no interrupts.
+    Wanted,
+    /// It has been.
+    Done,
 }
 
 impl<'s> KvmVcpu<'s> {
     /// Takes a processor that has not run. The calling thread is the one that drives it.
-    pub fn new(mut fd: VcpuFd, seat: &'s Seat, clock: TscClock) -> Result<Self, Error> {
+    pub fn new(
+        mut fd: VcpuFd,
+        seat: &'s Seat,
+        clock: TscClock,
+        stops: Option<Stops<'s>>,
+    ) -> Result<Self, Error> {
         let notify = SigevNotify::SigevThreadId {
             signal: KICK,
             thread_id: rustix::thread::gettid().as_raw_nonzero().get(),
@@ -117,6 +143,10 @@ impl<'s> KvmVcpu<'s> {
         };
         let timer = Timer::new(ClockId::CLOCK_MONOTONIC, SigEvent::new(notify))
             .map_err(Error::host("make a timer"))?;
+        if stops.is_some() {
+            fd.set_guest_debug(&debug::control(false))
+                .map_err(Error::host("let a debugger stop a virtual processor"))?;
+        }
         IMMEDIATE_EXIT.set(&raw mut fd.get_kvm_run().immediate_exit);
         Ok(Self {
             fd,
@@ -136,6 +166,9 @@ impl<'s> KvmVcpu<'s> {
             window: Window::Nothing,
             next_rip: 0,
             failed: None,
+            stops,
+            is_asked: false,
+            step: Step::Nothing,
         })
     }
 
@@ -257,9 +290,130 @@ impl<'s> KvmVcpu<'s> {
         self.note(result);
     }
 
+    /// The debugger wants it to stop, if it still does.
+    pub fn stop(&mut self) {
+        self.is_asked = self.stops.is_some();
+        self.attend();
+    }
+
+    /// Stops if it is to, unless KVM is in the midst of an instruction.
+    fn attend(&mut self) {
+        if self.step == Step::Done {
+            self.halt(reason::STEP);
+        }
+        let is_between = matches!(self.pending, Pending::Nothing) && self.ports.is_none();
+        if self.is_asked && is_between {
+            self.is_asked = false;
+            if self.stops.is_some_and(|stops| stops.shared.is_wanted()) {
+                self.halt(reason::WANTED);
+            }
+        }
+    }
+
+    /// Stops until the debugger lets it go on.
+    fn halt(&mut self, why: u32) {
+        let Some(stops) = self.stops else { return };
+        // It looks when it goes on.
+        self.seat.is_in_guest.store(false, SeqCst);
+        self.withdraw();
+        let mut registers = self.shown();
+        let before = registers;
+        let steps = stops.halt(why, &mut registers);
+        self.is_asked = false;
+        if registers[..register::CHANGEABLE] != before[..register::CHANGEABLE] {
+            for (code, value) in (0..16).zip(registers) {
+                self.set_gpr(Gpr::from_code(code), value);
+            }
+            self.set(Reg::Rip, registers[register::RIP]);
+            self.set(Reg::Rflags, registers[register::RFLAGS]);
+        }
+        self.step = if steps { Step::Wanted } else { Step::Nothing };
+        // KVM steps from the address that it knows: it must know this one.
+        self.put_sregs();
+        self.fd.set_kvm_immediate_exit(1);
+        let result = match self.fd.run() {
+            Err(error) if error.errno() != Errno::INTR.raw_os_error() => Err(error),
+            _ => Ok(()),
+        };
+        self.note(result);
+        let result = self.fd.set_guest_debug(&debug::control(steps));
+        self.note(result);
+    }
+
+    /// Takes an interrupt back that the guest would take at once: the debugger may want another instruction first.
+    fn withdraw(&mut self) {
+        let result = self.fd.get_vcpu_events().and_then(|mut events| {
+            let interrupt = std::mem::take(&mut events.interrupt.injected) != 0;
+            if !interrupt || events.interrupt.soft != 0 || self.event.is_some() {
+                return Ok(());
+            }
+            self.fd.set_vcpu_events(&events)?;
+            self.event = Event::interrupt(events.interrupt.nr);
+            Ok(())
+        });
+        self.note(result);
+    }
+
+    /// Registers as debuggers are shown them.
+    fn shown(&mut self) -> [u64; register::COUNT] {
+        let mut registers = [0; register::COUNT];
+        for (code, value) in (0..16).zip(&mut registers) {
+            *value = self.gpr(Gpr::from_code(code));
+        }
+        let sregs = self.sregs();
+        registers[register::RIP] = self.regs().rip;
+        registers[register::RFLAGS] = self.regs().rflags;
+        registers[register::CS] = sregs.cs.selector.into();
+        registers[register::SS] = sregs.ss.selector.into();
+        registers[register::CR3] = sregs.cr3;
+        registers[register::KERNEL_ROOT] = sregs.cr3;
+        registers[register::LEVELS] = levels(sregs.cr0, sregs.cr4, sregs.efer);
+        registers
+    }
+
+    /// The guest has carried out a `HLT`: its own, or it is where the debugger has put one.
+    fn halted(&mut self) -> Option<Exit> {
+        let rip = self.regs().rip;
+        if let Some(stops) = self.stops {
+            let at = rip.wrapping_sub(1);
+            let is_breakpoint = stops.shared.has_breakpoint(at);
+            if is_breakpoint || self.has_gone(stops) {
+                // What is there, or is there again, is still to come.
+                self.set(Reg::Rip, at);
+                if is_breakpoint {
+                    self.halt(reason::BREAKPOINT);
+                }
+                return None;
+            }
+        }
+        self.next_rip = rip;
+        if self.step == Step::Wanted {
+            self.step = Step::Done;
+        }
+        Some(Exit::Hlt)
+    }
+
+    /// Whether there is another instruction again where the guest has found a `HLT`.
+    fn has_gone(&mut self, stops: Stops<'_>) -> bool {
+        let mut view = CodeView::of(self);
+        view.linear = view.linear.wrapping_sub(1);
+        let mut bytes = [0; 15];
+        let fetched = view.fetch(stops.memory, &mut bytes);
+        matches!(fetched, Ok((1.., _)) if bytes[0] != HALT)
+    }
+
     /// Gives the guest what waits for it, as far as it takes it now; [`Exit::Window`] if it could take what was announced.
     fn deliver(&mut self) -> Option<Exit> {
         let mut is_ready = self.fd.get_kvm_run().ready_for_interrupt_injection != 0;
+        if self.step != Step::Nothing {
+            let kind = self.event.0 & event::TYPE_MASK;
+            if self.event.is_some() && kind != event::TYPE_INTR && kind != event::TYPE_NMI {
+                self.exception(self.event);
+                self.event = Event::NONE;
+            }
+            self.fd.get_kvm_run().request_interrupt_window = 0;
+            return None;
+        }
         if self.event.is_some() {
             let event = self.event;
             match event.0 & event::TYPE_MASK {
@@ -375,13 +529,15 @@ impl<'s> KvmVcpu<'s> {
                 let (address, value) = (write.index.into(), Some(write.data));
                 Some(Exit::Access(Access { space: Space::Msr, address, size: 8, value }))
             }
-            Ok(VcpuExit::Hlt) => {
-                self.next_rip = self.regs().rip;
-                Some(Exit::Hlt)
-            }
+            Ok(VcpuExit::Hlt) => return self.halted(),
             Ok(VcpuExit::Shutdown) => Some(Exit::Shutdown),
             Ok(VcpuExit::FailEntry(..)) => Some(Exit::InvalidState),
             Ok(VcpuExit::InternalError) => Some(Exit::Unknown(INTERNAL_ERROR)),
+            // Nothing else is asked for.
+            Ok(VcpuExit::Debug(_)) => {
+                self.step = Step::Done;
+                None
+            }
             // The machine's controller may now have an interrupt for it.
             Ok(VcpuExit::SetTpr) => Some(Exit::Recall { events: 0 }),
             Ok(VcpuExit::IrqWindowOpen | VcpuExit::Intr | VcpuExit::Nmi) => None,
@@ -404,6 +560,16 @@ impl<'s> KvmVcpu<'s> {
 impl Drop for KvmVcpu<'_> {
     fn drop(&mut self) {
         IMMEDIATE_EXIT.set(ptr::null_mut());
+    }
+}
+
+/// Levels of page tables in this mode, as [`register::LEVELS`] says.
+fn levels(cr0: u64, cr4: u64, efer: u64) -> u64 {
+    match (cr0 & cr0::PG != 0, efer & efer::LMA != 0, cr4 & cr4::LA57 != 0) {
+        (false, ..) => 0,
+        (true, true, is_deep) => 4 + u64::from(is_deep),
+        // Of 32-bit code.
+        (true, false, _) => 2,
     }
 }
 
@@ -675,6 +841,7 @@ impl Backend for KvmVcpu<'_> {
         }
         self.put_sregs();
         loop {
+            self.attend();
             if let Some(exit) = self.deliver() {
                 return exit;
             }
@@ -682,7 +849,8 @@ impl Backend for KvmVcpu<'_> {
                 return Exit::HostError(error.raw_os_error().unwrap_or(0) as u64);
             }
             // From here on a kick is not lost: it comes as a signal, which leaves its mark.
-            self.fd.set_kvm_immediate_exit(0);
+            // One that is asked to stop lets KVM finish an instruction.
+            self.fd.set_kvm_immediate_exit(self.is_asked.into());
             compiler_fence(SeqCst);
             self.seat.is_in_guest.store(true, SeqCst);
             let events = self.seat.take();

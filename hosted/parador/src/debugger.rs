@@ -1,6 +1,6 @@
-//! `--gdb`: a debugger of the host for a machine of processes, by GDB's remote protocol (`docs/design/0015-debugger.md`).
+//! `--gdb`: a debugger of the host for a machine, by GDB's remote protocol (`docs/design/0015-debugger.md`).
 //!
-//! A thread of this program has the machine's memory as files and asks the device process to stop virtual CPUs and to let them go on. It
+//! A thread of this program has the machine's memory as files and asks the machine's first process to stop virtual CPUs and to let them go on. It
 //! believes nothing of what it reads there: a guest may have written it. Virtual CPUs are threads 1, 2 ... of the debugger.
 
 use crate::console::listen;
@@ -25,7 +25,7 @@ use gdbstub::target::{Target, TargetError, TargetResult};
 use gdbstub_arch::x86::X86_64_SSE;
 use gdbstub_arch::x86::reg::X86_64CoreRegs;
 use hosted_vmm::Image;
-use proto::wedge::debug::{BREAKPOINT, BREAKPOINTS, Debug, Vcpu, command, reason, register};
+use proto::wedge::debug::{BREAKPOINT, BREAKPOINTS, Debug, HALT, Vcpu, command, reason, register};
 use proto::wedge::layout;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
@@ -54,6 +54,7 @@ const FAREWELL: Duration = Duration::from_millis(500);
 const PAGE: u64 = 4096;
 /// Bits of a page-table entry (AMD APM vol. 2, section 5.3).
 const PRESENT: u64 = 1;
+const USER: u64 = 1 << 2;
 const LARGE: u64 = 1 << 7;
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 /// Where memory above 4 GiB begins.
@@ -154,25 +155,60 @@ pub fn make_wait(shared: &OwnedFd) -> Result<(), Failure> {
 }
 
 /// What of a kernel matters to a debugger.
-pub struct Kernel {
-    /// First address of its code.
-    start: u64,
-    /// Its sites: address, bytes that belong together.
-    sites: Vec<(u64, u64)>,
+pub enum Kernel {
+    /// Of a machine of processes.
+    Process {
+        /// First address of its code.
+        start: u64,
+        /// Its sites: address, bytes that belong together.
+        sites: Vec<(u64, u64)>,
+    },
+    /// Of a machine of KVM. It goes where it likes.
+    Kvm,
 }
 
 impl Kernel {
-    /// Of this one.
+    /// Of a machine of processes.
     pub fn new(image: &Image<'_>) -> Self {
-        Self { start: image.start(), sites: image.site_places() }
+        Self::Process { start: image.start(), sites: image.site_places() }
     }
 
-    /// Whether an instruction begins here that is a part of one that has been put over it.
-    fn is_inside_site(&self, address: u64) -> bool {
-        let behind = self.sites.partition_point(|site| site.0 < address);
-        let before = behind.checked_sub(1).and_then(|index| self.sites.get(index));
-        before.is_some_and(|&(start, length)| address - start < length)
+    /// Whether this is the kernel's code, and there is an instruction that a breakpoint can be put over. `is_users`: programs reach the page.
+    fn takes_breakpoint(&self, address: u64, is_users: bool) -> bool {
+        match self {
+            Self::Process { sites, .. } => {
+                let is_kernel = (layout::IMAGE..layout::WEDGE).contains(&address)
+                    || (layout::DIRECT..layout::GUEST_END).contains(&address);
+                is_kernel && !is_inside(sites, address)
+            }
+            Self::Kvm => !is_users,
+        }
     }
+
+    /// The instruction that a breakpoint is.
+    fn breakpoint(&self) -> u8 {
+        match self {
+            Self::Process { .. } => BREAKPOINT,
+            Self::Kvm => HALT,
+        }
+    }
+
+    /// The root by which a linear address is translated: its place among the registers.
+    fn root(&self, linear: u64) -> usize {
+        match self {
+            Self::Process { .. } if (layout::IMAGE..layout::LOW_END).contains(&linear) => {
+                register::KERNEL_ROOT
+            }
+            _ => register::CR3,
+        }
+    }
+}
+
+/// Whether an instruction begins here that is a part of one that has been put over it.
+fn is_inside(sites: &[(u64, u64)], address: u64) -> bool {
+    let behind = sites.partition_point(|site| site.0 < address);
+    let before = behind.checked_sub(1).and_then(|index| sites.get(index));
+    before.is_some_and(|&(start, length)| address - start < length)
 }
 
 /// Waits for debuggers in a thread; dropping it ends that.
@@ -495,13 +531,12 @@ impl Session {
         Ok(words)
     }
 
-    /// Where a linear address of a virtual CPU is in guest memory, and how many bytes follow in its page.
-    fn place(&self, vcpu: usize, linear: u64) -> Option<(u64, u64)> {
+    /// Where a linear address of a virtual CPU is in guest memory.
+    fn place(&self, vcpu: usize, linear: u64) -> Option<Mapped> {
         let registers = self.registers(vcpu).ok()?;
-        let is_kernel = (layout::IMAGE..layout::LOW_END).contains(&linear);
-        let root = if is_kernel { register::KERNEL_ROOT } else { register::CR3 };
+        let root = registers[self.kernel.root(linear)];
         let memory = self.files().ok()?.0;
-        translate(registers[root], linear, |at| {
+        translate(registers[register::LEVELS], root, linear, |at| {
             let mut bytes = [0; 8];
             memory.read_exact_at(&mut bytes, self.ram.offset(at)?.0).ok()?;
             Some(u64::from_le_bytes(bytes))
@@ -520,9 +555,10 @@ impl Session {
         let mut done = 0;
         while done < length {
             let Some(linear) = start.checked_add(done as u64) else { break };
-            let Some((address, left)) = self.place(vcpu, linear) else { break };
-            let Some((at, there)) = self.ram.offset(address) else { break };
-            let count = usize::try_from(left.min(there)).unwrap_or(usize::MAX).min(length - done);
+            let Some(place) = self.place(vcpu, linear) else { break };
+            let Some((at, there)) = self.ram.offset(place.address) else { break };
+            let count =
+                usize::try_from(place.left.min(there)).unwrap_or(usize::MAX).min(length - done);
             if act(&memory, at, done, count).is_err() {
                 break;
             }
@@ -531,24 +567,43 @@ impl Session {
         done
     }
 
+    /// Where Linux' code begins, if it runs already: it has nothing else at the beginning of its part of the address space, in which it
+    /// chooses a place (`Documentation/arch/x86/x86_64/mm.rst` and `CONFIG_PHYSICAL_ALIGN` in Linux).
+    fn linux(&self) -> Option<u64> {
+        const FIRST: u64 = 0xffff_ffff_8000_0000;
+        const END: u64 = 0xffff_ffff_c000_0000;
+        const ALIGNMENT: usize = 2 << 20;
+        // Tables that programs have may lack it, and have some of it elsewhere.
+        let is_kernel = |vcpu: &usize| {
+            self.registers(*vcpu).is_ok_and(|words| {
+                words[register::CS] & 3 == 0 && matches!(words[register::LEVELS], 4 | 5)
+            })
+        };
+        let vcpu = (0..self.vcpus).find(is_kernel)?;
+        (FIRST..END)
+            .step_by(ALIGNMENT)
+            .find(|&linear| self.place(vcpu, linear).is_some_and(|place| !place.is_users))
+    }
+
     /// Puts a breakpoint. `false`: there cannot be one.
     fn add(&mut self, address: u64) -> bool {
-        let is_kernel = (layout::IMAGE..layout::WEDGE).contains(&address)
-            || (layout::DIRECT..layout::GUEST_END).contains(&address);
         if self.breakpoints.contains_key(&address) {
             return true;
         }
-        if !is_kernel
-            || self.kernel.is_inside_site(address)
-            || self.breakpoints.len() >= BREAKPOINTS
+        // One that is in a program may have tables without the kernel.
+        let places = (0..self.vcpus).map(|vcpu| (vcpu, self.place(vcpu, address)));
+        let place = places.filter_map(|(vcpu, place)| Some((vcpu, place?))).next();
+        let Some((vcpu, place)) = place else { return false };
+        if self.breakpoints.len() >= BREAKPOINTS
+            || !self.kernel.takes_breakpoint(address, place.is_users)
         {
             return false;
         }
-        let mut found = None;
-        self.pages(0, address, 1, |memory, at, _, _| {
+        let (mut found, instruction) = (None, self.kernel.breakpoint());
+        self.pages(vcpu, address, 1, |memory, at, _, _| {
             let mut byte = [0];
             memory.read_exact_at(&mut byte, at)?;
-            memory.write_all_at(&[BREAKPOINT], at)?;
+            memory.write_all_at(&[instruction], at)?;
             found = Some((byte[0], at));
             Ok(())
         });
@@ -564,7 +619,7 @@ impl Session {
         let mut now = [0];
         if let Ok((memory, _)) = self.files()
             && memory.read_exact_at(&mut now, at).is_ok()
-            && now == [BREAKPOINT]
+            && now == [self.kernel.breakpoint()]
         {
             return memory.write_all_at(&[byte], at).is_ok();
         }
@@ -601,19 +656,45 @@ impl Ram {
     }
 }
 
-/// Walks page tables of four levels (AMD APM vol. 2, section 5.3.3): guest-physical address, and how many bytes follow in the page. Rights do
-/// not matter.
-fn translate(root: u64, linear: u64, read: impl Fn(u64) -> Option<u64>) -> Option<(u64, u64)> {
-    let mut table = root & ADDRESS;
-    for shift in [39, 30, 21, 12] {
+/// Where a linear address is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Mapped {
+    /// Guest-physical address.
+    address: u64,
+    /// How many bytes follow in the page.
+    left: u64,
+    /// Programs reach it.
+    is_users: bool,
+}
+
+/// Walks page tables of so many levels (AMD APM vol. 2, section 5.3.3), see [`register::LEVELS`]. Rights do not matter.
+fn translate(
+    levels: u64,
+    root: u64,
+    linear: u64,
+    read: impl Fn(u64) -> Option<u64>,
+) -> Option<Mapped> {
+    let shifts: &[u32] = match levels {
+        0 => {
+            let left = PAGE - linear % PAGE;
+            return Some(Mapped { address: linear, left, is_users: false });
+        }
+        4 => &[39, 30, 21, 12],
+        5 => &[48, 39, 30, 21, 12],
+        _ => return None,
+    };
+    let (mut table, mut is_users) = (root & ADDRESS, true);
+    for &shift in shifts {
         let entry = read(table | (linear >> shift & 0x1ff) << 3)?;
         if entry & PRESENT == 0 {
             return None;
         }
+        is_users &= entry & USER != 0;
         if shift == 12 || shift < 39 && entry & LARGE != 0 {
             let size = PAGE << (shift - 12);
             let inside = linear & (size - 1);
-            return Some((entry & ADDRESS & !(size - 1) | inside, size - inside));
+            let address = entry & ADDRESS & !(size - 1) | inside;
+            return Some(Mapped { address, left: size - inside, is_users });
         }
         table = entry & ADDRESS;
     }
@@ -690,8 +771,15 @@ impl Target for Session {
 
 impl SectionOffsets for Session {
     fn get_section_offsets(&mut self) -> Result<Offsets<u64>, Gone> {
-        // All segments are moved by as much as the first.
-        Ok(Offsets::Segments { text_seg: self.kernel.start, data_seg: None })
+        let start = match self.kernel {
+            Kernel::Process { start, .. } => Some(start),
+            Kernel::Kvm => self.linux(),
+        };
+        Ok(match start {
+            // All segments are moved by as much as the first.
+            Some(text_seg) => Offsets::Segments { text_seg, data_seg: None },
+            None => Offsets::Sections { text: 0, data: 0, bss: None },
+        })
     }
 }
 
@@ -833,18 +921,30 @@ mod tests {
     #[test]
     fn tables_of_all_sizes() {
         let entries = BTreeMap::from([
-            (0x1000, 0x2001),
+            (8, 0x1007),
+            (0x1000, 0x2007),
             (0x2008, 0x4000_0081),
-            (0x2000, 0x3001),
+            (0x2000, 0x3007),
             (0x3000, 0x20_0081),
-            (0x3008, 0x4001),
-            (0x4000, 0x8000_0000_0000_5003),
+            (0x3008, 0x4007),
+            (0x4000, 0x8000_0000_0000_5007),
         ]);
-        let find = |linear| translate(0x1fff, linear, |at| entries.get(&at).copied());
-        assert_eq!(find(0x4000_1234), Some((0x4000_1234, 0x3fff_edcc)));
-        assert_eq!(find(0x1234), Some((0x20_1234, 0x1f_edcc)));
-        assert_eq!(find(0x20_0ffe), Some((0x5ffe, 2)));
+        let walk =
+            |levels, root, linear| translate(levels, root, linear, |at| entries.get(&at).copied());
+        let place = |address, left, is_users| Some(Mapped { address, left, is_users });
+        let find = |linear| walk(4, 0x1fff, linear);
+        assert_eq!(find(0x4000_1234), place(0x4000_1234, 0x3fff_edcc, false));
+        assert_eq!(find(0x1234), place(0x20_1234, 0x1f_edcc, false));
+        assert_eq!(find(0x20_0ffe), place(0x5ffe, 2, true));
         assert_eq!(find(0x20_1000), None);
+        // Five levels, none, and those that nobody has said.
+        assert_eq!(walk(5, 0, 1 << 48 | 0x20_0ffe), place(0x5ffe, 2, true));
+        assert_eq!(walk(5, 0, 0x20_0ffe), None);
+        assert_eq!(walk(0, 0x1fff, 0x1234), place(0x1234, 0xdcc, false));
+        assert_eq!(walk(0, 0, u64::MAX), place(u64::MAX, 1, false));
+        assert!(
+            [1, 2, 3, 6, u64::MAX].iter().all(|&levels| walk(levels, 0x1fff, 0x1234).is_none())
+        );
         let ram = Ram { low: 0x3000, size: 0x5000 };
         assert_eq!((ram.offset(0x2fff), ram.offset(0x3000)), (Some((0x2fff, 1)), None));
         assert_eq!(
@@ -855,8 +955,8 @@ mod tests {
 
     #[test]
     fn no_breakpoints_inside_of_sites() {
-        let kernel = Kernel { start: 0, sites: vec![(16, 5), (32, 2)] };
-        let inside: Vec<u64> = (14..40).filter(|&at| kernel.is_inside_site(at)).collect();
+        let sites = [(16, 5), (32, 2)];
+        let inside: Vec<u64> = (14..40).filter(|&at| is_inside(&sites, at)).collect();
         assert_eq!(inside, [17, 18, 19, 20, 33]);
     }
 }

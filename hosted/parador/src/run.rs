@@ -201,7 +201,6 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
     let for_processes = vm.counters
         || vm.profile_writes.is_some()
         || vm.perf_map
-        || vm.gdb.is_some()
         || !vm.without.is_empty()
         || matches!(
             vm.protection,
@@ -210,7 +209,7 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
     let parse = || Image::parse(bytes);
     Ok(match vm.backend.unwrap_or_default() {
         Backend::Kvm if for_processes => {
-            let text = "--counters, --gdb, --perf-map, --profile-writes, --protection keys, process or remap and --without are of processes";
+            let text = "--counters, --perf-map, --profile-writes, --protection keys, process or remap and --without are of processes";
             return Err(Failure::new(failure::USAGE, text).help("leave out --backend kvm"));
         }
         Backend::Kvm => match kvm::trial() {
@@ -371,6 +370,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
                         Sandbox::Off => hosted_kvm::Sandbox::Off,
                         Sandbox::Strict => hosted_kvm::Sandbox::Strict,
                     },
+                    debug: vm.gdb.is_some(),
                 };
                 let more = kvm::files(&machine, bytes, &initrd)?;
                 let prepared =
@@ -386,7 +386,8 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Runner::Process(image) => Some(image),
         Runner::Kvm(_) => None,
     };
-    let debugged = vm.gdb.as_ref().zip(image).map(|(place, image)| (place, Kernel::new(image)));
+    let debugged =
+        vm.gdb.as_ref().map(|place| (place, image.map_or(Kernel::Kvm, |image| Kernel::new(image))));
     let maps = image.filter(|_| vm.perf_map).map(|image| Maps::new(image));
     let mut maps = maps.transpose()?;
     // A machine runs for long, and needs it again only for a new start.

@@ -379,10 +379,13 @@ const KVM_CALLS: [u32; 14] = [
     kvm(READS, 0xe1, 24),
 ];
 
-/// The process that is a machine of KVM.
-fn machine(own: u32) -> Result<Rules, BackendError> {
+/// What a debugger wants to be told of: breakpoints, and single instructions.
+const KVM_DEBUG: u32 = kvm(READS, 0x9b, 72);
+
+/// The process that is a machine of KVM, which a debugger may stop or not.
+fn machine(own: u32, debugs: bool) -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
-    for call in KVM_CALLS {
+    for call in KVM_CALLS.into_iter().chain(debugs.then_some(KVM_DEBUG)) {
         allow(&mut rules, linux::__NR_ioctl, &[&[(1, call)]])?;
     }
     let written = [layout::OUTPUT_FD, layout::ERRORS_FD, layout::CONTROL_FD, layout::CONSOLE_FD];
@@ -438,13 +441,14 @@ fn machine(own: u32) -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
-/// Confines this process, which is a machine of KVM and has all its threads and processors.
+/// Confines this process, which is a machine of KVM and has all its threads and processors; if it `debugs`, a debugger may stop it.
 ///
 /// # Errors
 /// [`Error::Filters`]
-pub fn confine() -> Result<(), Error> {
+pub fn confine(debugs: bool) -> Result<(), Error> {
     let failed = |error: &dyn std::fmt::Display| Error::Filters(error.to_string());
-    let program = machine(std::process::id()).and_then(compile).map_err(|error| failed(&error))?;
+    let rules = machine(std::process::id(), debugs);
+    let program = rules.and_then(compile).map_err(|error| failed(&error))?;
     apply_filter_all_threads(&program).map_err(|error| failed(&error))
 }
 
@@ -683,8 +687,12 @@ mod tests {
     #[test]
     fn a_machine_of_kvm_may_do_this_and_no_more() {
         const OFFLOAD: u64 = 0x4004_54d0;
-        let filter = pack(&machine(7).and_then(compile).unwrap()).unwrap();
+        let [filter, debugged] = [false, true]
+            .map(|debugs| pack(&machine(7, debugs).and_then(compile).unwrap()).unwrap());
         let may = |call, arguments| allows(&filter, call, X86_64, arguments);
+        // KVM_SET_GUEST_DEBUG
+        let debug = [20, 0x4048_ae9b, 0, 0, 0, 0];
+        assert!(!may(16, debug) && allows(&debugged, 16, X86_64, debug));
         for fd in 0..64 {
             let is_net = (16..=20).contains(&fd);
             let is_written = is_net || matches!(fd, 1 | 2 | 32 | 33);
@@ -712,7 +720,7 @@ mod tests {
             // openat2, pidfd_getfd
             257, 272, 310, 311, 322, 323, 321, 425, 434, 435, 437, 438,
         ];
-        let kvm = pack(&machine(7).and_then(compile).unwrap()).unwrap();
+        let kvm = pack(&machine(7, true).and_then(compile).unwrap()).unwrap();
         for filter in filters().chunks(Filters::WORDS).chain([&kvm[..]]) {
             for call in NEVER {
                 assert!(!allows(filter, call, X86_64, [0; 6]), "{call}");

@@ -80,6 +80,8 @@ pub mod cr4 {
     pub const OSXMMEXCPT: u64 = 1 << 10;
     /// SGDT, SIDT, SLDT, SMSW and STR are for CPL 0 only.
     pub const UMIP: u64 = 1 << 11;
+    /// Page tables of five levels.
+    pub const LA57: u64 = 1 << 12;
     /// RDFSBASE and its kin.
     pub const FSGSBASE: u64 = 1 << 16;
     /// Process-context identifiers.

@@ -13,11 +13,12 @@ fn gdb(rig: &Rig, commands: &[&str]) -> Result<String> {
     gdb_at(rig, "gdb", commands)
 }
 
-fn gdb_at(rig: &Rig, place: &str, commands: &[&str]) -> Result<String> {
+/// The same at another place.
+pub fn gdb_at(rig: &Rig, place: &str, commands: &[&str]) -> Result<String> {
     let mut command = Command::new("timeout");
-    command.args(["60", "gdb", "-nx", "-batch"]).arg(rig.kernel()).current_dir(rig.folder());
+    command.args(["200", "gdb", "-nx", "-batch"]).arg(rig.kernel()).current_dir(rig.folder());
     let target = format!("target remote {place}");
-    for line in ["set pagination off", &target].iter().chain(commands) {
+    for line in ["set pagination off", "set remotetimeout 60", &target].iter().chain(commands) {
         command.args(["-ex", line]);
     }
     let output = command.stdin(Stdio::null()).output().context("cannot start gdb")?;
@@ -25,7 +26,8 @@ fn gdb_at(rig: &Rig, place: &str, commands: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-fn has(text: &str, wanted: &[&str]) -> Result<()> {
+/// These are in it.
+pub fn has(text: &str, wanted: &[&str]) -> Result<()> {
     let missing = wanted.iter().find(|wanted| !text.contains(**wanted));
     ensure!(missing.is_none(), "`{}` did not appear:\n{text}", missing.unwrap_or(&""));
     Ok(())
@@ -43,6 +45,35 @@ fn ends(mut child: Child, code: i32, wanted: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// The kernel stops where a program calls sync(2), and after single instructions; memory can be read; it goes on without a debugger. Before that
+/// GDB does more, and prints that, too.
+pub fn at_sync(rig: &Rig, before: &[&str], wanted: &[&str]) -> Result<()> {
+    let commands = [
+        "x/s &linux_banner",
+        "break *__x64_sys_sync",
+        "continue",
+        "backtrace 2",
+        "x/2i $rip",
+        "stepi",
+        "stepi",
+        "info symbol $rip",
+        "print/x *(int*)&jiffies != 0",
+        "delete",
+        "detach",
+    ];
+    let text = gdb(rig, &[before, &commands].concat())?;
+    has(&text, wanted)?;
+    let shown = [
+        "Linux version 6.",
+        "Breakpoint 1, 0x",
+        "in __x64_sys_sync ()",
+        "in do_syscall_64 ()",
+        "$1 = 0x1",
+        "detached",
+    ];
+    has(&text, &shown)
+}
+
 /// A kernel stops at its first instruction, at breakpoints and after single instructions; memory and registers can be read and changed; it
 /// goes on with and without a debugger.
 pub fn session() -> Result<()> {
@@ -53,35 +84,7 @@ pub fn session() -> Result<()> {
         run.args(["-p", "parador.run=\"sync; echo has synced; exit 3\""]);
         let child = start(&mut run)?;
         wait(|| rig.folder().join("gdb").exists().then_some(()))?;
-        let first = gdb(
-            &rig,
-            &[
-                "info symbol $rip",
-                "x/s &linux_banner",
-                "break *__x64_sys_sync",
-                "continue",
-                "backtrace 2",
-                "x/2i $rip",
-                "stepi",
-                "stepi",
-                "info symbol $rip",
-                "print/x *(int*)&jiffies != 0",
-                "delete",
-                "detach",
-            ],
-        )?;
-        has(
-            &first,
-            &[
-                "x86_64_start_kernel",
-                "Linux version 6.",
-                "Breakpoint 1, 0x",
-                "in __x64_sys_sync ()",
-                "in do_syscall_64 ()",
-                "$1 = 0x1",
-                "detached",
-            ],
-        )?;
+        at_sync(&rig, &["info symbol $rip"], &["x86_64_start_kernel"])?;
         ends(child, 3, &["has synced"])?;
     }
     // One that runs is interrupted and changed; the debugger comes twice, and leaves without a word.

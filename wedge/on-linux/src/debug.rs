@@ -3,9 +3,10 @@
 //! A virtual CPU that stops leaves its registers in shared memory and waits there for a command. It does so in its own loop, where it has
 //! no lock of the machine.
 
+use core::sync::atomic::AtomicU32;
 use core::sync::atomic::Ordering::SeqCst;
 
-use proto::wedge::debug::{BREAKPOINT, Debug, Vcpu, command, reason, register};
+use proto::wedge::debug::{BREAKPOINT, Debug, Halting, command, register};
 use proto::wedge::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
@@ -23,16 +24,6 @@ pub fn shared() -> &'static Debug {
     unsafe { &*((layout::SHARED + layout::DEBUG) as *const Debug) }
 }
 
-/// Of this process's virtual CPU.
-fn own() -> Option<&'static Vcpu> {
-    shared().vcpus.get(mine().vcpu.load(SeqCst) as usize)
-}
-
-/// The debugger wants all virtual CPUs to stop.
-pub fn is_wanted() -> bool {
-    shared().wanted.load(SeqCst) != 0
-}
-
 /// What a breakpoint trap is to the debugger.
 pub enum Trap {
     /// One of its breakpoints, at the instruction pointer now.
@@ -47,7 +38,7 @@ pub enum Trap {
 pub fn trap(cpu: &mut VirtualCpu, memory: &GuestMemory) -> Trap {
     let at = cpu.frame.rip.wrapping_sub(1);
     let mut byte = [0];
-    let trap = if shared().breakpoints.iter().any(|place| place.load(SeqCst) == at) {
+    let trap = if shared().has_breakpoint(at) {
         Trap::Its
     } else if cpu.read(memory, at, &mut byte).is_ok() && byte != [BREAKPOINT] {
         Trap::Gone
@@ -58,38 +49,39 @@ pub fn trap(cpu: &mut VirtualCpu, memory: &GuestMemory) -> Trap {
     trap
 }
 
+/// By the device process, and on a word of shared memory.
+struct Host;
+
+impl Halting for Host {
+    fn tell(&self) {
+        shared().news.store(1, SeqCst);
+        processes::ring();
+    }
+
+    fn wait(&self, word: &AtomicU32) {
+        sys::wait(word, command::WAIT, Some(LOOK));
+    }
+
+    fn go_on(&self) {
+        // While it steps, events wait.
+    }
+}
+
 /// Stops until the debugger lets this virtual CPU go on. `true`: for one instruction.
 pub fn halt(cpu: &mut VirtualCpu, why: u32) -> bool {
-    let Some(own) = own() else { return false };
-    for (place, value) in own.registers.iter().zip(cpu.frame.gpr) {
-        place.store(value, SeqCst);
-    }
-    let others = [
-        (register::RIP, cpu.frame.rip),
-        (register::RFLAGS, cpu.rflags()),
-        (register::CS, u64::from(cpu.segments[1].selector)),
-        (register::SS, u64::from(cpu.segments[2].selector)),
-        (register::CR3, cpu.cr3),
-        (register::KERNEL_ROOT, cpu.shared.root),
-    ];
-    for (index, value) in others {
-        own.registers[index].store(value, SeqCst);
-    }
-    own.command.store(command::WAIT, SeqCst);
-    own.reason.store(why, SeqCst);
-    own.halts.fetch_add(1, SeqCst);
-    own.halted.store(1, SeqCst);
-    shared().news.store(1, SeqCst);
-    processes::ring();
-    while own.command.load(SeqCst) == command::WAIT && (why != reason::WANTED || is_wanted()) {
-        sys::wait(&own.command, command::WAIT, Some(LOOK));
-    }
-    let command = own.command.swap(command::WAIT, SeqCst);
-    own.halted.store(0, SeqCst);
-    for (value, place) in cpu.frame.gpr.iter_mut().zip(&own.registers) {
-        *value = place.load(SeqCst);
-    }
-    cpu.frame.rip = own.registers[register::RIP].load(SeqCst);
-    cpu.set_rflags(own.registers[register::RFLAGS].load(SeqCst));
-    command == command::STEP
+    let mut registers = [0; register::COUNT];
+    registers[..cpu.frame.gpr.len()].copy_from_slice(&cpu.frame.gpr);
+    registers[register::RIP] = cpu.frame.rip;
+    registers[register::RFLAGS] = cpu.rflags();
+    registers[register::CS] = cpu.segments[1].selector.into();
+    registers[register::SS] = cpu.segments[2].selector.into();
+    registers[register::CR3] = cpu.cr3;
+    registers[register::KERNEL_ROOT] = cpu.shared.root;
+    registers[register::LEVELS] = 4;
+    let steps = shared().halt(mine().vcpu.load(SeqCst) as usize, why, &mut registers, &Host);
+    let general = cpu.frame.gpr.len();
+    cpu.frame.gpr.copy_from_slice(&registers[..general]);
+    cpu.frame.rip = registers[register::RIP];
+    cpu.set_rflags(registers[register::RFLAGS]);
+    steps
 }

@@ -1036,7 +1036,7 @@ fn drive(all: &All<'_>, index: usize) -> ! {
     if index == 0 {
         shared().started.store(1, SeqCst);
         processes::ring();
-        if vcpu.debugs && debug::is_wanted() {
+        if vcpu.debugs && debug::shared().is_wanted() {
             vcpu.halt(reason::WANTED);
         }
     }
@@ -1057,7 +1057,7 @@ fn drive(all: &All<'_>, index: usize) -> ! {
         if events & event::POWER_BUTTON != 0 {
             machine.press_power_button(&mut host);
         }
-        if events & event::DEBUG != 0 && vcpu.debugs && debug::is_wanted() {
+        if events & event::DEBUG != 0 && vcpu.debugs && debug::shared().is_wanted() {
             vcpu.halt(reason::WANTED);
         }
         if events & event::CONSOLE != 0 {
