@@ -310,6 +310,23 @@ impl Kernel {
     }
 }
 
+/// What names of folders of kernels in the making begin with.
+const WORK: &str = ".kernel-";
+/// A younger one may be about to be locked.
+const YOUNG: Duration = Duration::from_secs(60);
+
+/// Removes what builds have left that were killed: folders that nobody has locked. What cannot be removed is in nobody's way but that of other files.
+fn remove_abandoned(cache: &Path) {
+    for entry in fs::read_dir(cache).into_iter().flatten().flatten() {
+        let age = entry.metadata().and_then(|metadata| metadata.modified());
+        let is_old = age.is_ok_and(|time| time.elapsed().is_ok_and(|age| age > YOUNG));
+        let is_work = entry.file_name().as_encoded_bytes().starts_with(WORK.as_bytes());
+        if is_work && is_old && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok()) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
 /// Makes a kernel, unless one was made from the same inputs before.
 pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
     check_host()?;
@@ -327,9 +344,13 @@ pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
         steps.run("kernel", |_| Ok(((), "kept from before".to_owned())))?;
         return Ok(kernel);
     }
-    let work = TempDir::with_prefix_in(".kernel-", &cache)
-        .map_err(|error| Failure::file("make a folder in", &cache, &error))?;
+    remove_abandoned(&cache);
+    let failed = |error| Failure::file("make a folder in", &cache, &error);
+    let work = TempDir::with_prefix_in(WORK, &cache).map_err(failed)?;
     interruptible.remove_on_signal(work.path());
+    // Held until the end, however that comes.
+    let lock = File::open(work.path()).map_err(failed)?;
+    lock.lock().map_err(failed)?;
     let making = Making { work: work.path(), options, interruptible: &interruptible };
 
     let version = steps.run("tree", |step| making.tree(&source, step))?;
@@ -735,6 +756,30 @@ mod tests {
         assert_eq!(compiled("  CC [M]  net/bridge/br.o"), Some("net/bridge/br.o"));
         assert_eq!(compiled("  HOSTCC  scripts/kallsyms"), None);
         assert_eq!(compiled(""), None);
+    }
+
+    #[test]
+    fn what_killed_builds_leave_goes() {
+        let cache = tempfile::tempdir().unwrap();
+        let make = |name: &str, age| {
+            let path = cache.path().join(name);
+            fs::create_dir(&path).unwrap();
+            fs::write(path.join("file"), "").unwrap();
+            let folder = File::open(path).unwrap();
+            folder.set_modified(std::time::SystemTime::now() - age).unwrap();
+            folder
+        };
+        let old = 2 * YOUNG;
+        let held = make(".kernel-held", old);
+        held.lock().unwrap();
+        drop(make(".kernel-left", old));
+        drop(make(".kernel-young", Duration::ZERO));
+        drop(make("linux-1", old));
+        remove_abandoned(cache.path());
+        let mut left: Vec<_> = fs::read_dir(cache.path()).unwrap().flatten().collect();
+        left.sort_by_key(|entry| entry.file_name());
+        let left: Vec<_> = left.iter().map(|entry| entry.file_name()).collect();
+        assert_eq!(left, [".kernel-held", ".kernel-young", "linux-1"]);
     }
 
     #[test]
