@@ -37,8 +37,11 @@ use crate::{clock, compat, extended, guest, place, steal};
 const COMMANDS: usize = 256;
 /// Bytes of the stack of the program's thread for signals, on which it always has one.
 const STACK: usize = 0x8000;
-/// A program that does not stop for so long does not want to, in microseconds.
-const PATIENCE: u64 = 10_000_000;
+/// How often it is waited at most, each time for [`SHORT`]: a program that does not stop until then does not want to. Time alone says nothing, since
+/// the machine may be paused meanwhile.
+const PATIENCE: u32 = 10_000;
+/// Nanoseconds.
+const SHORT: u64 = 1_000_000;
 /// From saying that it has stopped to waiting, the program's thread takes less than that, in microseconds, unless others have its CPU.
 const WAY: u64 = 200;
 
@@ -561,20 +564,19 @@ fn meet() {
     let wanted = &vcpu().program;
     wanted.store(1 + mine().slot.load(Relaxed), SeqCst);
     processes::ring();
-    let start = guest::tsc();
-    loop {
-        let number = wanted.load(SeqCst);
-        if number == 0 {
-            break;
-        }
-        sys::wait(wanted, number, Some(1_000_000_000));
-        lose_patience(start);
-    }
-    while !is_stopped() {
-        lose_patience(start);
-        sys::wait(&gate().orders.parked, 0, Some(1_000_000));
+    let mut times = 0;
+    while let number @ 1.. = wanted.load(SeqCst) {
+        wait_patiently(wanted, number, &mut times);
     }
     let reports = &gate().reports;
+    while !is_stopped() {
+        if reports.context.load(Relaxed) == 0 {
+            wait_patiently(&reports.turn, reports.turn.load(SeqCst), &mut times);
+        } else {
+            // On its way to where it waits.
+            sys::yield_now();
+        }
+    }
     let peer = peer();
     peer.context = reports.context.load(Relaxed);
     let stack = REPORTS + offset_of!(Reports, stack) as u64;
@@ -598,10 +600,13 @@ fn meet() {
     orders.batch.store(1, SeqCst);
 }
 
-fn lose_patience(since: u64) {
-    if guest::tsc().saturating_sub(since) > clock::ticks(PATIENCE) {
+/// Waits until a word is not `seen` any longer, for a short time; the machine ends if that has been too often.
+fn wait_patiently(word: &AtomicU32, seen: u32, times: &mut u32) {
+    *times += 1;
+    if *times > PATIENCE {
         report::fatal(format_args!("a program's process does not stop"));
     }
+    sys::wait(word, seen, Some(SHORT));
 }
 
 /// Index of the address of the extended state in a context.
@@ -635,14 +640,13 @@ fn commit() {
     let batch = orders.batch.load(Relaxed).checked_add(1).unwrap_or(2);
     orders.batch.store(batch, SeqCst);
     sys::wake(&orders.batch);
-    let start = guest::tsc();
+    let mut times = 0;
     loop {
         let done = reports.batch.load(SeqCst);
         if done == batch {
             break;
         }
-        sys::wait(&reports.batch, done, Some(1_000_000_000));
-        lose_patience(start);
+        wait_patiently(&reports.batch, done, &mut times);
     }
     orders.used.store(0, Relaxed);
     if reports.error.load(Relaxed) != 0 {
@@ -728,8 +732,8 @@ fn follow() {
 fn wait() {
     let Gate { orders, reports } = gate();
     let turn = orders.turn.load(Relaxed);
-    // When it was first told to stop; until when it may be on its way to the place where it waits.
-    let (mut since, mut on_its_way) = (0, None);
+    // How often it was told to stop; until when it may be on its way to the place where it waits.
+    let (mut times, mut on_its_way) = (0, None);
     let mut is_told = false;
     loop {
         let seen = reports.turn.load(SeqCst);
@@ -758,13 +762,9 @@ fn wait() {
             continue;
         }
         // For events, or since it has said what is not true.
-        if since == 0 {
-            since = guest::tsc();
-        }
-        lose_patience(since);
         is_told = true;
         stop();
-        sys::wait(&reports.turn, seen, Some(1_000_000));
+        wait_patiently(&reports.turn, seen, &mut times);
     }
 }
 
@@ -772,14 +772,13 @@ fn wait() {
 fn wait_until_told() {
     let vcpu = vcpu();
     let asked = vcpu.stops.load(SeqCst);
-    let start = guest::tsc();
+    let mut times = 0;
     loop {
         let told = vcpu.stopped.load(SeqCst);
         if told == asked {
             break;
         }
-        sys::wait(&vcpu.stopped, told, Some(1_000_000_000));
-        lose_patience(start);
+        wait_patiently(&vcpu.stopped, told, &mut times);
     }
 }
 
