@@ -1,6 +1,7 @@
 //! A whole Debian in a guest, used from outside, on a disk of `parador rootfs debian`: `examples/debian.toml`, and in processes of this host.
 
 use crate::hosted::{self, Rig};
+use crate::scenario::twice_if_emulator_fails;
 use crate::system::{Machine, Running, parador, target, workspace};
 use crate::transcript::Transcript;
 use anyhow::{Context, Result, bail, ensure};
@@ -53,17 +54,9 @@ const PING: &str = "ping -c 1 10.0.2.2\n";
 /// systemd has started all that there is; it fails if anything has failed.
 const STARTED: &str = "systemctl is-system-running --wait\n";
 
-/// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks its disk. QEMU's processor with several threads
-/// may lose a guest's state on the way (docs/CAVEATS.md), which the VMM reports as below: then all of it starts once more, no oftener.
+/// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks its disk.
 pub fn run(cpus: u32) -> Result<()> {
-    const LOST: &str = "gave up: rip ";
-    match use_once(cpus) {
-        Err(error) if cpus > 1 && format!("{error:#}").contains(LOST) => {
-            eprintln!("once more, since a virtual CPU gave up:\n{error:#}");
-            use_once(cpus)
-        }
-        result => result,
-    }
+    twice_if_emulator_fails(cpus, || use_once(cpus))
 }
 
 fn use_once(cpus: u32) -> Result<()> {

@@ -66,6 +66,10 @@ impl Scenario {
     /// Builds the system, runs it, and compares.
     pub fn run(&self, backend: Backend, cpus: u32) -> Result<()> {
         let Backend::NativeX86Npt = backend;
+        twice_if_emulator_fails(cpus, || self.run_once(cpus))
+    }
+
+    fn run_once(&self, cpus: u32) -> Result<()> {
         let description = self.system.replace("{cpus}", &cpus.to_string());
         let machine = Machine { cpus, ..self.machine.clone() };
         let limit = Duration::from_secs(self.limit);
@@ -98,6 +102,21 @@ impl Scenario {
             bail!("`{text}` appeared");
         }
         Ok(())
+    }
+}
+
+/// QEMU's processor with several threads may lose a guest's state, which its VMM reports as below, and QEMU itself may crash (docs/CAVEATS.md): then
+/// all of it starts once more, no oftener.
+pub fn twice_if_emulator_fails(cpus: u32, act: impl Fn() -> Result<()>) -> Result<()> {
+    const FAILURES: [&str; 2] = ["gave up: rip ", "QEMU was killed by signal 11"];
+    match act() {
+        Err(error)
+            if cpus > 1 && FAILURES.iter().any(|text| format!("{error:#}").contains(text)) =>
+        {
+            eprintln!("once more, since the emulator has failed:\n{error:#}");
+            act()
+        }
+        result => result,
     }
 }
 
