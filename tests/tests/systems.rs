@@ -969,8 +969,11 @@ fn scenarios() -> Vec<Scenario> {
 struct Entry {
     name: String,
     seconds: f64,
-    passed: bool,
+    error: Option<String>,
 }
+
+/// Lines of an error that the summary shows. The reason is the last.
+const SHOWN: usize = 12;
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -992,9 +995,10 @@ fn main() -> ExitCode {
             let start = Instant::now();
             let result = body();
             let seconds = start.elapsed().as_secs_f64();
-            let entry = Entry { name, seconds, passed: result.is_ok() };
+            let error = result.err().map(|error| format!("{error:#}"));
+            let entry = Entry { name, seconds, error: error.clone() };
             results.lock().unwrap_or_else(PoisonError::into_inner).push(entry);
-            result.map_err(|error| Failed::from(format!("{error:#}")))
+            error.map_or(Ok(()), |text| Err(Failed::from(text)))
         }));
     };
     // The longest comes first, beside the others.
@@ -1056,8 +1060,13 @@ fn main() -> ExitCode {
 
     let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
     results.sort_by(|a, b| a.name.cmp(&b.name));
-    for Entry { name, seconds, passed } in results.iter() {
-        println!("{:<6} {seconds:>7.1} s  {name}", if *passed { "passed" } else { "FAILED" });
+    for Entry { name, seconds, error } in results.iter() {
+        let word = if error.is_none() { "passed" } else { "FAILED" };
+        println!("{word:<6} {seconds:>7.1} s  {name}");
+        let lines: Vec<_> = error.iter().flat_map(|text| text.lines()).collect();
+        for line in &lines[lines.len().saturating_sub(SHOWN)..] {
+            println!("           {line}");
+        }
     }
     conclusion.exit_code()
 }

@@ -11,7 +11,6 @@ use proto::wedge::control;
 use proto::wedge::debug::{Debug, Halting, command, register};
 use rustix::fs::Timespec;
 use rustix::thread::futex;
-use vmm_mem::GuestMemory;
 
 use crate::control::Gate;
 use crate::seat::{Seat, event};
@@ -30,8 +29,6 @@ pub struct Stops<'s> {
     pub gate: &'s Gate,
     /// Its own seat.
     pub seat: &'s Seat,
-    /// The guest's memory, for a look at its code.
-    pub memory: &'s GuestMemory,
     /// To the one who has started the machine.
     pub stream: &'s File,
 }
@@ -92,57 +89,42 @@ mod tests {
     use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
     use std::thread;
-    use vmm_mem::shared::SharedMemory;
 
     #[test]
     fn a_processor_stops_and_goes_on() {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         let stream = File::from(OwnedFd::from(theirs));
         let (shared, gate, seat) = (Debug::default(), Gate::default(), Seat::default());
-        let mut ram = SharedMemory::new("test", 4096).unwrap();
-        ram.with([(0, 4096)], |memory| {
-            let stops = Stops {
-                index: 1,
-                shared: &shared,
-                gate: &gate,
-                seat: &seat,
-                memory,
-                stream: &stream,
-            };
-            let own = &shared.vcpus[1];
-            for (wanted, then) in [(1, command::GO), (1, command::STEP), (0, command::WAIT)] {
-                shared.wanted.store(wanted, SeqCst);
-                seat.tell(event::DEBUG | event::KICK);
-                thread::scope(|scope| {
-                    let stopped = scope.spawn(|| {
-                        let mut registers = [5; register::COUNT];
-                        (stops.halt(reason::WANTED, &mut registers), registers)
-                    });
-                    ours.read_exact(&mut [0]).unwrap();
-                    if wanted != 0 {
-                        assert_eq!(
-                            (own.halted.load(SeqCst), own.registers[3].load(SeqCst)),
-                            (1, 5)
-                        );
-                        own.registers[3].store(7, SeqCst);
-                        own.registers[register::CS].store(7, SeqCst);
-                        own.command.store(then, SeqCst);
-                        go(&shared);
-                    }
-                    let (steps, registers) = stopped.join().unwrap();
-                    assert_eq!(steps, then == command::STEP);
-                    let changed = if wanted != 0 { 7 } else { 5 };
-                    assert_eq!((registers[3], registers[register::CS]), (changed, 5));
+        let stops = Stops { index: 1, shared: &shared, gate: &gate, seat: &seat, stream: &stream };
+        let own = &shared.vcpus[1];
+        for (wanted, then) in [(1, command::GO), (1, command::STEP), (0, command::WAIT)] {
+            shared.wanted.store(wanted, SeqCst);
+            seat.tell(event::DEBUG | event::KICK);
+            thread::scope(|scope| {
+                let stopped = scope.spawn(|| {
+                    let mut registers = [5; register::COUNT];
+                    (stops.halt(reason::WANTED, &mut registers), registers)
                 });
-                assert_eq!((own.halted.load(SeqCst), seat.take()), (0, event::KICK));
-            }
-            assert_eq!(own.halts.load(SeqCst), 3);
-            // Only who has not stopped is told to.
-            let seats = [Seat::default(), Seat::default()];
-            shared.vcpus[0].halted.store(1, SeqCst);
-            stop(&shared, &seats);
-            assert_eq!(seats.map(|seat| seat.take()), [0, event::DEBUG]);
-        })
-        .unwrap();
+                ours.read_exact(&mut [0]).unwrap();
+                if wanted != 0 {
+                    assert_eq!((own.halted.load(SeqCst), own.registers[3].load(SeqCst)), (1, 5));
+                    own.registers[3].store(7, SeqCst);
+                    own.registers[register::CS].store(7, SeqCst);
+                    own.command.store(then, SeqCst);
+                    go(&shared);
+                }
+                let (steps, registers) = stopped.join().unwrap();
+                assert_eq!(steps, then == command::STEP);
+                let changed = if wanted != 0 { 7 } else { 5 };
+                assert_eq!((registers[3], registers[register::CS]), (changed, 5));
+            });
+            assert_eq!((own.halted.load(SeqCst), seat.take()), (0, event::KICK));
+        }
+        assert_eq!(own.halts.load(SeqCst), 3);
+        // Only who has not stopped is told to.
+        let seats = [Seat::default(), Seat::default()];
+        shared.vcpus[0].halted.store(1, SeqCst);
+        stop(&shared, &seats);
+        assert_eq!(seats.map(|seat| seat.take()), [0, event::DEBUG]);
     }
 }

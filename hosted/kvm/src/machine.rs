@@ -481,8 +481,9 @@ fn power_on(
             move || {
                 let seat = &host.seats[index];
                 seat.take_place();
-                let stops = Stops { index, shared: debug, gate, seat, memory, stream };
-                let vcpu = KvmVcpu::new(fd, seat, clock, machine.debug.then_some(stops));
+                let stops = Stops { index, shared: debug, gate, seat, stream };
+                let stops = machine.debug.then_some(stops);
+                let vcpu = KvmVcpu::new(fd, seat, memory, clock, stops);
                 barrier.wait();
                 let result = vcpu.and_then(|mut vcpu| {
                     if index == 0 {

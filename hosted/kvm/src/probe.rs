@@ -40,7 +40,7 @@ pub fn probe() -> Result<(), Error> {
         let mut state = InitialState::long_mode(memory, PROGRAM, 0).map_err(Error::Boot)?;
         state.cr4 |= cr4::OSFXSR;
         let seat = Seat::default();
-        let mut vcpu = KvmVcpu::new(fd, &seat, clock, None)?;
+        let mut vcpu = KvmVcpu::new(fd, &seat, memory, clock, None)?;
         registers::set(&mut vcpu, &state);
         match vcpu.run() {
             Exit::Hlt if vcpu.gpr(Gpr::Rcx) == 0 => Ok(()),

@@ -4,6 +4,7 @@
 //! device is answered in that memory, too; KVM finishes the instruction when it is entered next. So whoever changes registers in
 //! between lets it finish first ([`KvmVcpu::complete`]).
 
+use std::arch::x86_64::__cpuid;
 use std::cell::Cell;
 use std::io;
 use std::os::raw::{c_int, c_void};
@@ -11,6 +12,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst, compiler_fence};
 use std::time::Duration;
 
+use hw_x86::cpuid::{features_c, leaf};
 use hw_x86::msr::efer;
 use hw_x86::msr::{
     CSTAR, KERNEL_GS_BASE, LSTAR, PAT, SFMASK, STAR, SYSENTER_CS, SYSENTER_EIP, SYSENTER_ESP,
@@ -27,6 +29,7 @@ use proto::wedge::debug::{HALT, reason, register};
 use rustix::io::Errno;
 use vmm_cpu::walk::CodeView;
 use vmm_cpu::{Access, Backend, Event, Exit, Gpr, Reg, Seg, Segment, Space, TscClock, Window};
+use vmm_mem::GuestMemory;
 use vmm_sys_util::signal::register_signal_handler;
 
 use crate::debug::{self, Stops};
@@ -88,7 +91,11 @@ struct Ports {
 pub struct KvmVcpu<'s> {
     fd: VcpuFd,
     seat: &'s Seat,
+    /// The guest's memory, for a look at its code.
+    memory: &'s GuestMemory,
     clock: TscClock,
+    /// The host's processor is one that forgets interrupt shadows.
+    is_forgetful: bool,
     timer: Timer,
     /// When the timer ends, as a value of the time-stamp counter. 0: it may have.
     armed: u64,
@@ -133,6 +140,7 @@ impl<'s> KvmVcpu<'s> {
     pub fn new(
         mut fd: VcpuFd,
         seat: &'s Seat,
+        memory: &'s GuestMemory,
         clock: TscClock,
         stops: Option<Stops<'s>>,
     ) -> Result<Self, Error> {
@@ -151,7 +159,9 @@ impl<'s> KvmVcpu<'s> {
         Ok(Self {
             fd,
             seat,
+            memory,
             clock,
+            is_forgetful: forgets_shadows(),
             timer,
             armed: 0,
             kicks: 0,
@@ -377,7 +387,8 @@ impl<'s> KvmVcpu<'s> {
         if let Some(stops) = self.stops {
             let at = rip.wrapping_sub(1);
             let is_breakpoint = stops.shared.has_breakpoint(at);
-            if is_breakpoint || self.has_gone(stops) {
+            // Another instruction is there again if the debugger has taken its breakpoint away.
+            if is_breakpoint || self.code_at(at).is_some_and(|byte| byte != HALT) {
                 // What is there, or is there again, is still to come.
                 self.set(Reg::Rip, at);
                 if is_breakpoint {
@@ -393,13 +404,27 @@ impl<'s> KvmVcpu<'s> {
         Some(Exit::Hlt)
     }
 
-    /// Whether there is another instruction again where the guest has found a `HLT`.
-    fn has_gone(&mut self, stops: Stops<'_>) -> bool {
+    /// The byte of code at this value of `RIP`.
+    fn code_at(&mut self, rip: u64) -> Option<u8> {
         let mut view = CodeView::of(self);
-        view.linear = view.linear.wrapping_sub(1);
+        view.linear = view.linear.wrapping_add(rip.wrapping_sub(self.regs().rip));
         let mut bytes = [0; 15];
-        let fetched = view.fetch(stops.memory, &mut bytes);
-        matches!(fetched, Ok((1.., _)) if bytes[0] != HALT)
+        matches!(view.fetch(self.memory, &mut bytes), Ok((1.., _))).then_some(bytes[0])
+    }
+
+    /// Whether the guest is about to take an interrupt in front of a `HLT`, maybe that of `STI; HLT` where the host's processor has
+    /// forgotten the shadow of the `STI`. Then the `HLT` comes first, as it may on every processor.
+    fn halts_first(&mut self) -> bool {
+        let is_interrupt = self.event.0 & event::TYPE_MASK == event::TYPE_INTR;
+        let waits = self.window != Window::Nothing || self.event.is_some() && is_interrupt;
+        // Behind a `HLT` that it has carried out it may take one before the next.
+        let is_between = matches!(self.pending, Pending::Nothing) && self.next_rip == 0;
+        let rip = self.regs().rip;
+        self.is_forgetful
+            && waits
+            && is_between
+            && self.get(Reg::Cpl) == 0
+            && self.code_at(rip) == Some(HALT)
     }
 
     /// Gives the guest what waits for it, as far as it takes it now; [`Exit::Window`] if it could take what was announced.
@@ -413,6 +438,11 @@ impl<'s> KvmVcpu<'s> {
             }
             self.fd.get_kvm_run().request_interrupt_window = 0;
             return None;
+        }
+        if is_ready && self.halts_first() {
+            let next = self.regs().rip.wrapping_add(1);
+            self.set(Reg::Rip, next);
+            return self.halted();
         }
         if self.event.is_some() {
             let event = self.event;
@@ -561,6 +591,14 @@ impl Drop for KvmVcpu<'_> {
     fn drop(&mut self) {
         IMMEDIATE_EXIT.set(ptr::null_mut());
     }
+}
+
+/// Whether this processor is QEMU's, which enters guests without the interrupt shadow that they were left in (docs/CAVEATS.md).
+fn forgets_shadows() -> bool {
+    let has_leaf = __cpuid(leaf::FEATURES).ecx & features_c::HYPERVISOR != 0;
+    let found = __cpuid(leaf::HYPERVISOR);
+    let signature = [found.ebx, found.ecx, found.edx].map(u32::to_le_bytes);
+    has_leaf && signature.as_flattened() == b"TCGTCGTCGTCG"
 }
 
 /// Levels of page tables in this mode, as [`register::LEVELS`] says.
