@@ -215,6 +215,18 @@ impl GuestMemory {
         })
     }
 
+    /// Whether guest memory is the same as `bytes`; faster than a copy of it. Not atomic as a whole.
+    pub fn is_equal(&self, address: u64, bytes: &[u8]) -> Result<bool, MemoryError> {
+        let (mut rest, mut same) = (bytes, true);
+        self.for_each_part(address, rest.len() as u64, |host, length| {
+            let (part, after) = rest.split_at(length);
+            rest = after;
+            // SAFETY: `for_each_part` vouches for `length` bytes at `host`.
+            same = same && unsafe { is_same(host, part) };
+        })?;
+        Ok(same)
+    }
+
     /// Copies `from` to guest memory. Not atomic as a whole.
     pub fn write_slice(&self, address: u64, from: &[u8]) -> Result<(), MemoryError> {
         let mut rest = from;
@@ -319,6 +331,30 @@ unsafe fn copy_out(host: *mut u8, to: &mut [u8]) {
             at = at.add(1);
         }
     }
+}
+
+/// Whether guest memory at `host` is the same as `bytes`: four words with one decision, where possible.
+///
+/// # Safety
+///
+/// `bytes.len()` bytes at `host` must be guest memory.
+unsafe fn is_same(host: *mut u8, bytes: &[u8]) -> bool {
+    let (first, rest) = bytes.split_at(head(host, bytes.len()));
+    let (blocks, last) = rest.as_chunks::<32>();
+    // SAFETY: by contract.
+    let same = |at: usize, byte: u8| unsafe { u8::load(host.add(at)) } == byte;
+    let behind = first.len() + 32 * blocks.len();
+    first.iter().enumerate().all(|(at, &byte)| same(at, byte))
+        && blocks.iter().enumerate().all(|(number, block)| {
+            let mut differ = 0;
+            for (index, word) in block.as_chunks().0.iter().enumerate() {
+                let at = first.len() + 32 * number + 8 * index;
+                // SAFETY: by contract; after `head` bytes `at` is aligned, and stays so.
+                differ |= unsafe { u64::load(host.add(at)) } ^ u64::from_ne_bytes(*word);
+            }
+            differ == 0
+        })
+        && last.iter().enumerate().all(|(at, &byte)| same(behind + at, byte))
 }
 
 /// Copies `from` to guest memory at `host`, eight bytes at a time where possible.
@@ -522,6 +558,7 @@ mod tests {
         let end = MemoryError::NotBacked { address: u64::MAX };
         assert_eq!(memory.read::<u8>(u64::MAX), Err(end));
         assert_eq!(memory.read_slice(u64::MAX, &mut [0; 9]), Err(end));
+        assert_eq!(memory.is_equal(u64::MAX, &[0; 9]), Err(end));
     }
 
     #[test]
@@ -592,6 +629,10 @@ mod tests {
                 if !part.is_empty() {
                     memory.read_slice(at, &mut part).unwrap();
                     prop_assert!(part == model[at as usize..][..part.len()]);
+                    prop_assert_eq!(memory.is_equal(at, &part), Ok(true));
+                    let index = usize::from(seed) * 7 % part.len();
+                    part[index] ^= 1 << (seed % 8);
+                    prop_assert_eq!(memory.is_equal(at, &part), Ok(false));
                 }
             }
         }

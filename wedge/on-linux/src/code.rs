@@ -169,28 +169,25 @@ pub fn close(bytes: &mut [u8; PAGE as usize]) -> bool {
 
 /// Whether the copy of a page is what the page is now.
 pub fn is_current(memory: &GuestMemory, address: u64, offset: u64) -> bool {
-    let mut bytes = [0; PAGE as usize];
     // SAFETY: as in `renew`.
     let copy = unsafe { &*place(offset) };
-    if memory.read_slice(address, &mut bytes).is_err() {
-        return false;
-    }
     // Most pages have no sequence.
-    if bytes == *copy {
+    if memory.is_equal(address, copy) == Ok(true) {
         return true;
     }
-    close(&mut bytes) && bytes == *copy
+    let mut bytes = [0; PAGE as usize];
+    memory.read_slice(address, &mut bytes).is_ok() && close(&mut bytes) && bytes == *copy
 }
 
 /// Makes the copy of a page of guest memory what the page is; whether it was another one. `None`: it must not be executed.
 fn renew(memory: &GuestMemory, address: u64, offset: u64) -> Option<bool> {
-    let mut bytes = [0; PAGE as usize];
-    memory.read_slice(address, &mut bytes).ok()?;
     // SAFETY: copies are this virtual CPU's alone, and only the wedge writes them; the guest does not run, so nobody executes it half done.
     let copy = unsafe { &mut *place(offset) };
-    if *copy == bytes {
+    if memory.is_equal(address, copy).ok()? {
         return Some(false);
     }
+    let mut bytes = [0; PAGE as usize];
+    memory.read_slice(address, &mut bytes).ok()?;
     if !close(&mut bytes) {
         return None;
     }
