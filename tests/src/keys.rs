@@ -4,6 +4,7 @@
 use crate::hosted::net::wait_for;
 use crate::hosted::{Rig, children, end, killed, start};
 use crate::kvm::{debian_kernel, succeed};
+use crate::scenario::twice_if_emulator_fails;
 use crate::system::{artifacts, parador, target};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
@@ -13,6 +14,8 @@ use std::process::{Command, Stdio};
 
 /// Seconds that the emulated host may run on a busy machine; less than one minute on an idle one.
 const LIMIT: u32 = 300;
+/// Processors of the emulated host, each a thread of QEMU: attacks on two virtual CPUs run side by side.
+const HOST_CPUS: u32 = 2;
 const BUSYBOX: &str = "/bin/busybox";
 /// What tries to leave; what does its calls by `int $0x80`.
 const PROGRAMS: [&str; 3] = ["linux-attack", "linux-compat-32", "linux-compat-64"];
@@ -54,12 +57,16 @@ const WRONG: [&str; 5] = ["BUG:", "WARNING:", "Oops", "Call Trace", "SUCCEEDS"];
 
 /// A guest lives with keys, and none of its programs' attempts reaches its kernel.
 pub fn protection() -> Result<()> {
+    twice_if_emulator_fails(HOST_CPUS, protection_once)
+}
+
+fn protection_once() -> Result<()> {
     let rig = Rig::new()?;
     let folder = rig.folder();
     let files = PROGRAMS.map(|name| artifacts().join(name));
     let guest = ram_disk(folder, "guest", GUEST, &files, &[])?;
     let host = host_disk(folder, HOST, &[rig.kernel().to_owned(), guest])?;
-    let console = run_host(&host, LIMIT, &["-smp", "2"])?;
+    let console = run_host(&host, LIMIT, &["-smp", &HOST_CPUS.to_string()])?;
     let parts: Vec<_> = console.split("== ").skip(1).collect();
     ensure!(parts.len() == 2, "{} machines:\n{console}", parts.len());
     for text in

@@ -105,10 +105,11 @@ impl Scenario {
     }
 }
 
-/// QEMU's processor with several threads may lose a guest's state, which its VMM reports as below, and QEMU itself may crash (docs/CAVEATS.md): then
-/// all of it starts once more, no oftener.
+/// QEMU's processor with several threads may lose a guest's state, which its VMM reports as below, or go on with code that Linux has changed since, which
+/// Linux reports, and QEMU itself may crash (docs/CAVEATS.md): then all of it starts once more, no oftener.
 pub fn twice_if_emulator_fails(cpus: u32, act: impl Fn() -> Result<()>) -> Result<()> {
-    const FAILURES: [&str; 2] = ["gave up: rip ", "QEMU was killed by signal 11"];
+    const FAILURES: [&str; 3] =
+        ["gave up: rip ", "int3: 0000 [#1]", "QEMU was killed by signal 11"];
     match act() {
         Err(error)
             if cpus > 1 && FAILURES.iter().any(|text| format!("{error:#}").contains(text)) =>
