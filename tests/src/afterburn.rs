@@ -1,7 +1,7 @@
 //! The afterburner on a kernel that is not Linux (`guests/previrt`): with pads, and with every site in a stub, it must do
 //! what it does without.
 
-use crate::system::{parador, target, workspace};
+use crate::system::{ONE_THREAD, parador, qemu, target, workspace};
 use anyhow::{Context, Result, ensure};
 use std::path::Path;
 use std::process::Command;
@@ -38,11 +38,9 @@ pub fn small_kernel() -> Result<()> {
 
 /// Boots an image on the emulated machine and returns what it prints.
 fn run(image: &Path) -> Result<String> {
-    let mut machine = Command::new("setpriv");
-    machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", &LIMIT.to_string()]);
-    machine.args(["qemu-system-x86_64", "-M", "q35", "-cpu", "max", "-accel", "tcg", "-m", "64"]);
-    machine.args(["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"]);
-    succeed(machine.args(["-no-reboot", "-kernel"]).arg(image).current_dir(target()))
+    let mut machine = qemu(LIMIT, ONE_THREAD);
+    machine.args(["-cpu", "max", "-m", "64", "-kernel"]);
+    succeed(machine.arg(image).current_dir(target()))
 }
 
 fn succeed(command: &mut Command) -> Result<String> {

@@ -5,7 +5,7 @@ use crate::hosted::net::wait_for;
 use crate::hosted::{Rig, children, end, killed, start};
 use crate::kvm::{debian_kernel, succeed};
 use crate::scenario::twice_if_emulator_fails;
-use crate::system::{artifacts, parador, target};
+use crate::system::{PARALLEL, artifacts, parador, qemu, target};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -123,21 +123,12 @@ pub fn host_disk(folder: &Path, script: &str, files: &[PathBuf]) -> Result<PathB
 /// Boots Debian's kernel with a RAM disk on an emulated processor that has protection keys, for so many seconds at most, with further
 /// arguments for QEMU; gives what it prints.
 pub fn run_host(disk: &Path, limit: u32, arguments: &[&str]) -> Result<String> {
-    let mut machine = emulated(limit);
+    let mut machine = qemu(limit, PARALLEL);
     // QEMU 7.2 does `IRET` of programs with the rights of a kernel, which SMAP refuses.
     machine.args(["-cpu", "max,-smap", "-m", "1G"]).args(arguments);
     machine.arg("-kernel").arg(debian_kernel()?.join("vmlinuz")).arg("-initrd").arg(disk);
     machine.args(["-append", "console=ttyS0 panic=-1 quiet mitigations=off"]);
     succeed(&mut machine)
-}
-
-/// QEMU without KVM, whose serial line is its output, for so many seconds at most.
-pub fn emulated(limit: u32) -> Command {
-    let mut machine = Command::new("setpriv");
-    machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", &limit.to_string()]);
-    machine.args(["qemu-system-x86_64", "-M", "q35", "-accel", "tcg", "-nodefaults"]);
-    machine.args(["-no-user-config", "-display", "none", "-serial", "stdio", "-no-reboot"]);
-    machine
 }
 
 /// Where there are no keys that is said, or is the end; where nobody wants them nothing is said.

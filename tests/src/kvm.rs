@@ -4,7 +4,7 @@
 
 use crate::hosted::debugger::{at_sync, gdb_at, has};
 use crate::hosted::{LIFE, Rig, kernel};
-use crate::system::{artifacts, parador, target};
+use crate::system::{ONE_THREAD, artifacts, parador, qemu, target};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
@@ -141,12 +141,8 @@ fn emulated(folder: &Path, script: &str) -> Result<Command> {
     fill(&tree, &host, script)?;
     let pack = "find . | cpio -o -H newc --quiet >../disk";
     succeed(Command::new("sh").args(["-c", pack]).current_dir(&tree))?;
-    let mut machine = Command::new("setpriv");
-    machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", &LIMIT.to_string()]);
-    // QEMU's processor with SVM wants one thread: docs/CAVEATS.md.
-    machine.args(["qemu-system-x86_64", "-M", "q35", "-cpu", "EPYC,+svm,+npt", "-m", "2G"]);
-    machine.args(["-accel", "tcg,thread=single", "-smp", "1", "-nodefaults", "-no-user-config"]);
-    machine.args(["-display", "none", "-serial", "stdio", "-no-reboot"]);
+    let mut machine = qemu(LIMIT, ONE_THREAD);
+    machine.args(["-cpu", "EPYC,+svm,+npt", "-m", "2G", "-smp", "1"]);
     machine.arg("-kernel").arg(host.join("vmlinuz")).arg("-initrd").arg(folder.join("disk"));
     machine.args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off"]);
     machine.current_dir(folder);

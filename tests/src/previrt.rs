@@ -1,7 +1,7 @@
 //! The pre-virtualized kernel (`parador kernel build`), on the bare emulated machine and in a guest.
 
 use crate::scenario::{Backend, Scenario};
-use crate::system::{Machine, parador, target, workspace};
+use crate::system::{Machine, ONE_THREAD, parador, qemu, target, workspace};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 use tempfile::TempDir;
 
 /// Seconds that a machine may run on a busy host.
-const LIMIT: u64 = 300;
+const LIMIT: u32 = 300;
 /// Memory of the bare machine in MiB.
 const MEMORY: u32 = 512;
 /// Where a kernel that was not moved has its image, less where that is in memory.
@@ -286,15 +286,9 @@ fn bare(image: &Path, cpus: u32, options: &str, script: &str, more: &[&str]) -> 
     let kernel = Kernel::get()?;
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let disk = ram_disk(kernel, folder.path(), script)?;
-    let mut machine = Command::new("setpriv");
-    machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", &LIMIT.to_string()]);
-    // With several threads QEMU may go on with code that Linux has changed since (docs/CAVEATS.md).
-    machine.args(["qemu-system-x86_64", "-M", "q35", "-cpu", "max"]);
-    machine.args(["-accel", "tcg,thread=single"]);
-    machine.args(["-m", &MEMORY.to_string(), "-smp", &cpus.to_string()]);
-    machine.args(["-nodefaults", "-no-user-config"]).args(more);
-    machine.args(["-display", "none", "-serial", "stdio", "-no-reboot", "-kernel"]);
-    machine.arg(image).arg("-initrd").arg(disk);
+    let mut machine = qemu(LIMIT, ONE_THREAD);
+    machine.args(["-cpu", "max", "-m", &MEMORY.to_string(), "-smp", &cpus.to_string()]).args(more);
+    machine.arg("-kernel").arg(image).arg("-initrd").arg(disk);
     machine.args(["-append", &format!("console=ttyS0 panic=-1 {options}")]);
     succeed(&mut machine)
 }
@@ -332,7 +326,7 @@ pub fn guest(backend: Backend, cpus: u32) -> Result<()> {
         code: 0,
         texts: vec!["works on 2 processors".into()],
         never: &WRONG,
-        limit: LIMIT,
+        limit: LIMIT.into(),
     };
     scenario.run(backend, cpus)
 }

@@ -14,6 +14,20 @@ use tempfile::TempDir;
 /// Time after the end of a process in which the last of its output arrives.
 const LAST_OUTPUT: Duration = Duration::from_secs(5);
 
+/// Accelerator of [`qemu`]: each processor is a thread of the host. What QEMU does wrong then: docs/CAVEATS.md.
+pub const PARALLEL: &str = "tcg";
+/// Accelerator of [`qemu`]: processors take turns.
+pub const ONE_THREAD: &str = "tcg,thread=single";
+
+/// QEMU without KVM, whose serial line is its output, for so many seconds at most.
+pub fn qemu(limit: u32, accelerator: &str) -> Command {
+    let mut machine = Command::new("setpriv");
+    machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", &limit.to_string()]);
+    machine.args(["qemu-system-x86_64", "-M", "q35", "-accel", accelerator, "-nodefaults"]);
+    machine.args(["-no-user-config", "-display", "none", "-serial", "stdio", "-no-reboot"]);
+    machine
+}
+
 /// Root of the source tree.
 pub fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(Path::to_path_buf).unwrap_or_default()

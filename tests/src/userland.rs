@@ -3,9 +3,9 @@
 
 use crate::debian;
 use crate::hosted::{Rig, end};
-use crate::keys::{emulated, ram_disk};
+use crate::keys::ram_disk;
 use crate::kvm::succeed;
-use crate::system::{target, workspace};
+use crate::system::{ONE_THREAD, qemu, target, workspace};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -166,7 +166,7 @@ pub fn kernel() -> Result<()> {
         let there = symbols.lines().any(|line| line.split(' ').nth(2) == Some(symbol));
         ensure!(there, "the built kernel has no `{symbol}`");
     }
-    let mut machine = emulated(LIMITS[1]);
+    let mut machine = qemu(LIMITS[1], ONE_THREAD);
     machine.args(["-m", "256M", "-kernel"]).arg(out.join("bzImage"));
     machine.arg("-initrd").arg(ram_disk(rig.folder(), "inside", INSIDE, &[], &[])?);
     let console = succeed(machine.args(["-append", "console=ttyS0 panic=-1"]))?;
