@@ -26,6 +26,7 @@ bench-hosted: setup
 
 setup:
 	@./install.sh
+	@test -d target || echo "building the build tool (cargo xtask) first, which takes a minute"
 
 clean:
 	rm -rf target

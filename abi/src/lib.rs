@@ -22,10 +22,10 @@ pub mod bundle;
 pub mod ops;
 pub mod vcpu;
 
-pub use ops::{OPERATIONS, Op, OpDoc};
+pub use ops::{OPERATIONS, Op, OpDoc, SHARE_OF_CPU};
 
 /// Version of this interface; the boot page carries it. Incremented by every incompatible change.
-pub const ABI_VERSION: u32 = 1;
+pub const ABI_VERSION: u32 = 2;
 
 /// Index of a slot in a task's capability space.
 pub type Selector = u64;
@@ -321,7 +321,7 @@ impl MessagePage {
     /// Words in the page.
     pub const WORDS: usize = 64;
     /// Delegation items in the page.
-    pub const ITEMS: usize = 16;
+    pub const ITEMS: usize = 4;
 }
 
 const _: () = assert!(core::mem::size_of::<MessagePage>() == PAGE_SIZE as usize);
@@ -368,7 +368,9 @@ pub enum Binding {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u64)]
 pub enum PlatformAction {
-    /// Append `rdx` bytes (at most 512) of the caller's message page to the kernel log. Right `LOG`.
+    /// Append `rdx` bytes (at most 512) of the caller's message page to the kernel log, in whole or, if the log's buffer
+    /// is full, not at all. Returns the number of bytes that wait to be sent; with 0 bytes it does no more than that.
+    /// Right `LOG`.
     Log = 0,
     /// Reset the machine. Right `MACHINE`.
     Reset = 1,

@@ -73,9 +73,11 @@ operations! {
     /// low, bit 2 message-signalled: the number is then ignored and `arg0`/`arg1` of `IrqControl` query
     /// give address and data).
     /// Factory: quota in pages, taken from this factory; the highest priority of scheduling contexts made from it,
-    /// at most this factory's.
+    /// at most this factory's; its share of CPU time in units of 1 / `SHARE_OF_CPU` of a CPU, taken from this
+    /// factory's (0: what is made from it takes part of this factory's share).
     /// SchedContext: priority (0..=63, 63 first; at most the factory's highest), budget in ns, period in ns
-    /// (0 or = budget: round robin).
+    /// (0 or = budget: round robin). In any time of one period it uses at most the budget. It takes budget / period of
+    /// the factory's share, if that has one: a whole CPU for round robin (`NoQuota`).
     /// Vm: mode (0 nested paging).
     /// Vcpu: vm (`VCPU`), address of the state page in the caller's task, notification (`WAIT`) whose
     /// events make `VcpuRun` return.
@@ -85,10 +87,11 @@ operations! {
     /// memory and ports, a Vm; selector `SELF` names the caller's own task) at `destination`.
     /// Bases count pages, selectors or ports and are multiples of the item's size. All of the source
     /// must be there (`BadArgument`) and nothing at the destination (`Busy`). `BadRights`: a page
-    /// that the kernel placed. `Overflow`: more than 64 mappings or capabilities, or more than 250
+    /// that the kernel placed. `Overflow`: more than 64 capabilities, or more than 250
     /// delegations in a row. To grant, no mapping in the range may be larger than the item, and nothing
     /// may have been delegated from it (`Busy`). All or nothing, but when the quota ends in
-    /// the middle of several mappings, those before stay.
+    /// the middle of several mappings, or source or destination change meanwhile, those before stay.
+    /// May be preempted and then continues by itself: `r8`, 0 at first, says how far it is.
     /// Rights: target `MAP`; capabilities `DELEGATE`.
     Delegate = 5 ("target, item, source, destination") -> ("");
     /// Takes back everything that was delegated, at any remove, from the given range of the caller's
@@ -96,7 +99,7 @@ operations! {
     /// there counts as taken back. `UNMAP_SELF` removes whole mappings of memory and ports only:
     /// `BadArgument` where the range cuts one, `BadRights` where the kernel placed the page; what
     /// lies above it in the range is gone then. An object whose last
-    /// capability goes is destroyed. May be preempted and then continues by itself.
+    /// capability goes is destroyed. May be preempted and then continues by itself: `r10`, 0 at first, says how far it is.
     Unmap = 6 ("item, base, flags") -> ("");
     /// Starts (or restarts) a stopped thread at `ip` with stack `sp`; `argument` arrives in `rdi`.
     /// Rights: thread `CONTROL`.
@@ -117,12 +120,12 @@ operations! {
     /// Rights: irq `IRQ`.
     IrqControl = 12 ("irq, action, notification, bit") -> ("address, data");
     /// Changes priority (up to the highest of the factory that it was made from), budget and period; with budget 0
-    /// nothing. Returns the CPU time used on it, in ticks of the time-stamp counter.
-    /// `BadRights`: the priority is too high. Rights: scheduling context `SCHEDULE`.
+    /// nothing. What has been used of the budget stays used. Returns the CPU time used on it, in ticks of the
+    /// time-stamp counter. `BadRights`: the priority is too high. `NoQuota`: it is more than the factory's share. Rights: scheduling context `SCHEDULE`.
     SchedControl = 13 ("sched_context, priority, budget, period") -> ("used");
     /// Writes the log, resets the machine, reads counters (`PlatformAction`). Rights: see there.
     PlatformControl = 14 ("platform, action, argument") -> ("value");
-    /// Gives up the rest of the time slice.
+    /// Gives up the rest of the time slice; of a budget, what could be used now counts as used.
     Yield = 15 ("") -> ("");
     /// Makes the guest's hypercall `HYPERCALL_DOORBELL` with this index (below `vcpu::DOORBELLS`) set these bits of
     /// a notification; bits 0: there is no such doorbell, and no notification needed. The doorbell of a notification
@@ -132,6 +135,9 @@ operations! {
 
 /// Selector that names the caller's own task in [`Op::Delegate`].
 pub const SELF: u64 = u64::MAX;
+
+/// CPU time of one CPU, in the units of a factory's share.
+pub const SHARE_OF_CPU: u64 = 1_000_000;
 
 /// Flag of [`Op::Unmap`]: also remove the caller's own mappings, each as a whole, or capabilities.
 pub const UNMAP_SELF: u64 = 1;

@@ -25,8 +25,12 @@ pub mod group {
     pub const INJECT: u64 = 1 << 7;
     /// `cs`.
     pub const CODE: u64 = 1 << 8;
+    /// `cr8`. On exit always valid.
+    pub const PRIORITY: u64 = 1 << 9;
+    /// `xmm`. Only if asked for.
+    pub const VECTORS: u64 = 1 << 10;
     /// Every group.
-    pub const ALL: u64 = 0x1ff;
+    pub const ALL: u64 = 0x7ff;
 }
 
 /// Indices into [`VcpuState::gpr`], in instruction-encoding order.
@@ -62,8 +66,15 @@ pub mod exit {
 pub mod window {
     /// The guest is left, with [`super::exit::WINDOW`].
     pub const EXIT: u64 = 1 << 8;
-    /// The guest takes an interrupt without an exit. Bits 7:0: its vector.
+    /// The guest takes an interrupt without an exit, whatever its task priority. Bits 7:0: its vector.
     pub const TAKE: u64 = 1 << 9;
+    /// The guest is left when it writes CR8, until this bit is cleared; alone or with one of the others. With one of the
+    /// others it is left there in any case.
+    pub const PRIORITY: u64 = 1 << 10;
+    /// The guest is left at its next `IRET`, before that is executed, until this bit is cleared; alone or with the others.
+    pub const IRET: u64 = 1 << 11;
+    /// Those that the kernel does not clear.
+    pub const STANDING: u64 = PRIORITY | IRET;
 }
 
 /// `rax` of a `VMMCALL` that the kernel itself answers: returns [`crate::ABI_VERSION`] in `rax`.
@@ -130,7 +141,7 @@ pub struct VcpuState {
     /// delivery the exit cut short (`EXITINTINFO`), to be injected again, or 0. It must not be lost.
     pub inject: u64,
     /// What is to be done as soon as the guest can take an interrupt, one of [`window`]; 0: nothing. Cleared by the
-    /// kernel when it has been done.
+    /// kernel when it has been done, but for [`window::STANDING`].
     pub window: u64,
 
     /// Instruction pointer.
@@ -205,6 +216,11 @@ pub struct VcpuState {
     pub halted: u64,
     /// How often another thread was run instead of this vCPU's, which was in the guest. Out.
     pub preemptions: u64,
+
+    /// Task priority, 0 to 15. The guest reads and writes it without an exit.
+    pub cr8: u64,
+    /// SSE registers, of 16 bytes each.
+    pub xmm: [[u64; 2]; 16],
 }
 
 impl VcpuState {

@@ -41,6 +41,11 @@ const EXITS: &[(&str, &str, &str, f64, f64)] = &[
     ("cpuid_exit", "CPUID answered by the user-level VMM", "cpuid", 1_500.0, peers::KVM_CPUID),
     ("pio_exit", "port I/O answered by the user-level VMM", "pio", 1_800.0, peers::KVM_PORT),
 ];
+/// What a guest does without leaving, measured by the same one.
+const NO_EXITS: &[(&str, &str, &str, f64, f64)] = &[
+    ("cr8_read", "read of the task priority (CR8)", "cr8_read", 20.0, peers::KVM_CR8),
+    ("cr8_write", "write of the task priority, nothing pending", "cr8_write", 20.0, peers::KVM_CR8),
+];
 
 const EXITS_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[vm]]\nname = \"exits\"\n\
     memory = \"16M\"\nkernel = \"{artifacts}/guest-exits\"\nconsole = \"com1\"\n";
@@ -81,6 +86,8 @@ const CHANNEL_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\ncp
     console = \"com1\"\n\n[[vm]]\nname = \"second\"\nmemory = \"16M\"\n\
     kernel = \"{artifacts}/guest-channel-cost\"\n\n[[channel]]\nbetween = [\"first\", \"second\"]\n\
     kind = \"shmem\"\nsize = \"64K\"\n";
+const LONGEST_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[task]]\n\
+    name = \"longest\"\nbinary = \"check-longest\"\nessential = true\n";
 const GATE_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[task]]\n\
     name = \"gatebench\"\nbinary = \"check-gatebench\"\nessential = true\n";
 
@@ -126,6 +133,7 @@ fn measure() -> Result<()> {
 
     // One exit and one entry again for each operation.
     let mut figures = exit_figures(EXITS, Some(1.0), &exits)?;
+    figures.extend(exit_figures(NO_EXITS, Some(0.0), &exits)?);
     figures.extend(exit_figures(CHANNELS, None, &channel)?);
     figures.push(Figure {
         key: "gate_call_reply",
@@ -136,6 +144,17 @@ fn measure() -> Result<()> {
         peer: None,
         limit: 500.0,
         spread: spread(&gate, "gate_call_reply")?,
+    });
+    let longest = repeat("hostile program", || runs::measured(LONGEST_SYSTEM))?;
+    figures.push(Figure {
+        key: "kernel_max",
+        title: "longest path with interrupts disabled, hostile program",
+        value: first(&longest)?.value("kernel_max")?,
+        unit: "instructions",
+        world_switches: None,
+        peer: None,
+        limit: 12_000.0,
+        spread: spread(&longest, "kernel_max")?,
     });
     let rows = print_guest(&bare, &guest)?;
     figures.extend(guest_figures(&bare, &guest, &statistics)?);

@@ -64,6 +64,8 @@ pub const KVM_HYPERCALL: f64 = 3_137.0;
 pub const KVM_CPUID: f64 = 2_864.0;
 /// Port I/O, answered by KVM's user-level monitor.
 pub const KVM_PORT: f64 = 5_843.0;
+/// Read of CR8, with a virtual task priority: `vmexit` of kvm-unit-tests, its loop included.
+pub const KVM_CR8: f64 = 7.0;
 /// Message between machines without a switch, with one, and a switch: Varanasi, "Implementing Hardware-supported
 /// Virtualization in OKL4 on ARM", 2010; there in instructions of an ARM processor.
 pub const VARANASI_MESSAGE: f64 = 570.0;

@@ -5,7 +5,7 @@
 
 use crate::input::{Input, Seed};
 use std::path::Path;
-use wedge_afterburn::{Pad, rewrite, verify};
+use wedge_afterburn::{Exceptions, Pad, rewrite, verify};
 
 /// Takes an input.
 pub fn run(bytes: &[u8]) {
@@ -38,7 +38,7 @@ fn is_within(old: &[u8], new: &[u8]) -> bool {
 }
 
 fn binary(file: &[u8]) {
-    match verify(Path::new("x"), file) {
+    match verify(Path::new("x"), file, &Exceptions::default()) {
         Ok(report) => assert!(!report.to_string().is_empty()),
         Err(error) => assert_eq!(error.code(), 65, "{error}"),
     }
@@ -125,6 +125,7 @@ mod tests {
                 &[0xfa, 0x0f, 0x1f, 0x80, 0, 0, 0, 0, 0xc3],
                 &[0xf0, 0xff, 0xff, 0xff, 1, 8, 0, 0],
             ),
+            &Exceptions::default(),
         );
         assert!(good.unwrap().is_good());
         for (name, seed) in seeds().into_iter().filter(|(name, _)| name.starts_with("text")) {

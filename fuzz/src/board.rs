@@ -397,7 +397,7 @@ fn act(rig: &mut Rig<'_>, step: Step, cpu: usize, input: &mut Input<'_>) -> bool
         }
         Step::Exit => {
             let (kind, value) = (input.byte(), input.long());
-            let exit = match kind % 12 {
+            let exit = match kind % 13 {
                 0 => Exit::Hlt,
                 1 => Exit::Hypercall,
                 2 => Exit::Window,
@@ -409,6 +409,7 @@ fn act(rig: &mut Rig<'_>, step: Step, cpu: usize, input: &mut Input<'_>) -> bool
                 8 => Exit::Protected,
                 9 => Exit::CrAccess { register: value as u8, write: value & 0x100 != 0 },
                 10 => Exit::Unknown(value),
+                11 => Exit::Exception { vector: if value & 1 == 0 { 1 } else { 17 }, code: 0 },
                 _ => Exit::Shutdown,
             };
             rig.exit(cpu, exit)

@@ -4,7 +4,7 @@
 //! refused, or a machine is ready to start in which nothing was put over anything else.
 
 use hw_tables::pvh::{Module, StartInfo};
-use vmm_boot::testing::{bzimage, elf_kernel};
+use vmm_boot::testing::{bzimage, elf_kernel, elf_kernel_32, multiboot_kernel};
 use vmm_boot::{BootConfig, InitialState, Kernel, load};
 use vmm_machine::layout_with_pci;
 use vmm_mem::GuestMemory;
@@ -74,6 +74,19 @@ fn check(ram: &GuestMemory, kernel: &Kernel<'_>, state: &InitialState, config: &
             let disk = Module::list(&modules).next().map(|module| (module.address, module.size));
             (info.command_line, info.rsdp, disk.unwrap_or_default())
         }
+        // Its information: the fields of the Multiboot specification, 3.3. The tables are where such kernels search.
+        Kernel::Multiboot(_) => {
+            assert_eq!(state.rax, 0x2bad_b002);
+            let word = |address| u64::from(ram.read::<u32>(address).expect("in memory"));
+            let disk = match word(state.rbx + 20) {
+                0 => (0, 0),
+                _ => {
+                    let module = word(state.rbx + 24);
+                    (word(module), word(module + 4) - word(module))
+                }
+            };
+            (word(state.rbx + 16), 0xe_0000, disk)
+        }
     };
     let text = read(line, config.command_line.len() + 1);
     assert_eq!(text.split_last(), Some((&0, config.command_line)));
@@ -106,5 +119,7 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
         ("pvh", seed(100, "quiet", &elf)),
         ("pvh-cut-short", seed(0, "", &elf[..100])),
         ("pvh-large", seed(0, "", &large)),
+        ("pvh-32", seed(10, "", &elf_kernel_32(MIB as u32, b"\xf4\xeb\xfd", 0x3000, MIB as u32))),
+        ("multiboot", seed(100, "quiet", &multiboot_kernel(MIB as u32, b"\xf4\xeb\xfd", 0x3000))),
     ]
 }

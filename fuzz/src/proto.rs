@@ -261,6 +261,7 @@ fn example_start() -> Vec<u8> {
         name: "linux",
         cpu: 1,
         priority: 10,
+        cpu_time: None,
         clock: Clock { tsc_khz: 1_000_000, tsc: 5, unix_seconds: 1_700_000_000 },
         ranges,
         role: Role::Vmm(Vmm {
@@ -290,6 +291,7 @@ fn example_system() -> Vec<u8> {
         device: Device::Pci(PciClass::Ahci(Some(1)), 0),
         binary: "disk",
         priority: 40,
+        cpu_time: Some(CpuTime { budget: 1_000_000, period: 10_000_000 }),
         restart: Restart::OnCrash,
     });
     let mut tasks = heapless::Vec::new();
@@ -301,6 +303,7 @@ fn example_system() -> Vec<u8> {
         arguments,
         cpu: 0,
         priority: 5,
+        cpu_time: None,
         essential: true,
         console: Some(0),
         manage: true,
@@ -320,6 +323,7 @@ fn example_system() -> Vec<u8> {
         command_line: "quiet",
         console: None,
         priority: 10,
+        cpu_time: None,
         restart: Restart::Always,
         on_reset: OnReset::Exit,
         kvmclock: true,

@@ -603,7 +603,7 @@ int main(int arguments, char **argument)
 	const uint64_t contexts[] = { SIGNAL_STACK + 0x10000, SIGNAL_STACK_END - 8, CELL, DIRECT + 0x1000000, 0, SIGNAL_STACK + 1 };
 	const uint64_t stacks[] = { CELL + 0x800, DIRECT + 0x1000000, SIGNAL_STACK + 0x8000 };
 	const uint64_t rips[] = { (uint64_t)after, WEDGE + 0x400, handler, handler + 3, gate, IMAGE + 0x1000000, STUBS + 8, 1ul << 63 };
-	const uint64_t numbers[] = { 4, 5, 7, 8, 11, 31, 34, 35, 9 };
+	const uint64_t numbers[] = { 4, 5, 7, 8, 11, 31, 12, 35, 9 };
 	for (size_t n = 0; n < sizeof numbers / 8; n++)
 		for (size_t i = n % 2; i < 8; i += 2) {
 			forged_number = numbers[n];

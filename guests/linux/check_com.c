@@ -489,6 +489,55 @@ static void use_share(void)
 	tell();
 }
 
+/* ---- the driver lets go ----------------------------------------------------------------------------------- */
+
+static void write_text(const char *path, const char *text)
+{
+	int file = open(path, O_WRONLY);
+
+	CHECK(file >= 0 && write(file, text, strlen(text)) == (ssize_t)strlen(text));
+	close(file);
+}
+
+/* The device is taken from the driver while programs have it open and mapped, and given back. */
+static void unbinding(void)
+{
+	char target[256], *name;
+	volatile uint64_t *part;
+	ssize_t length = readlink("/sys/class/misc/parador-com0/device", target, sizeof(target) - 1);
+	struct parador_com_info info;
+	int other = open(DEVICE, O_RDWR);
+
+	CHECK(length > 0 && other >= 0);
+	target[length] = 0;
+	name = strrchr(target, '/');
+	CHECK(name);
+	name++;
+	/* Of another file, cut in two, and one page not touched so far. */
+	part = mmap(NULL, 3 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, other, 0);
+	CHECK(part != MAP_FAILED && part[7] == area[7] && !is_gone(part));
+	CHECK(munmap((void *)(part + PAGE / sizeof(*part)), PAGE) == 0);
+	/* Neither side is to miss the other one before it is through with it. */
+	meet();
+
+	write_text("/sys/bus/pci/drivers/parador_com/unbind", name);
+	CHECK(is_gone(area) && is_gone(part) && is_gone(part + 2 * PAGE / sizeof(*part)));
+	REFUSED(mmap(NULL, PAGE, PROT_READ, MAP_SHARED, com, 0), ENODEV);
+	REFUSED(map(SHARE, PAGE, PROT_READ), ENODEV);
+	REFUSED(ioctl(com, PARADOR_COM_INFO, &info), ENODEV);
+	REFUSED(write(com, "", 0), ENODEV);
+	CHECK(ready(POLLIN) & POLLHUP);
+
+	write_text("/sys/bus/pci/drivers/parador_com/bind", name);
+	CHECK(is_gone(area) && is_gone(part));
+	CHECK(close(other) == 0 && close(com) == 0 && munmap((void *)part, PAGE) == 0);
+	CHECK(munmap((void *)(part + 2 * PAGE / sizeof(*part)), PAGE) == 0);
+	com = open(DEVICE, O_RDWR);
+	CHECK(com >= 0 && ioctl(com, PARADOR_COM_INFO, &info) == 0 && info.side == side);
+	part = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, com, 0);
+	CHECK(part != MAP_FAILED && !is_gone(part));
+}
+
 int main(void)
 {
 	const struct sigaction action = { .sa_handler = on_signal };
@@ -514,6 +563,7 @@ int main(void)
 		use_share();
 		own_share();
 	}
+	unbinding();
 	printf("%s works\n", DEVICE);
 	return 0;
 }

@@ -12,7 +12,8 @@
  * - programs map the free area and shares only, never the rings;
  * - the peer can write to memory that is offered to it as long as that is pinned, so it is unpinned only after the
  *   device has taken it back;
- * - a share that the peer takes back disappears from programs: an access is SIGBUS, whatever is offered there next.
+ * - a share that the peer takes back disappears from programs: an access is SIGBUS, whatever is offered there next;
+ * - so does everything that programs have mapped when the driver lets go of the device, which may get another one then.
  *
  * Who is about to sleep sets the ring's word `want`, and only the interrupt clears it before it wakes everybody: so it
  * does not matter how many wait, by which call. Barriers are those for other machines (virt_*): a kernel that runs on one
@@ -120,11 +121,15 @@ struct offered {
 	struct page *pages[];
 };
 
-/* A share of the peer in a program: all areas that have come of one mmap. */
+/* The free area, where a share's number is expected. */
+#define FREE_AREA PARADOR_COM_SHARES
+#define MAPPABLE (PARADOR_COM_SHARES + 1)
+
+/* A share of the peer, or the free area, in a program: all areas that have come of one mmap. */
 struct mapping {
-	struct list_head list;	/* of the share; empty: the share has been taken back */
+	struct list_head list;	/* of what is mapped; empty: that has been taken back */
 	struct channel *channel;
-	unsigned int share;
+	unsigned int share;	/* or FREE_AREA */
 	unsigned int areas;
 	struct address_space *space;
 };
@@ -145,7 +150,7 @@ struct channel {
 	/* Of the registers of shares, and what follows. Taken within mmap_lock, so no user memory is touched under it. */
 	struct mutex shares;
 	struct offered *offered[PARADOR_COM_SHARES];
-	struct list_head mappings[PARADOR_COM_SHARES];
+	struct list_head mappings[MAPPABLE];
 	atomic_t changes;	/* events so far */
 };
 
@@ -465,14 +470,16 @@ static void revoke_all(struct channel *channel, struct file *owner)
 		revoke(channel, share, owner);
 }
 
-/* A share of the peer is not there any more: takes it from programs. With the mutex. */
+/* A share of the peer, or the free area, is not there any more: takes it from programs. With the mutex. */
 static void detach(struct channel *channel, unsigned int share)
 {
+	loff_t offset = share == FREE_AREA ? 0 : PARADOR_COM_SHARE(share);
+	loff_t length = share == FREE_AREA ? channel->area : PARADOR_COM_SHARE_BYTES;
 	struct mapping *mapping, *next;
 
 	list_for_each_entry_safe(mapping, next, &channel->mappings[share], list) {
 		list_del_init(&mapping->list);
-		unmap_mapping_range(mapping->space, PARADOR_COM_SHARE(share), PARADOR_COM_SHARE_BYTES, 1);
+		unmap_mapping_range(mapping->space, offset, length, 1);
 	}
 }
 
@@ -518,21 +525,25 @@ static int list_shares(struct opened *opened, struct parador_com_list *list)
 	return error;
 }
 
-static vm_fault_t share_fault(struct vm_fault *fault)
+static vm_fault_t mapping_fault(struct vm_fault *fault)
 {
 	struct mapping *mapping = fault->vma->vm_private_data;
 	struct channel *channel = mapping->channel;
-	pgoff_t page = fault->pgoff - PHYS_PFN(PARADOR_COM_SHARE(0));
 	vm_fault_t result = VM_FAULT_SIGBUS;
+	unsigned long frame;
 
+	if (mapping->share == FREE_AREA)
+		frame = PHYS_PFN(channel->area_base) + fault->pgoff;
+	else
+		frame = PHYS_PFN(channel->window_base) + fault->pgoff - PHYS_PFN(PARADOR_COM_SHARE(0));
 	mutex_lock(&channel->shares);
 	if (!list_empty(&mapping->list))
-		result = vmf_insert_pfn(fault->vma, fault->address, PHYS_PFN(channel->window_base) + page);
+		result = vmf_insert_pfn(fault->vma, fault->address, frame);
 	mutex_unlock(&channel->shares);
 	return result;
 }
 
-static void share_open(struct vm_area_struct *area)
+static void mapping_open(struct vm_area_struct *area)
 {
 	struct mapping *mapping = area->vm_private_data;
 
@@ -541,7 +552,7 @@ static void share_open(struct vm_area_struct *area)
 	mutex_unlock(&mapping->channel->shares);
 }
 
-static void share_close(struct vm_area_struct *area)
+static void mapping_close(struct vm_area_struct *area)
 {
 	struct mapping *mapping = area->vm_private_data;
 	struct channel *channel = mapping->channel;
@@ -551,7 +562,7 @@ static void share_close(struct vm_area_struct *area)
 	last = --mapping->areas == 0;
 	if (last && !list_empty(&mapping->list)) {
 		list_del(&mapping->list);
-		if (list_empty(&channel->mappings[mapping->share]))
+		if (mapping->share != FREE_AREA && list_empty(&channel->mappings[mapping->share]))
 			writel(COMMAND_CLOSE,
 			       share_registers(channel, REG_PEER_SHARES, mapping->share) + SHARE_COMMAND);
 	}
@@ -560,10 +571,10 @@ static void share_close(struct vm_area_struct *area)
 		kfree(mapping);
 }
 
-static const struct vm_operations_struct share_operations = {
-	.open = share_open,
-	.close = share_close,
-	.fault = share_fault,
+static const struct vm_operations_struct mapping_operations = {
+	.open = mapping_open,
+	.close = mapping_close,
+	.fault = mapping_fault,
 };
 
 /* Maps a share for the device, if the area fits it. With the mutex. */
@@ -598,7 +609,31 @@ static void change_flags(struct vm_area_struct *area, unsigned long set, unsigne
 #endif
 }
 
-/* Maps a share of the peer; offset is in its window. What is mapped is found when it is touched: see share_fault(). */
+/* A mapping that is nowhere yet; NULL: no memory. */
+static struct mapping *new_mapping(struct file *file, unsigned int share)
+{
+	struct mapping *mapping = kzalloc(sizeof(*mapping), GFP_KERNEL_ACCOUNT);
+
+	if (!mapping)
+		return NULL;
+	INIT_LIST_HEAD(&mapping->list);
+	mapping->channel = channel_of(file);
+	mapping->share = share;
+	mapping->areas = 1;
+	/* It lives as long as the areas, which hold the file, and that holds the channel. */
+	mapping->space = file->f_mapping;
+	return mapping;
+}
+
+/* Makes an area show a mapping. What is mapped is found when it is touched: see mapping_fault(). */
+static void show(struct vm_area_struct *area, struct mapping *mapping, unsigned long clear)
+{
+	change_flags(area, VM_IO | VM_PFNMAP | VM_DONTEXPAND | VM_DONTDUMP, clear);
+	area->vm_private_data = mapping;
+	area->vm_ops = &mapping_operations;
+}
+
+/* Maps a share of the peer; offset is in its window. */
 static int map_share(struct file *file, struct vm_area_struct *area, u64 offset)
 {
 	struct channel *channel = channel_of(file);
@@ -610,14 +645,9 @@ static int map_share(struct file *file, struct vm_area_struct *area, u64 offset)
 
 	if (offset >= PARADOR_COM_SHARES * PARADOR_COM_SHARE_BYTES)
 		return -EINVAL;
-	mapping = kzalloc(sizeof(*mapping), GFP_KERNEL_ACCOUNT);
+	mapping = new_mapping(file, share);
 	if (!mapping)
 		return -ENOMEM;
-	mapping->channel = channel;
-	mapping->share = share;
-	mapping->areas = 1;
-	/* It lives as long as the areas, which hold the file, and that holds the channel. */
-	mapping->space = file->f_mapping;
 
 	mutex_lock(&channel->shares);
 	error = attach(channel, share, end, area, &writable);
@@ -630,9 +660,33 @@ static int map_share(struct file *file, struct vm_area_struct *area, u64 offset)
 		kfree(mapping);
 		return error;
 	}
-	change_flags(area, VM_IO | VM_PFNMAP | VM_DONTEXPAND | VM_DONTDUMP, writable ? 0 : VM_MAYWRITE);
-	area->vm_private_data = mapping;
-	area->vm_ops = &share_operations;
+	show(area, mapping, writable ? 0 : VM_MAYWRITE);
+	return 0;
+}
+
+/* Maps the free area from an offset on. It is RAM, so cached like other memory. */
+static int map_area(struct file *file, struct vm_area_struct *area, u64 offset)
+{
+	struct channel *channel = channel_of(file);
+	struct mapping *mapping;
+	int error = 0;
+
+	if (offset > channel->area || area->vm_end - area->vm_start > channel->area - offset)
+		return -EINVAL;
+	mapping = new_mapping(file, FREE_AREA);
+	if (!mapping)
+		return -ENOMEM;
+	mutex_lock(&channel->shares);
+	if (channel->gone)
+		error = -ENODEV;
+	else
+		list_add(&mapping->list, &channel->mappings[FREE_AREA]);
+	mutex_unlock(&channel->shares);
+	if (error) {
+		kfree(mapping);
+		return error;
+	}
+	show(area, mapping, 0);
 	return 0;
 }
 
@@ -776,7 +830,6 @@ static long com_ioctl(struct file *file, unsigned int command, unsigned long arg
 
 static int com_mmap(struct file *file, struct vm_area_struct *area)
 {
-	struct channel *channel = channel_of(file);
 	u64 offset = (u64)area->vm_pgoff << PAGE_SHIFT;
 
 	/* A private copy would share nothing. */
@@ -784,10 +837,7 @@ static int com_mmap(struct file *file, struct vm_area_struct *area)
 		return -EINVAL;
 	if (offset >= PARADOR_COM_SHARE(0))
 		return map_share(file, area, offset - PARADOR_COM_SHARE(0));
-	if (READ_ONCE(channel->gone))
-		return -ENODEV;
-	/* RAM, so cached like other memory. Checks the bounds. */
-	return vm_iomap_memory(area, channel->area_base, channel->area);
+	return map_area(file, area, offset);
 }
 
 static void channel_free(struct kref *references)
@@ -957,7 +1007,7 @@ static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
 	channel->area_base = pci_resource_start(pci, MEMORY) + AREA;
 	channel->window_base = pci_resource_start(pci, WINDOW);
 	mutex_init(&channel->shares);
-	for (share = 0; share < PARADOR_COM_SHARES; share++)
+	for (share = 0; share < MAPPABLE; share++)
 		INIT_LIST_HEAD(&channel->mappings[share]);
 	snprintf(channel->name, sizeof(channel->name), "parador-com%u", channel->number);
 	/* Ring 0 goes from side 0 to side 1. */
@@ -1002,6 +1052,7 @@ static void com_remove(struct pci_dev *pci)
 	channel->gone = true;
 	spin_unlock(&channel->receive.lock);
 	spin_unlock(&channel->send.lock);
+	detach(channel, FREE_AREA);
 	for (share = 0; share < PARADOR_COM_SHARES; share++) {
 		detach(channel, share);
 		writel(COMMAND_CLOSE, share_registers(channel, REG_PEER_SHARES, share) + SHARE_COMMAND);

@@ -3,7 +3,8 @@
  * /dev/parador-com*: a channel to another virtual machine on Parador, as programs use it.
  *
  * read and write carry one message each: its payload, 0 to 56 bytes. mmap from offset 0 maps the channel's free area,
- * from PARADOR_COM_SHARE(n) a share of the peer.
+ * from PARADOR_COM_SHARE(n) a share of the peer. An access to what is not there any more, because the peer has taken its share
+ * back or the driver has let go of the device, is SIGBUS.
  */
 #ifndef PARADOR_COM_H
 #define PARADOR_COM_H

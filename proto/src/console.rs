@@ -30,11 +30,9 @@ pub const CLOSE: u64 = 4;
 /// Most bytes in one message.
 pub const MAX_BYTES: usize = 480;
 
-/// Event bit of the *server's* notification: signal [`DRAINED`] to root as soon as everything
+/// Event bit of the *server's* notification: call root with [`DRAINED`](crate::control::DRAINED) as soon as everything
 /// written has left the machine.
 pub const DRAIN: u64 = 1 << 1;
-/// Event bit of root's notification that a server signals in answer to [`DRAIN`].
-pub const DRAINED: u64 = 1 << 0;
 /// Event bit of a multiplexer's notification: root has changed the [`directory`] or written to the log.
 pub const CHANGED: u64 = 1 << 6;
 

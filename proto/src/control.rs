@@ -5,8 +5,9 @@
 //! | [`STARTED`] | 0: bytes of memory in use beyond guest memory |
 //! | [`EXITED`] | 0: exit code; [`Statistics`] in the page |
 //! | [`PANICKED`] | 0: length of the text; text in the page |
+//! | [`DRAINED`] | – |
 //!
-//! Root answers [`STARTED`]. It does not answer the others: the caller is taken apart instead.
+//! Root answers [`STARTED`] and [`DRAINED`]. It does not answer the others: the caller is taken apart instead.
 
 /// The task is ready for work.
 pub const STARTED: u64 = 1;
@@ -14,6 +15,8 @@ pub const STARTED: u64 = 1;
 pub const EXITED: u64 = 2;
 /// The task has found itself broken.
 pub const PANICKED: u64 = 3;
+/// A console server has sent everything, as root has asked it to ([`DRAIN`](crate::console::DRAIN)).
+pub const DRAINED: u64 = 4;
 
 /// Exit codes, as users see them.
 pub mod code {

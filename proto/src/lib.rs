@@ -13,6 +13,7 @@ pub mod channel;
 pub mod console;
 pub mod control;
 pub mod disk;
+pub mod errno;
 pub mod log;
 pub mod manage;
 pub mod net;

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::channel::{End, MAX_SIZE, MAX_VM_CHANNELS, SHARE_BYTES, SHARES};
 use crate::service::{Attachment, DiskServer, MAX_SESSIONS, NetServer};
-use crate::system::{MAX_ARGUMENTS, MAX_VCPUS, OnReset};
+use crate::system::{CpuTime, MAX_ARGUMENTS, MAX_VCPUS, OnReset};
 
 /// Address of the start page; also the first argument of the task.
 pub const START_PAGE: u64 = 0x40_0000;
@@ -86,8 +86,6 @@ pub mod slot {
     pub const CONTROL: u64 = 6;
     /// VMM, native program: console session. Server: interrupt of its device.
     pub const DEVICE: u64 = 7;
-    /// Server: root's notification, right `SIGNAL`.
-    pub const ROOT: u64 = 8;
     /// The scheduling context of its first thread.
     pub const SCHED: u64 = 9;
     /// Native program: management gate.
@@ -248,6 +246,8 @@ pub struct Start<'a> {
     pub cpu: u32,
     /// Priority of the first thread.
     pub priority: u8,
+    /// CPU time of the first thread's context, and of each like it that there is room for.
+    pub cpu_time: Option<CpuTime>,
     /// Clocks.
     pub clock: Clock,
     /// Memory.
@@ -290,6 +290,7 @@ mod tests {
             name: "a-name-of-the-longest-kind-there",
             cpu: u32::MAX,
             priority: u8::MAX,
+            cpu_time: Some(CpuTime { budget: u64::MAX, period: u64::MAX }),
             clock: Clock { tsc_khz: u64::MAX, tsc: u64::MAX, unix_seconds: u64::MAX },
             ranges: Vec::from_iter([range; MAX_RANGES]),
             role: Role::Vmm(Vmm {

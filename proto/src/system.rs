@@ -16,7 +16,7 @@ use crate::net::Mac;
 use crate::service::Part;
 
 /// Version of the encoding. Incremented by every change of a type in this module.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// Most virtual machines in a system.
 pub const MAX_VMS: usize = 16;
 /// Most vCPUs of one virtual machine.
@@ -105,8 +105,19 @@ pub struct Server<'a> {
     pub binary: &'a str,
     /// 0..=[`MAX_PRIORITY`], highest first.
     pub priority: u8,
+    /// CPU time of its thread; `None`: what others leave.
+    pub cpu_time: Option<CpuTime>,
     /// Which ends make `root` start it again.
     pub restart: Restart,
+}
+
+/// CPU time that a context of a thread may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CpuTime {
+    /// In any time of one period, in ns.
+    pub budget: u64,
+    /// In ns, longer than the budget.
+    pub period: u64,
 }
 
 /// A device that a server owns.
@@ -168,6 +179,8 @@ pub struct Vm<'a> {
     pub console: Option<u8>,
     /// 0..=[`MAX_PRIORITY`], highest first.
     pub priority: u8,
+    /// CPU time of each of its vCPUs, work of the VMM for it included; `None`: what others leave.
+    pub cpu_time: Option<CpuTime>,
     /// Which ends make `root` start it again.
     pub restart: Restart,
     /// What a reset by the guest does.
@@ -215,7 +228,7 @@ pub struct VmNet {
 pub enum Restart {
     /// None.
     Never,
-    /// Guest panic, triple fault, a fault of the VMM.
+    /// Guest panic, triple fault, reset, a fault of the VMM. After a reset it starts at once, after the others later each time.
     OnCrash,
     /// Every end, power-off included.
     Always,
@@ -244,6 +257,8 @@ pub struct Task<'a> {
     pub cpu: u32,
     /// 0..=[`MAX_PRIORITY`], highest first.
     pub priority: u8,
+    /// CPU time of all its threads together; `None`: what others leave.
+    pub cpu_time: Option<CpuTime>,
     /// The system ends when every essential virtual machine and task has ended.
     pub essential: bool,
     /// Index into [`System::servers`] of its console.
@@ -295,6 +310,7 @@ mod tests {
                 device: Device::Serial(SerialPort::Com1),
                 binary: "console",
                 priority: 40,
+                cpu_time: None,
                 restart: Restart::OnCrash,
             }]),
             tasks: Vec::from_iter([Task {
@@ -303,6 +319,7 @@ mod tests {
                 arguments: Vec::from_iter(["neighbour", "1000"]),
                 cpu: 1,
                 priority: 5,
+                cpu_time: Some(CpuTime { budget: 1, period: 2 }),
                 essential: true,
                 console: None,
                 manage: true,
@@ -318,6 +335,7 @@ mod tests {
                 command_line: "console=ttyS0",
                 console: Some(0),
                 priority: 10,
+                cpu_time: Some(CpuTime { budget: 1_000_000, period: u64::MAX }),
                 restart: Restart::OnCrash,
                 on_reset: OnReset::Exit,
                 kvmclock: true,

@@ -33,6 +33,11 @@ pub mod layout {
     pub const STUBS_LENGTH: u64 = 0x0080_0000;
     /// Memory of one process.
     pub const PRIVATE: u64 = 0x7400_0000;
+    /// Words that the device process shares with a process that it has created until that one has
+    /// its seccomp filter.
+    pub const SETUP: u64 = 0x7780_0000;
+    /// Length of that memory in bytes.
+    pub const SETUP_LENGTH: u64 = 0x1000;
     /// What two processes of an address space share, if programs have one of their own.
     pub const GATE: u64 = 0x7700_0000;
     /// Its length in bytes.
@@ -66,6 +71,20 @@ pub mod layout {
     pub const COPIES: u64 = 0x7400_0000_0000;
     /// First address that the wedge leaves to the host.
     pub const HOST: u64 = 0x7800_0000_0000;
+    /// The VM's configuration, private to each process and read-only once the guest runs. The seccomp
+    /// filter of guest processes lets none map, unmap or protect anything from here on.
+    pub const CONFIG: u64 = 0x7c00_0000_0000;
+    /// Room for it in bytes.
+    pub const CONFIG_LENGTH: u64 = 0x10_0000;
+    /// Sets of host CPUs that a guest process may choose for itself (sched_setaffinity(2)), read-only:
+    /// of each CPU alone by its number, then of all CPUs that the VM was started on.
+    pub const CPU_SETS: u64 = CONFIG + CONFIG_LENGTH;
+    /// Bytes of one of them.
+    pub const CPU_SET_LENGTH: u64 = 128;
+    /// Host CPUs that a set can have.
+    pub const CPU_SET_CPUS: u64 = CPU_SET_LENGTH * 8;
+    /// Room for all of them in bytes, in whole pages.
+    pub const CPU_SETS_LENGTH: u64 = (CPU_SET_CPUS * CPU_SET_LENGTH) + 0x1000;
 
     /// Descriptor of what is typed.
     pub const INPUT_FD: u32 = 0;
@@ -92,8 +111,9 @@ pub mod layout {
     /// Descriptor of the ring of a process of a disk (io_uring(7)).
     pub const RING_FD: u32 = 34;
 
-    /// Signal by which the device process tells a process of the guest of events.
-    pub const KICK_SIGNAL: u32 = 34;
+    /// Signal by which the device process tells a process of the guest of events (`SIGUSR2`): one of those of which the host keeps one only. Of others it
+    /// would queue any number while the process has no CPU, and then put a frame for each on the stack of signals, which overflows.
+    pub const KICK_SIGNAL: u32 = 12;
 
     /// Linux' page of old calls, outside of what programs can map (`Documentation/arch/x86/x86_64/mm.rst` in Linux): a call at its beginning and one
     /// each KiB farther on.
@@ -395,6 +415,27 @@ pub mod control {
     pub const MADE: u8 = b'n';
     /// From the device process only: the guest's first instruction comes now.
     pub const STARTED: u8 = b's';
+}
+
+/// Exit codes of VMs (`docs/spec/exit-codes.md`), as far as a guest has a say.
+pub mod exit {
+    /// Last code that a guest chooses itself, from 0 on.
+    pub const LAST_CHOSEN: u8 = 63;
+    /// The guest's kernel panicked.
+    pub const PANIC: u8 = 80;
+    /// A triple fault, or a fault that nobody handles.
+    pub const FAULT: u8 = 81;
+    /// The guest reset its VM.
+    pub const RESET: u8 = 83;
+
+    /// Signals by which Linux ends a process for what that process does: `SIGILL`, `SIGTRAP`,
+    /// `SIGABRT`, `SIGBUS`, `SIGFPE`, `SIGSEGV`, `SIGPIPE`, `SIGXFSZ` and `SIGSYS` (signal(7), x86).
+    pub const OWN_DOING: [u32; 9] = [4, 5, 6, 7, 8, 11, 13, 25, 31];
+
+    /// Whether a guest may bring this code about.
+    pub const fn is_of_guest(code: u8) -> bool {
+        matches!(code, 0..=LAST_CHOSEN | PANIC | FAULT | RESET)
+    }
 }
 
 /// What the wedge counts. It is in memory that the guest can change: for people and their graphs, not for decisions.

@@ -1,7 +1,6 @@
 //! A whole Debian in a guest, used from outside, on a disk of `parador rootfs debian`: `examples/debian.toml`, and in processes of this host.
 
 use crate::hosted::{self, Rig};
-use crate::scenario::twice_if_emulator_fails;
 use crate::system::{Machine, Running, parador, target, workspace};
 use crate::transcript::Transcript;
 use anyhow::{Context, Result, bail, ensure};
@@ -56,10 +55,6 @@ const STARTED: &str = "systemctl is-system-running --wait\n";
 
 /// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks its disk.
 pub fn run(cpus: u32) -> Result<()> {
-    twice_if_emulator_fails(cpus, || use_once(cpus))
-}
-
-fn use_once(cpus: u32) -> Result<()> {
     let made = make_disk("debian", "postgresql")?;
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let disk = copy(&made, folder.path())?;

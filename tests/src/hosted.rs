@@ -1,10 +1,16 @@
 //! Machines that are processes of this host: `parador run` with the kernel of `parador kernel build`. No QEMU.
 
+pub mod commands;
 pub mod debugger;
+pub mod durability;
 pub mod escape;
+pub mod host;
 pub mod net;
 pub mod observed;
+pub mod remains;
+pub mod setup;
 pub mod vsock;
+pub mod words;
 
 use crate::previrt::Kernel;
 use crate::system::{artifacts, parador};
@@ -20,13 +26,17 @@ use tempfile::TempDir;
 /// A kernel to take instead of building one, for those who work on it; `dummy.ko` is beside it.
 const KERNEL: &str = "PARADOR_HOSTED_KERNEL";
 /// Seconds that a machine may run on a busy host.
-const LIMIT: u32 = 120;
+pub const LIMIT: u32 = 120;
 /// The program that a machine's processes run.
 const WEDGE: &str = "parador-wedge";
 /// How the shell shows that it waits.
 pub const PROMPT: &str = "guest:/root #";
 /// How long a process may take to be gone.
 const GONE: Duration = Duration::from_secs(10);
+/// How long a start of a guest may take: under a second on an idle host, half a minute beside eight builds on two CPUs.
+const SLOW: Duration = Duration::from_secs(150);
+/// Messages with these have the number of an error, not its name.
+const NUMBERS: [&str; 5] = ["os error", "Errno(", ": error ", "(error ", "with error "];
 /// What Linux prints when it finds itself wrong.
 const WRONG: [&str; 4] = ["BUG:", "WARNING:", "Oops", "Call Trace"];
 
@@ -53,6 +63,11 @@ pub struct Ended {
 }
 
 impl Ended {
+    /// The exit code.
+    pub fn code(&self) -> i32 {
+        self.code
+    }
+
     /// It ended in this way, printed these texts, and Linux found nothing wrong.
     pub fn well(self, code: i32, texts: &[&str]) -> Result<Self> {
         if let Some(wrong) = WRONG.iter().find(|wrong| self.console.contains(**wrong)) {
@@ -69,6 +84,9 @@ impl Ended {
 
     fn has(self, code: i32, texts: &[&str]) -> Result<Self> {
         let all = format!("{}\n{}", self.console, self.messages);
+        if let Some(number) = NUMBERS.iter().find(|number| self.messages.contains(**number)) {
+            bail!("`{number}`: a message has a number in place of a cause:\n{}", self.messages);
+        }
         ensure!(self.code == code, "exit code {}, not {code}:\n{all}", self.code);
         if let Some(missing) = texts.iter().find(|text| !all.contains(**text)) {
             bail!("`{missing}` did not appear:\n{all}");
@@ -125,20 +143,31 @@ impl Rig {
 
     /// A machine with a shell.
     pub fn run(&self) -> Command {
-        let mut command = self.bare(LIMIT);
+        self.run_for(LIMIT)
+    }
+
+    /// A machine with a shell that may run so many seconds.
+    fn run_for(&self, limit: u32) -> Command {
+        let mut command = self.bare(limit);
         command.args(["-i", "busybox"]);
         command
     }
 
     /// A machine that runs a script from its first disk, on which these files are, too. The script's end ends it.
     pub fn script(&self, text: &str, files: &[&Path]) -> Result<Command> {
-        self.script_with("", text, files)
+        self.script_with(LIMIT, "", text, files)
     }
 
-    /// The same with a word on the kernel's command line.
-    fn script_with(&self, word: &str, text: &str, files: &[&Path]) -> Result<Command> {
+    /// The same for at most so many seconds, with a word on the kernel's command line.
+    pub fn script_with(
+        &self,
+        limit: u32,
+        word: &str,
+        text: &str,
+        files: &[&Path],
+    ) -> Result<Command> {
         self.disk("disk.img", text, files)?;
-        let mut command = self.run();
+        let mut command = self.run_for(limit);
         let start = "mkdir -p /mnt; mount /dev/vda /mnt; sh -e /mnt/script";
         command.args(["-d", "disk.img", "-p", &format!("{word} parador.run=\"{start}\"")]);
         Ok(command)
@@ -179,8 +208,8 @@ pub fn escapes() -> Result<()> {
     const WRITE: u32 = 1;
     const MMAP: u32 = 9;
     const GETRANDOM: u32 = 318;
-    /// `SIGSYS`.
-    const KILLED: i32 = 128 + 31;
+    /// A fault that nobody handles: of the guest, to the host.
+    const KILLED: i32 = 81;
     let rig = Rig::new()?;
     let module = Kernel::get()?.check_host();
     let ask = |call: u32, arguments: &str| {
@@ -190,7 +219,7 @@ pub fn escapes() -> Result<()> {
     ask(GETRANDOM, "")?.well(0, &["host: call 318 gives 0", "goes on"])?;
     // Nothing is written to the console, the disk or shared memory; of mappings, none but of guest memory or of nothing.
     for (call, arguments) in [(READ, "first=0"), (WRITE, "first=1"), (MMAP, "fourth=17 fifth=4")] {
-        ask(call, arguments)?.has(KILLED, &["signal 31"])?;
+        ask(call, arguments)?.has(KILLED, &["seccomp filter (signal 31, SIGSYS)"])?;
     }
     // open, socket, clone, execve, kill, ptrace, prctl, mount, openat, process_vm_writev, io_uring_setup, pidfd_getfd
     for call in [2, 41, 56, 59, 62, 101, 157, 165, 257, 311, 425, 438] {
@@ -209,12 +238,15 @@ pub fn sandbox() -> Result<()> {
     for (which, is_shut_in) in [("strict", true), ("off", false)] {
         let mut child = start(rig.run().args(["-d", "disk.img", "--sandbox", which]))?;
         let mut numbered = false;
-        for process in children(&child)?.into_iter().skip(1) {
+        let all = children(&child)?;
+        only_guests_have_code(&all).with_context(|| which.to_owned())?;
+        for process in all.into_iter().skip(1) {
             let status = fs::read_to_string(format!("/proc/{process}/status"))
                 .with_context(|| format!("no process {process}"))?;
             let has = |text: &str| status.contains(text);
             ensure!(has("NoNewPrivs:\t1") && has("Seccomp:\t2"), "{which}:\n{status}");
-            ensure!(!is_shut_in || has("CapEff:\t0000000000000000"), "{which}:\n{status}");
+            ensure!(has("CapEff:\t0000000000000000"), "{which}:\n{status}");
+            ensure!(has("CapPrm:\t0000000000000000"), "{which}:\n{status}");
             // On the host, and in a namespace of those that the device process makes.
             let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
             numbered |= numbers.is_some_and(|numbers| numbers.split_whitespace().count() > 1);
@@ -233,8 +265,10 @@ pub fn sandbox() -> Result<()> {
     }
     // A host that lets nobody have a namespace.
     let none = "echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"";
-    for (which, code, text) in [("strict", 69, "namespaces of their own"), ("on", 0, "Power down")]
-    {
+    for (which, code, text) in [
+        ("strict", 69, "the host refuses namespaces: No space left on device (ENOSPC)"),
+        ("on", 0, "Power down"),
+    ] {
         let run = rig.run();
         let mut command = Command::new("unshare");
         command.args(["--user", "--map-root-user", "sh", "-c", none, "sh"]);
@@ -243,6 +277,30 @@ pub fn sandbox() -> Result<()> {
         command.args(["--sandbox", which, "-p", "parador.run=true"]);
         end(&mut command, "")?.has(code, &[text])?;
     }
+    Ok(())
+}
+
+/// What a guest can write is executed in guest processes only: neither in the device process nor in those of disks. None of them has the
+/// environment of who has started the machine.
+fn only_guests_have_code(all: &[u32]) -> Result<()> {
+    let mut with_code = Vec::new();
+    for (index, process) in all.iter().enumerate().skip(1) {
+        // Only the superuser may look.
+        let Ok(maps) = fs::read_to_string(format!("/proc/{process}/maps")) else { return Ok(()) };
+        let is_code = |line: &str| {
+            let rights = line.split_whitespace().nth(1).unwrap_or_default();
+            rights.contains('x') && line.contains("memfd:parador")
+        };
+        if maps.lines().any(is_code) {
+            with_code.push(index);
+        }
+        let environment = fs::read(format!("/proc/{process}/environ"));
+        let environment = environment.context("no environment")?;
+        ensure!(environment.is_empty(), "process {process}: {environment:?}");
+    }
+    // The device process comes first, then that of the disk, or two.
+    let first = with_code.first().copied().unwrap_or_default();
+    ensure!(matches!(first, 3 | 4), "processes {with_code:?} of {all:?} have a guest's code");
     Ok(())
 }
 
@@ -338,7 +396,8 @@ pub fn end(command: &mut Command, typed: &str) -> Result<Ended> {
     ended(child)
 }
 
-fn ended(child: Child) -> Result<Ended> {
+/// Waits for a machine's end.
+pub fn ended(child: Child) -> Result<Ended> {
     let output = child.wait_with_output().context("cannot wait for parador")?;
     let text = |bytes| String::from_utf8_lossy(bytes).replace('\r', "");
     Ok(Ended {
@@ -371,6 +430,23 @@ pub fn shell() -> Result<()> {
     end(&mut rig.run(), "echo $((6*7)) is\nuname -r\nmachine-exit 7\n")?
         .well(7, &["\n42 is\n", PROMPT, "-parador\n", "the guest ended with code 7"])?;
     end(&mut rig.run(), "poweroff\n")?.well(0, &["the guest powered off"])?;
+    // Quotes, spaces and the end of a command are the user's.
+    let quoted = "parador.run=\"echo \\\"two  words\\\" 'and  two'; machine-exit 5\" behind";
+    end(rig.run().args(["-p", quoted]), "")?.well(5, &["two  words and  two\n"])?;
+    // Only what the guest prints; and a signal for statistics that nobody wants is no end.
+    let mut child = start(rig.run().args([
+        "-q",
+        "-p",
+        "quiet parador.run=\"echo it runs; sleep 2; echo it ends\"",
+    ]))?;
+    net::wait_for(&mut child, "it runs")?;
+    succeed(Command::new("kill").args(["-USR1", &child.id().to_string()]))?;
+    let output = child.wait_with_output().context("cannot wait for parador")?;
+    let printed = String::from_utf8_lossy(&output.stdout);
+    ensure!(output.status.success() && printed.contains("it ends"), "quiet: {output:?}");
+    ensure!(output.stderr.is_empty(), "quiet: {}", String::from_utf8_lossy(&output.stderr));
+    let long = "x".repeat(2048);
+    end(rig.run().args(["-p", &long]), "")?.has(65, &["Linux takes 2047"])?;
     // Without input the guest runs on.
     end(rig.run().args(["-p", "parador.run=false"]), "")?.well(1, &[])?;
     let mut output = rig.run();
@@ -609,7 +685,7 @@ pub fn memory() -> Result<()> {
         echo took $(($(faults) - $(cat /before))) faults\n";
     for (how, expected) in [("always", 0..300), ("never", 475..800)] {
         let word = format!("transparent_hugepage={how}");
-        let ended = end(&mut rig.script_with(&word, touch, &[])?, "")?.well(0, &[])?;
+        let ended = end(&mut rig.script_with(LIMIT, &word, touch, &[])?, "")?.well(0, &[])?;
         let line = ended.console.lines().find_map(|line| line.strip_prefix("took "));
         let count = line.and_then(|line| line.split(' ').next()?.parse().ok());
         ensure!(count.is_some_and(|count| expected.contains(&count)), "{how}: {count:?} faults");
@@ -960,7 +1036,8 @@ pub fn killed(
     succeed(Command::new("kill").args([&format!("-{signal}"), &process.to_string()]))?;
     drop(child.stdin.take());
     let output = child.wait_with_output().context("cannot wait for parador")?;
-    ensure!(output.status.code() == code, "{signal}: {}", output.status);
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.code() == code, "{signal}: {}\n{said}", output.status);
     let deadline = Instant::now() + GONE;
     while let Some(left) = all.iter().find(|process| is_alive(**process)) {
         ensure!(Instant::now() < deadline, "{signal}: process {left} has stayed");
@@ -1006,7 +1083,7 @@ impl<'a> Controlled<'a> {
 
     /// Until it waits for boot.
     fn waits(&self) -> Result<()> {
-        let deadline = Instant::now() + 3 * GONE;
+        let deadline = Instant::now() + SLOW;
         loop {
             let (code, said) = self.ctl(&["status"])?;
             if code == 0 && said.contains("\"state\": \"created\"") {
@@ -1025,9 +1102,14 @@ impl<'a> Controlled<'a> {
 
     /// Waits until the guest has counted on.
     fn counts(&self) -> Result<()> {
-        let (before, deadline) = (self.count(), Instant::now() + 3 * GONE);
+        let (before, deadline) = (self.count(), Instant::now() + SLOW);
         while self.count() <= before {
-            ensure!(Instant::now() < deadline, "the guest does not count beyond {before}");
+            let console = || fs::read_to_string(self.rig.path(Self::CONSOLE)).unwrap_or_default();
+            ensure!(
+                Instant::now() < deadline,
+                "the guest does not count beyond {before}:\n{}",
+                console()
+            );
             std::thread::sleep(Duration::from_millis(50));
         }
         Ok(())

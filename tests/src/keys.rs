@@ -3,8 +3,8 @@
 
 use crate::hosted::net::wait_for;
 use crate::hosted::{Rig, children, end, killed, start};
+use crate::isolation;
 use crate::kvm::{debian_kernel, succeed};
-use crate::scenario::twice_if_emulator_fails;
 use crate::system::{PARALLEL, artifacts, parador, qemu, target};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 /// Seconds that the emulated host may run on a busy machine; less than one minute on an idle one.
 const LIMIT: u32 = 300;
 /// Processors of the emulated host, each a thread of QEMU: attacks on two virtual CPUs run side by side.
-const HOST_CPUS: u32 = 2;
+pub const HOST_CPUS: u32 = 2;
 const BUSYBOX: &str = "/bin/busybox";
 /// What tries to leave; what does its calls by `int $0x80`.
 const PROGRAMS: [&str; 3] = ["linux-attack", "linux-compat-32", "linux-compat-64"];
@@ -33,6 +33,7 @@ const GUEST: &str = "echo $((6*7)) is; uname -r
 for n in 1 2 3 4; do (dd if=/dev/zero bs=64k count=20 2>/dev/null | sha256sum) & done; wait
 ./linux-attack || echo an attack succeeds
 ./linux-compat-64 && ./linux-compat-32
+./linux-isolation keys TESTS
 ls / >/dev/null && echo goes on
 sleep 1
 poweroff -f
@@ -57,21 +58,24 @@ const WRONG: [&str; 5] = ["BUG:", "WARNING:", "Oops", "Call Trace", "SUCCEEDS"];
 
 /// A guest lives with keys, and none of its programs' attempts reaches its kernel.
 pub fn protection() -> Result<()> {
-    twice_if_emulator_fails(HOST_CPUS, protection_once)
-}
-
-fn protection_once() -> Result<()> {
     let rig = Rig::new()?;
     let folder = rig.folder();
-    let files = PROGRAMS.map(|name| artifacts().join(name));
-    let guest = ram_disk(folder, "guest", GUEST, &files, &[])?;
+    let mut files = PROGRAMS.map(|name| artifacts().join(name)).to_vec();
+    files.push(isolation::program());
+    let script = GUEST.replace("TESTS", &isolation::TESTS.join(" "));
+    let guest = ram_disk(folder, "guest", &script, &files, &[])?;
     let host = host_disk(folder, HOST, &[rig.kernel().to_owned(), guest])?;
     let console = run_host(&host, LIMIT, &["-smp", &HOST_CPUS.to_string()])?;
     let parts: Vec<_> = console.split("== ").skip(1).collect();
     ensure!(parts.len() == 2, "{} machines:\n{console}", parts.len());
-    for text in
-        ["42 is", "the kernel is unchanged", "32-bit code: all well", "goes on", "ends with 0"]
-    {
+    for text in [
+        "42 is",
+        "the kernel is unchanged",
+        "32-bit code: all well",
+        "isolation: all well with keys",
+        "goes on",
+        "ends with 0",
+    ] {
         let all = parts.iter().all(|part| part.contains(text));
         ensure!(all, "`{text}` did not appear:\n{console}");
     }

@@ -10,15 +10,15 @@ use std::fs;
 use std::io::{BufRead, BufReader, Lines};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use tempfile::TempDir;
 
 /// Seconds that the emulated host may run on a busy machine; three minutes on an idle one.
 const LIMIT: u32 = 900;
 /// Depends on Debian's current kernel for virtual machines.
 const PACKAGE: &str = "linux-image-cloud-amd64";
-/// Modules that make it a host, in the order in which they are loaded.
-const MODULES: [&str; 3] = ["irqbypass.ko", "kvm.ko", "kvm-amd.ko"];
+/// Modules that make it a host, in the order in which they are loaded; and files as block devices.
+const MODULES: [&str; 4] = ["irqbypass.ko", "kvm.ko", "kvm-amd.ko", "loop.ko"];
 /// What the emulated host does first.
 const INIT: &str = "#!/bin/busybox sh
 /bin/busybox --install -s /bin
@@ -49,8 +49,10 @@ dd if=/tmp/disk.img bs=512 skip=5 count=1 2>/dev/null | head -n 1
 
 for sandbox in strict off; do
 echo "== process $sandbox"
+# The shell of the next line may open it later than it is looked at.
+rm -f /tmp/log
 quiet /vmlinux --sandbox $sandbox -p 'quiet parador.run="echo it runs; while :; do sleep 9; done"' </dev/null >/tmp/log &
-until grep -q '^it runs' /tmp/log; do sleep 1; done
+until grep -qs '^it runs' /tmp/log; do sleep 1; done
 machine=$(for process in /proc/[0-9]*; do
     tr '\0' '\n' <$process/cmdline | grep -qx -e --kvm-machine && echo $process
 done)
@@ -120,6 +122,10 @@ echo "== priority"
 parador run /interrupts --backend kvm -m 64M --timeout 60s </dev/null 2>&1
 echo "code $?"
 
+echo "== refused"
+parador run /refused --backend kvm -m 64M --timeout 60s </dev/null 2>&1
+echo "code $?"
+
 echo "== timeout"
 parador run /vmlinux -i busybox -m 128M --timeout 2s </dev/null >/dev/null
 echo "code $?"
@@ -135,14 +141,15 @@ pub fn guests() -> Result<()> {
 }
 
 /// An emulated host that does this, started in this folder. Its serial line is standard output.
-fn emulated(folder: &Path, script: &str) -> Result<Command> {
+pub fn emulated(folder: &Path, script: &str) -> Result<Command> {
     let tree = folder.join("tree");
     let host = debian_kernel()?;
     fill(&tree, &host, script)?;
     let pack = "find . | cpio -o -H newc --quiet >../disk";
     succeed(Command::new("sh").args(["-c", pack]).current_dir(&tree))?;
     let mut machine = qemu(LIMIT, ONE_THREAD);
-    machine.args(["-cpu", "EPYC,+svm,+npt", "-m", "2G", "-smp", "1"]);
+    // QEMU 7.2 does `IRET` of programs, which the wedge does, with the rights of a kernel, which SMAP refuses.
+    machine.args(["-cpu", "EPYC,+svm,+npt,-smap", "-m", "2G", "-smp", "1"]);
     machine.arg("-kernel").arg(host.join("vmlinuz")).arg("-initrd").arg(folder.join("disk"));
     machine.args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off"]);
     machine.current_dir(folder);
@@ -176,58 +183,72 @@ pub fn debugged() -> Result<()> {
     let rig = Rig::new()?;
     let mut machine = emulated(rig.folder(), DEBUGGED)?;
     machine.args(["-serial", "unix:gdb,server=on,wait=off"]);
-    let mut host = machine
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .context("cannot start the emulated host")?;
-    let mut lines = BufReader::new(host.stdout.take().context("no output")?).lines();
-    let mut printed = String::new();
+    let mut host = Host::start(&mut machine)?;
     let mut sessions = || {
-        until(&mut lines, "== first", &mut printed)?;
+        host.until("== first")?;
         let first =
             ["print $pc < 0x8000000", "print $cs", "x/i $pc", "stepi", "stepi", "info threads"];
         let text =
             gdb_at(&rig, "gdb", &[&first[..], &["break *__x64_sys_sync", "detach"]].concat())?;
         has(&text, &["$1 = 1", "Thread 1.2", "detached"])?;
-        until(&mut lines, "== running", &mut printed)?;
+        host.until("== running")?;
         at_sync(&rig, &["info threads"], &["Thread 1.2"])?;
-        until(&mut lines, "== moved", &mut printed)?;
+        host.until("== moved")?;
         let text = gdb_at(&rig, "gdb", &["maintenance packet qOffsets", "stepi", "detach"])?;
         let start = text.split("TextSeg=").nth(1).and_then(|text| text.split('"').next());
         let start = start.context("no offsets").with_context(|| text.clone())?;
-        until(&mut lines, "== end", &mut printed)?;
-        ensure!(printed.contains(&format!("{start} T _text")), "not at {start}");
-        let ended = printed.lines().filter(|line| *line == "code 3").count();
+        host.until("== end")?;
+        ensure!(host.printed.contains(&format!("{start} T _text")), "not at {start}");
+        let ended = host.printed.lines().filter(|line| *line == "code 3").count();
         ensure!(ended == 2, "the guests have ended in another way");
-        ensure!(!printed.contains("Call Trace"), "something is wrong");
+        ensure!(!host.printed.contains("Call Trace"), "something is wrong");
         Ok(())
     };
     let result = sessions();
-    if result.is_err() {
-        // `timeout` passes the signal on, which it cannot with SIGKILL.
-        let _ = Command::new("kill").arg(host.id().to_string()).status();
-    }
-    host.wait().context("cannot wait for the emulated host")?;
-    result.with_context(|| format!("the emulated host has printed:\n{printed}"))
+    host.end(result.is_err())?;
+    result.with_context(|| format!("the emulated host has printed:\n{}", host.printed))
 }
 
-/// Reads up to this line; all that is read is added to `printed`.
-fn until(
-    lines: &mut Lines<BufReader<ChildStdout>>,
-    wanted: &str,
-    printed: &mut String,
-) -> Result<()> {
-    for line in lines {
-        let line = line.context("cannot read what the emulated host prints")?;
-        let line = line.trim_end();
-        printed.push_str(line);
-        printed.push('\n');
-        if line == wanted {
-            return Ok(());
-        }
+/// An emulated host that runs.
+pub struct Host {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+    /// What it has printed, as far as it was read.
+    pub printed: String,
+}
+
+impl Host {
+    /// Starts QEMU; the host's serial line is read by [`Self::until`].
+    pub fn start(machine: &mut Command) -> Result<Self> {
+        machine.stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut child = machine.spawn().context("cannot start the emulated host")?;
+        let lines = BufReader::new(child.stdout.take().context("no output")?).lines();
+        Ok(Self { child, lines, printed: String::new() })
     }
-    bail!("`{wanted}` did not appear")
+
+    /// Reads up to this line.
+    pub fn until(&mut self, wanted: &str) -> Result<()> {
+        for line in &mut self.lines {
+            let line = line.context("cannot read what the emulated host prints")?;
+            let line = line.trim_end();
+            self.printed.push_str(line);
+            self.printed.push('\n');
+            if line == wanted {
+                return Ok(());
+            }
+        }
+        bail!("`{wanted}` did not appear")
+    }
+
+    /// Waits for the end of QEMU; with `is_killed` ends it first, and Linux in the machine is told nothing.
+    pub fn end(&mut self, is_killed: bool) -> Result<()> {
+        if is_killed {
+            // `timeout` passes the signal on, which it cannot with SIGKILL.
+            let _ = Command::new("kill").arg(self.child.id().to_string()).status();
+        }
+        self.child.wait().context("cannot wait for the emulated host")?;
+        Ok(())
+    }
 }
 
 /// What must be in each part of the output.
@@ -252,7 +273,7 @@ fn check(text: &str) -> Result<()> {
         let process = part(&format!("process {sandbox}"), &wanted)?;
         let is_shut_in = sandbox == "strict";
         for (text, is_there) in [
-            ("CapEff:\t0000000000000000", is_shut_in),
+            ("CapEff:\t0000000000000000", true),
             ("has networks", !is_shut_in),
             ("has files", !is_shut_in),
         ] {
@@ -294,6 +315,10 @@ fn check(text: &str) -> Result<()> {
     ];
     part("devices", &devices)?;
     part("priority", &[kvm, "code 0\n"])?;
+    part(
+        "refused",
+        &[kvm, "KVM cannot emulate what the guest does", "suberror: 0x1", "code 81\n"],
+    )?;
     part("timeout", &["time limit", "code 124\n"])?;
     part("end", &[])?;
     Ok(())
@@ -321,8 +346,11 @@ fn fill(tree: &Path, host: &Path, script: &str) -> Result<()> {
         copy(Path::new(path), path)?;
     }
     copy(&host.join("vmlinuz"), "vmlinuz")?;
+    copy(&artifacts().join("parador-wedge"), "bin/parador-wedge")?;
     copy(&artifacts().join("linux-vsock"), "vsock")?;
-    copy(&artifacts().join("guest-interrupts"), "interrupts")?;
+    for guest in ["interrupts", "refused"] {
+        copy(&artifacts().join(format!("guest-{guest}")), guest)?;
+    }
     let raw = tree.join("raw");
     let mut bytes = b"in the image\n".to_vec();
     bytes.resize(1 << 20, 0);
@@ -334,7 +362,8 @@ fn fill(tree: &Path, host: &Path, script: &str) -> Result<()> {
     for (from, to) in [(program, "bin/parador"), (kernel()?, "vmlinux")] {
         // Without what debuggers want: the emulated host unpacks all this.
         let copied = copy(&from, to)?;
-        succeed(Command::new("strip").arg(copied))?;
+        // The kernel's relocations stay: processes need them.
+        succeed(Command::new("strip").arg("--strip-debug").arg(copied))?;
     }
     fs::write(tree.join("script"), script).context("cannot write the script")?;
     let init = tree.join("init");
@@ -351,7 +380,8 @@ pub fn debian_kernel() -> Result<PathBuf> {
         .and_then(|depends| depends.split([' ', ',']).find(|name| name.starts_with("linux-image-")))
         .with_context(|| format!("package {PACKAGE} names no kernel"))?;
     let cache = target().join("cache");
-    let kept = cache.join(format!("kvm-host-{package}"));
+    fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
+    let kept = cache.join(format!("emulated-host-{package}"));
     if kept.is_dir() {
         return Ok(kept);
     }

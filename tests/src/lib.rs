@@ -9,12 +9,21 @@
 
 pub mod afterburn;
 pub mod debian;
+pub mod docs;
+pub mod front_door;
+pub mod fuzz;
 pub mod hosted;
+pub mod isolation;
 pub mod keys;
 pub mod kvm;
+pub mod outcome;
 pub mod previrt;
+pub mod refusals;
+pub mod repeat;
+pub mod runner;
 pub mod sandbox;
 pub mod scenario;
 pub mod system;
+pub mod terminal;
 pub mod transcript;
 pub mod userland;

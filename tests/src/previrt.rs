@@ -1,5 +1,6 @@
 //! The pre-virtualized kernel (`parador kernel build`), on the bare emulated machine and in a guest.
 
+use crate::hosted::words;
 use crate::scenario::{Backend, Scenario};
 use crate::system::{Machine, ONE_THREAD, parador, qemu, target, workspace};
 use anyhow::{Context, Result, bail, ensure};
@@ -41,8 +42,9 @@ const NEVER: [&str; 5] = ["vmcall", "encls", "mwaitx", "sysexit", "lmsw"];
 const BUSYBOX: &str = "/bin/busybox";
 /// Ours, from sources in a folder outside the kernel's.
 const DRIVER: [&str; 3] = ["Kbuild", "parador_com.c", "parador_com.h"];
-/// Modules that check: sequences of sensitive instructions, system calls of the host, attacks on it.
-const CHECK: [&str; 4] = ["Kbuild", "check_wedge.c", "check_host.c", "check_escape.c"];
+/// Modules that check: sequences of sensitive instructions, system calls of the host, attacks on it, the kernel's own memory.
+const CHECK: [&str; 5] =
+    ["Kbuild", "check_wedge.c", "check_host.c", "check_escape.c", "check_memory.c"];
 /// Runs them; their results are in the kernel's log.
 const CHECK_SCRIPT: &str = "set -x
 for seed in 1 2 3 4 5 6 7 8; do
@@ -119,6 +121,7 @@ impl Kernel {
                 fs::copy(from.join(file), to.join(file))
                     .with_context(|| format!("cannot copy {file}"))?;
             }
+            fs::write(to.join(words::HEADER), words::header()?).context("cannot write a header")?;
             succeed(parador(&to).args(["kernel", "module", "."]))?;
         }
         Ok(Self {
@@ -142,6 +145,11 @@ impl Kernel {
     /// A module that means harm to the host.
     pub fn check_escape(&self) -> PathBuf {
         self.check.with_file_name("check_escape.ko")
+    }
+
+    /// A module that sums up the kernel's memory.
+    pub fn check_memory(&self) -> PathBuf {
+        self.check.with_file_name("check_memory.ko")
     }
 
     /// One of its modules.
@@ -326,6 +334,7 @@ pub fn guest(backend: Backend, cpus: u32) -> Result<()> {
         code: 0,
         texts: vec!["works on 2 processors".into()],
         never: &WRONG,
+        most: &[],
         limit: LIMIT.into(),
     };
     scenario.run(backend, cpus)

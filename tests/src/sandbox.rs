@@ -6,7 +6,7 @@ use crate::system::{artifacts, target};
 use crate::transcript::Transcript;
 use anyhow::{Context, Result, bail, ensure};
 use linux_raw_sys::general as linux;
-use seccompiler::SeccompCmpArgLen::Dword;
+use seccompiler::SeccompCmpArgLen::{Dword, Qword};
 use seccompiler::SeccompCmpOp::MaskedEq;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
@@ -21,6 +21,12 @@ use std::time::{Duration, Instant};
 
 /// First argument of this program when it is to run the others behind filters ([`enter`]).
 pub const ENTER: &str = "--sandboxed";
+/// The same on a host whose kernel has no Landlock, as many have that containers run on.
+pub const ENTER_OLD: &str = "--sandboxed-old";
+/// First argument of this program when a host is to refuse a system call about some memory ([`enter_refusing`]).
+pub const ENTER_REFUSING: &str = "--refusing";
+/// The memory that this is about, which only programs of `guests/linux/fuzz.c` use: 1 MiB.
+const REFUSED: u64 = 0x3000_0000;
 /// Machines at once, and memory of each.
 const MACHINES: u32 = 20;
 const MEMORY: &str = "64M";
@@ -83,8 +89,8 @@ const NAME_SPACES: u32 = linux::CLONE_NEWNS
     | linux::CLONE_NEWPID
     | linux::CLONE_NEWNET;
 
-/// Takes the filters and becomes the program that `arguments` name. Returns only an error.
-pub fn enter(arguments: &[String]) -> Result<()> {
+/// Takes the filters, those of [`ENTER_OLD`] if `is_old`, and becomes the program that `arguments` name. Returns only an error.
+pub fn enter(arguments: &[String], is_old: bool) -> Result<()> {
     let (program, rest) = arguments.split_first().context("no program is named")?;
     let mut denied: BTreeMap<i64, Vec<SeccompRule>> =
         DENIED.iter().map(|&call| (call.into(), Vec::new())).collect();
@@ -97,7 +103,13 @@ pub fn enter(arguments: &[String]) -> Result<()> {
     denied.insert(linux::__NR_clone.into(), clone.collect::<Result<_, _>>()?);
     let fatal = FATAL.iter().map(|&call| (call.into(), Vec::new())).collect();
     // Its flags are in memory, where no filter looks: libraries are told that there is none, and use the other.
-    let unknown = [(linux::__NR_clone3.into(), Vec::new())].into();
+    let landlock = [
+        linux::__NR_landlock_create_ruleset,
+        linux::__NR_landlock_add_rule,
+        linux::__NR_landlock_restrict_self,
+    ];
+    let unknown = landlock.iter().filter(|_| is_old).chain(&[linux::__NR_clone3]);
+    let unknown = unknown.map(|&call| (call.into(), Vec::new())).collect();
     for (rules, action) in [
         (denied, SeccompAction::Errno(linux_raw_sys::errno::EPERM)),
         (unknown, SeccompAction::Errno(linux_raw_sys::errno::ENOSYS)),
@@ -106,6 +118,20 @@ pub fn enter(arguments: &[String]) -> Result<()> {
         let filter = SeccompFilter::new(rules, SeccompAction::Allow, action, TargetArch::x86_64)?;
         seccompiler::apply_filter(&BpfProgram::try_from(filter)?)?;
     }
+    Err(Command::new(program).args(rest).exec()).with_context(|| format!("cannot start {program}"))
+}
+
+/// Has the host refuse a system call, whose number comes first, with `ENOMEM` if its first argument is an address in [`REFUSED`]; becomes the
+/// program that further arguments name. Returns only an error.
+pub fn enter_refusing(arguments: &[String]) -> Result<()> {
+    const MASK: u64 = !0xf_ffff;
+    let [number, program, rest @ ..] = arguments else { bail!("no program is named") };
+    let number = number.parse().context("no number of a system call")?;
+    let is_there = SeccompCondition::new(0, Qword, MaskedEq(MASK), REFUSED)?;
+    let rules = [(number, vec![SeccompRule::new(vec![is_there])?])].into();
+    let refuse = SeccompAction::Errno(linux_raw_sys::errno::ENOMEM);
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, refuse, TargetArch::x86_64)?;
+    seccompiler::apply_filter(&BpfProgram::try_from(filter)?)?;
     Err(Command::new(program).args(rest).exec()).with_context(|| format!("cannot start {program}"))
 }
 
@@ -161,7 +187,8 @@ pub fn plain_user() -> Result<()> {
         machine.args(&wrapper[1..]).arg(folder.join("parador")).arg("run");
         machine.arg(folder.join("vmlinux")).args(["-i", "busybox", "--timeout", "120s"]);
         machine.arg("--artifacts").arg(folder).current_dir(folder);
-        machine.env("XDG_CACHE_HOME", folder);
+        // Nothing is fetched, so no folder is needed to keep it in.
+        machine.env_remove("XDG_CACHE_HOME").env_remove("HOME");
         end(&mut machine, "echo $((6*7)) is\nmachine-exit 9\n")
             .and_then(|ended| ended.well(9, &["\n42 is\n"]))
             .with_context(|| format!("{wrapper:?}"))?;

@@ -1,14 +1,21 @@
 //! Scenarios: what to boot, what to do, what must happen.
 
+use crate::outcome::Class;
 use crate::system::{Machine, Running};
 use anyhow::{Context, Result, bail};
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
 /// What `parador` says when Parador's own kernel panicked.
 const KERNEL_PANIC: &str = "kernel panicked; this is always a bug";
 /// Time for building an image and for ending.
 const SLACK: Duration = Duration::from_secs(60);
+
+/// Numbers of a virtual machine's CPUs in a description, one excepted.
+const SEVERAL_CPUS: RangeInclusive<u32> = 2..=8;
+/// Parts of a description that end programs or virtual machines while others go on.
+const ENDS_OTHERS: [&str; 4] = ["check-killer", "check-crasher", "check-cycles", "\nrestart = "];
 
 /// A way to run guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,18 +65,30 @@ pub struct Scenario {
     pub texts: Vec<String>,
     /// Texts that must be nowhere.
     pub never: &'static [&'static str],
+    /// Texts, and in how many lines of the kernel's log each may be at most.
+    pub most: &'static [(&'static str, usize)],
     /// Seconds that it may take on a busy machine.
     pub limit: u64,
 }
 
 impl Scenario {
+    /// Returns the class of a test that runs this on so many CPUs.
+    pub fn class(&self, cpus: u32) -> Class {
+        let has = |text: &str| self.system.contains(text);
+        let has_several =
+            cpus > 1 || SEVERAL_CPUS.clone().any(|count| has(&format!("\ncpus = {count}")));
+        let types = |word: &str| {
+            self.steps.iter().any(|step| matches!(step, Step::Type(text) if text.contains(word)))
+        };
+        match has_several || ENDS_OTHERS.iter().any(|text| has(text)) || types("restart ") {
+            true => Class::SmpOrKill,
+            false => Class::Other,
+        }
+    }
+
     /// Builds the system, runs it, and compares.
     pub fn run(&self, backend: Backend, cpus: u32) -> Result<()> {
         let Backend::NativeX86Npt = backend;
-        twice_if_emulator_fails(cpus, || self.run_once(cpus))
-    }
-
-    fn run_once(&self, cpus: u32) -> Result<()> {
         let description = self.system.replace("{cpus}", &cpus.to_string());
         let machine = Machine { cpus, ..self.machine.clone() };
         let limit = Duration::from_secs(self.limit);
@@ -101,23 +120,14 @@ impl Scenario {
         if let Some(text) = self.never.iter().chain(&[KERNEL_PANIC]).find(|text| appeared(text)) {
             bail!("`{text}` appeared");
         }
-        Ok(())
-    }
-}
-
-/// QEMU's processor with several threads may lose a guest's state, which its VMM reports as below, or go on with code that Linux has changed since, which
-/// Linux reports, and QEMU itself may crash (docs/CAVEATS.md): then all of it starts once more, no oftener.
-pub fn twice_if_emulator_fails(cpus: u32, act: impl Fn() -> Result<()>) -> Result<()> {
-    const FAILURES: [&str; 3] =
-        ["gave up: rip ", "int3: 0000 [#1]", "QEMU was killed by signal 11"];
-    match act() {
-        Err(error)
-            if cpus > 1 && FAILURES.iter().any(|text| format!("{error:#}").contains(text)) =>
-        {
-            eprintln!("once more, since the emulator has failed:\n{error:#}");
-            act()
+        let log = running.log.text();
+        for &(text, most) in self.most {
+            let lines = log.lines().filter(|line| line.contains(text)).count();
+            if lines > most {
+                bail!("`{text}` is in {lines} lines of the log, at most {most} are allowed");
+            }
         }
-        result => result,
+        Ok(())
     }
 }
 
@@ -125,4 +135,37 @@ pub fn twice_if_emulator_fails(cpus: u32, act: impl Fn() -> Result<()>) -> Resul
 fn reason_last(error: anyhow::Error) -> anyhow::Error {
     let parts: Vec<String> = error.chain().map(ToString::to_string).collect();
     anyhow::anyhow!("{}", parts.join("\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn class(system: &str, steps: &[Step], cpus: u32) -> Class {
+        let scenario = Scenario {
+            name: "a",
+            backends: &[],
+            cpus: &[],
+            system: system.to_owned(),
+            machine: Machine::default(),
+            steps: steps.to_vec(),
+            code: 0,
+            texts: Vec::new(),
+            never: &[],
+            most: &[],
+            limit: 1,
+        };
+        scenario.class(cpus)
+    }
+
+    #[test]
+    fn classes() {
+        let plain = "[[vm]]\nname = \"a\"\ncpus = 1\n";
+        assert_eq!(class(plain, &[], 1), Class::Other);
+        assert_eq!(class(plain, &[], 2), Class::SmpOrKill);
+        assert_eq!(class("[[vm]]\ncpus = 4\n", &[], 1), Class::SmpOrKill);
+        assert_eq!(class("[[vm]]\nrestart = \"always\"\n", &[], 1), Class::SmpOrKill);
+        assert_eq!(class("binary = \"check-killer\"\n", &[], 1), Class::SmpOrKill);
+        assert_eq!(class(plain, &[Step::Type("restart linux\r")], 1), Class::SmpOrKill);
+    }
 }

@@ -54,8 +54,7 @@ pub fn parador(folder: &Path) -> Command {
         .args(["--pdeathsig", "KILL"])
         .arg(target().join("release").join("parador"))
         .current_dir(folder)
-        .env("PARADOR_ARTIFACTS", artifacts())
-        .env("XDG_CACHE_HOME", target().join("cache"));
+        .env("PARADOR_ARTIFACTS", artifacts());
     command
 }
 
@@ -70,13 +69,15 @@ pub struct Machine {
     pub disc: bool,
     /// Count instructions instead of time.
     pub counted: bool,
+    /// Boot the kernel that measures its longest path.
+    pub measured: bool,
     /// Further arguments for QEMU.
     pub qemu: &'static [&'static str],
 }
 
 impl Default for Machine {
     fn default() -> Self {
-        Self { cpus: 1, memory: None, disc: false, counted: false, qemu: &[] }
+        Self { cpus: 1, memory: None, disc: false, counted: false, measured: false, qemu: &[] }
     }
 }
 
@@ -111,6 +112,21 @@ fn make_disk(path: &Path) -> io::Result<()> {
     file.set_len(64 << 20)
 }
 
+/// A folder with all programs, in which the kernel is the one that measures itself.
+fn measured_artifacts(folder: &Path) -> Result<PathBuf> {
+    const KERNEL: &str = "kernel.elf";
+    let measured = folder.join("measured");
+    std::fs::create_dir(&measured).context("cannot make a folder")?;
+    for entry in std::fs::read_dir(artifacts()).context("cannot list the programs")? {
+        let path = entry.context("cannot list the programs")?.path();
+        let Some(name) = path.file_name().filter(|name| *name != KERNEL) else { continue };
+        std::os::unix::fs::symlink(&path, measured.join(name)).context("cannot make a link")?;
+    }
+    let kernel = artifacts().join("kernel-measured.elf");
+    std::os::unix::fs::symlink(kernel, measured.join(KERNEL)).context("cannot make a link")?;
+    Ok(measured)
+}
+
 impl Running {
     /// Builds and starts the system that `description` (TOML) says. `{artifacts}` in it stands for
     /// the folder of programs. The machine ends after `limit`.
@@ -136,6 +152,9 @@ impl Running {
         }
         if machine.counted {
             command.arg("--icount");
+        }
+        if machine.measured {
+            command.arg("--artifacts").arg(measured_artifacts(folder.path())?);
         }
         let mut child = command
             .arg("--")

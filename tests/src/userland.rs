@@ -5,8 +5,9 @@ use crate::debian;
 use crate::hosted::{Rig, end};
 use crate::keys::ram_disk;
 use crate::kvm::succeed;
-use crate::system::{ONE_THREAD, qemu, target, workspace};
+use crate::system::{ONE_THREAD, parador, qemu, workspace};
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -182,8 +183,11 @@ fn linux_source() -> Result<PathBuf> {
     if installed.is_file() {
         return Ok(installed);
     }
-    let cache = target().join("cache/parador");
-    let folders = fs::read_dir(&cache).context("no cache of `parador kernel build`")?;
+    let listed = succeed(parador(Path::new("/")).args(["kernel", "list", "--json"]))?;
+    let listed: Value = serde_json::from_str(&listed).context("`kernel list` prints no JSON")?;
+    let kernels = listed["folder"].as_str().map(Path::new).and_then(Path::parent);
+    let cache = kernels.context("no cache of `parador kernel build`")?;
+    let folders = fs::read_dir(cache).context("no cache of `parador kernel build`")?;
     let archives = folders.flatten().map(|folder| folder.path().join(SOURCE));
     let newest = archives
         .filter(|path| path.is_file())

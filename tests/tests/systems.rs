@@ -1,13 +1,15 @@
 //! All system tests: the list of scenarios, and one body that runs them on every back end.
 
 use anyhow::{Result, bail};
-use libtest_mimic::{Arguments, Failed, Trial};
+use parador_tests::outcome::{Class, Test};
+use parador_tests::repeat::Options;
 use parador_tests::scenario::{Backend, Scenario, Step};
 use parador_tests::system::{Machine, parador};
-use parador_tests::{afterburn, debian, hosted, keys, kvm, previrt, sandbox, userland};
+use parador_tests::{
+    afterburn, debian, docs, fuzz, hosted, isolation, keys, kvm, previrt, refusals, runner,
+    sandbox, userland,
+};
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
 
 const EVERY_BACKEND: &[Backend] = &[Backend::NativeX86Npt];
 /// Systems in QEMU at the same time: each keeps a CPU of the host busy.
@@ -24,55 +26,71 @@ type Body = fn() -> Result<()>;
 /// A test of attacks, which may be long.
 type Attack = fn(bool) -> Result<()>;
 /// Machines that are processes of this host.
-const HOSTED: &[(&str, Body)] = &[
-    ("shell", hosted::shell),
-    ("disk", hosted::disk),
-    ("disk-in-use", hosted::disk_in_use),
-    ("disk-full", hosted::disk_full),
-    ("module", hosted::module),
-    ("ends", hosted::ends),
-    ("crashes", hosted::crashes),
-    ("preemption", hosted::preemption),
-    ("memory", hosted::memory),
-    ("balloon", hosted::balloon),
-    ("cpus", hosted::cpus),
-    ("compat", hosted::compat),
-    ("share", hosted::share),
-    ("console", hosted::observed::console),
-    ("vsock", hosted::vsock::both_ways),
-    ("vsock-refusals", hosted::vsock::refusals),
-    ("qcow2", hosted::qcow2),
-    ("kills", hosted::kills),
-    ("refusals", hosted::refusals),
-    ("profile", hosted::profile),
-    ("escapes", hosted::escapes),
-    ("escape-keys", hosted::escape::keys),
-    ("functions", hosted::functions),
-    ("calls", hosted::calls),
-    ("ladder", hosted::ladder),
-    ("sandbox", hosted::sandbox),
-    ("filtered", sandbox::filtered),
-    ("plain-user", sandbox::plain_user),
-    ("crowd", sandbox::crowd),
-    ("net-user", hosted::net::user),
-    ("net-switch", hosted::net::switch),
-    ("net-tap", hosted::net::tap),
-    ("net-kills", hosted::net::kills),
-    ("net-refusals", hosted::net::refusals),
-    ("kvm", kvm::guests),
-    ("kvm-refused", kvm::refused),
-    ("kvm-gdb", kvm::debugged),
-    ("api", hosted::api),
-    ("boot", hosted::boot),
-    ("config", hosted::config),
-    ("gdb", hosted::debugger::session),
-    ("json", hosted::observed::json),
-    ("serial", hosted::observed::serial),
-    ("perf-map", hosted::observed::perf_map),
-    ("steal", hosted::observed::steal),
-    ("protection", keys::protection),
-    ("protection-apart", keys::apart),
-    ("protection-choices", keys::choices),
+const HOSTED: &[(&str, Body, Class)] = &[
+    ("shell", hosted::shell, Class::Other),
+    ("disk", hosted::disk, Class::Other),
+    ("disk-in-use", hosted::disk_in_use, Class::SmpOrKill),
+    ("disk-full", hosted::disk_full, Class::Other),
+    ("module", hosted::module, Class::Other),
+    ("ends", hosted::ends, Class::Other),
+    ("crashes", hosted::crashes, Class::Other),
+    ("preemption", hosted::preemption, Class::Other),
+    ("memory", hosted::memory, Class::Other),
+    ("balloon", hosted::balloon, Class::SmpOrKill),
+    ("cpus", hosted::cpus, Class::SmpOrKill),
+    ("compat", hosted::compat, Class::SmpOrKill),
+    ("share", hosted::share, Class::SmpOrKill),
+    ("console", hosted::observed::console, Class::SmpOrKill),
+    ("vsock", hosted::vsock::both_ways, Class::SmpOrKill),
+    ("vsock-refusals", hosted::vsock::refusals, Class::Other),
+    ("qcow2", hosted::qcow2, Class::SmpOrKill),
+    ("kills", hosted::kills, Class::SmpOrKill),
+    ("remains", hosted::remains::none, Class::SmpOrKill),
+    ("copied", hosted::host::copied, Class::Other),
+    ("doctor", hosted::host::doctor, Class::Other),
+    ("commands", hosted::commands::documented, Class::SmpOrKill),
+    ("refusals", hosted::refusals, Class::Other),
+    ("profile", hosted::profile, Class::Other),
+    ("escapes", hosted::escapes, Class::Other),
+    ("escape-keys", hosted::escape::keys, Class::Other),
+    ("escape-mapper", hosted::escape::mapper, Class::Other),
+    ("escape-requests", hosted::escape::requests, Class::Other),
+    ("escape-processes", hosted::escape::processes, Class::SmpOrKill),
+    ("escape-affinity", hosted::escape::affinity, Class::Other),
+    ("escape-codes", hosted::escape::codes, Class::Other),
+    ("escape-setup", hosted::setup::order, Class::Other),
+    ("escape-table", hosted::words::documented, Class::Other),
+    ("functions", hosted::functions, Class::Other),
+    ("calls", hosted::calls, Class::Other),
+    ("ladder", hosted::ladder, Class::SmpOrKill),
+    ("sandbox", hosted::sandbox, Class::Other),
+    ("filtered", sandbox::filtered, Class::Other),
+    ("plain-user", sandbox::plain_user, Class::Other),
+    ("crowd", sandbox::crowd, Class::Other),
+    ("net-user", hosted::net::user, Class::Other),
+    ("net-switch", hosted::net::switch, Class::SmpOrKill),
+    ("net-tap", hosted::net::tap, Class::Other),
+    ("net-kills", hosted::net::kills, Class::SmpOrKill),
+    ("net-refusals", hosted::net::refusals, Class::Other),
+    ("kvm", kvm::guests, Class::SmpOrKill),
+    ("kvm-refused", kvm::refused, Class::Other),
+    ("disk-lost", hosted::durability::lost, Class::Other),
+    ("disk-kept", hosted::durability::kept, Class::SmpOrKill),
+    ("disk-power", hosted::durability::power, Class::Other),
+    ("kvm-gdb", kvm::debugged, Class::SmpOrKill),
+    ("api", hosted::api, Class::SmpOrKill),
+    ("boot", hosted::boot, Class::SmpOrKill),
+    ("config", hosted::config, Class::Other),
+    ("gdb", hosted::debugger::session, Class::SmpOrKill),
+    ("json", hosted::observed::json, Class::Other),
+    ("serial", hosted::observed::serial, Class::Other),
+    ("perf-map", hosted::observed::perf_map, Class::Other),
+    ("steal", hosted::observed::steal, Class::SmpOrKill),
+    ("protection-apart", keys::apart, Class::SmpOrKill),
+    ("protection-choices", keys::choices, Class::Other),
+    ("isolation", isolation::modes, Class::SmpOrKill),
+    ("many-events", isolation::many_events, Class::SmpOrKill),
+    ("refused-mappings", refusals::mappings, Class::SmpOrKill),
 ];
 /// Attacks of a guest's kernel on its host: long, or short.
 const ESCAPES: &[(&str, Attack)] = &[
@@ -81,6 +99,8 @@ const ESCAPES: &[(&str, Attack)] = &[
     ("escape-jumps", hosted::escape::jumps),
     ("escape-gate", hosted::escape::gate),
     ("escape-memory", hosted::escape::memory),
+    ("escape-words", hosted::escape::words),
+    ("escape-takeover", hosted::escape::takeover),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.
 const STRESS_SECONDS: u32 = 10;
@@ -108,6 +128,7 @@ fn base(name: &'static str, system: String) -> Scenario {
         texts: Vec::new(),
         code: 0,
         never: &[],
+        most: &[],
         limit: 120,
     }
 }
@@ -129,6 +150,7 @@ const CRASHES: &[&str] = &[
     "jump-nowhere",
     "undefined",
     "privileged",
+    "bases",
     "divide",
     "stack",
     "port",
@@ -154,6 +176,34 @@ fn check_scenarios() -> Vec<Scenario> {
             texts: vec!["CHECK budget-is-a-limit ok".into()],
             never: &["FAIL"],
             ..base("kernel-objects", task("ipc", "check-ipc", &[], ESSENTIAL))
+        },
+        Scenario {
+            // Every entry of the kernel is short, whatever a program has made: ten thousand mappings, all the capabilities
+            // that there can be, 256 callers, 64 timeouts.
+            machine: Machine { counted: true, measured: true, ..Machine::default() },
+            texts: vec!["VB kernel_max".into(), "CHECK timeouts-at-once ok".into()],
+            never: &["FAIL"],
+            limit: 240,
+            ..base("longest-path", task("longest", "check-longest", &[], ESSENTIAL))
+        },
+        Scenario {
+            // A program that does nothing but log; what others log is there all the same. At most 100 lines at once and ten
+            // in each of the 240 seconds.
+            cpus: &[1, 2],
+            texts: vec![
+                "root: warning: task chatter: ".into(),
+                "CHECK vm ok".into(),
+                "vm worker ended: power-off code 0".into(),
+            ],
+            never: &["FAIL"],
+            most: &[("chatter: ", 100 + 10 * 240), ("are not shown", 241)],
+            limit: 240,
+            ..base(
+                "log-flood",
+                task("chatter", "check-chatter", &[], "essential = false")
+                    + &task("polite", "check-flood", &[], ESSENTIAL)
+                    + &micro("worker", "stress", "console = \"com1\"\nessential = true"),
+            )
         },
         Scenario {
             texts: vec!["CHECK vm ok".into()],
@@ -204,6 +254,10 @@ const GUESTS: &[(&str, i32, &str)] = &[
     ("interrupts", 0, "vm guest ended: power-off"),
     ("x2apic", 0, "vm guest ended: power-off"),
     ("shadow", 0, "vm guest ended: power-off"),
+    ("steps", 0, "steps: every round, and both breakpoints"),
+    ("debug", 0, "debug: every exception once"),
+    ("nmi", 0, "nmi: masked until IRET"),
+    ("vectors", 0, "vectors: 3000 rounds"),
     ("fpu", 0, "vm guest ended: power-off"),
     ("bigpages", 0, "vm guest ended: power-off"),
     ("stress", 0, "vm guest ended: power-off"),
@@ -211,6 +265,7 @@ const GUESTS: &[(&str, i32, &str)] = &[
     ("poweroff", 0, "vm guest ended: power-off"),
     ("panic", 80, "vm guest ended: guest panic"),
     ("triple", 81, "vm guest ended: guest fault"),
+    ("refused", 81, "the processor refuses the guest's registers (VMEXIT_INVALID)"),
     ("reset", 83, "vm guest ended: reset"),
 ];
 
@@ -242,6 +297,15 @@ fn guest_scenarios() -> Vec<Scenario> {
             texts: ["one", "two"].map(|vm| format!("vm {vm} ended: power-off code 0")).into(),
             never: &["FAILED"],
             ..base("fpu-neighbours", micro("one", "fpu", CONSOLE) + &micro("two", "fpu", ""))
+        },
+        Scenario {
+            // The VMMs see and set registers of guests that take turns in one CPU.
+            texts: ["one", "two"].map(|vm| format!("vm {vm} ended: power-off code 0")).into(),
+            never: &["FAILED"],
+            ..base(
+                "vectors-neighbours",
+                micro("one", "vectors", CONSOLE) + &micro("two", "vectors", ""),
+            )
         },
         Scenario {
             // In counted time the host's timer certainly interrupts the guest between STI and HLT, once.
@@ -288,11 +352,71 @@ fn guest_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
+            // It resets thousands of times; what is logged of all its boots together has a limit.
+            cpus: &[1, 2],
+            texts: vec![
+                "storm: reset number 64".into(),
+                "storm: further unknown accesses are only counted".into(),
+                "vm worker ended: power-off code 0".into(),
+            ],
+            never: &["FAILED"],
+            most: &[("storm: ", 80)],
+            ..base(
+                "reset-storm",
+                micro("storm", "reset-storm", "essential = false\non_reset = \"reset\"")
+                    + &micro("worker", "stress", "console = \"com1\"\nessential = true"),
+            )
+        },
+        Scenario {
             texts: vec!["vm falling starts again".into()],
             never: &["FAILED"],
             ..base(
                 "restart-on-crash",
                 micro("falling", "triple", "essential = false\nrestart = \"on-crash\"")
+                    + &micro("worker", "stress", "console = \"com1\"\nessential = true"),
+            )
+        },
+        Scenario {
+            // It reads and writes CR8 10,000 times, for which it is never left.
+            texts: vec!["VB cr8_write".into(), "statistics: entries=".into()],
+            never: &["FAILED", "cr-access="],
+            ..base("task-priority", micro("guest", "exits", CONSOLE))
+        },
+        Scenario {
+            // The kernel says what is missing, and ends the emulated machine.
+            machine: Machine { qemu: &["-cpu", "EPYC,+svm,+npt,-nx"], ..Machine::default() },
+            texts: vec!["kernel: this processor has no long mode or no NX".into()],
+            code: 69,
+            limit: 30,
+            ..base("no-nx", micro("guest", "hello", CONSOLE))
+        },
+        Scenario {
+            // GRUB hands the command line over in another way.
+            machine: Machine {
+                disc: true,
+                qemu: &["-cpu", "qemu64,-lm,-nx"],
+                ..Machine::default()
+            },
+            texts: vec!["kernel: this processor has no long mode or no NX".into()],
+            code: 69,
+            limit: 60,
+            ..base("no-long-mode", micro("guest", "hello", CONSOLE))
+        },
+        Scenario {
+            // A guest that resets at once is started every 100 ms, however often; a crash would double the time.
+            texts: vec![
+                "vm resetting ended: reset code 83".into(),
+                "vm resetting starts again in ".into(),
+            ],
+            never: &[
+                "FAILED",
+                "vm resetting starts again in 100 ms",
+                "again in 200 ms",
+                "again in 400 ms",
+            ],
+            ..base(
+                "restart-after-reset",
+                micro("resetting", "reset", "essential = false\nrestart = \"always\"")
                     + &micro("worker", "stress", "console = \"com1\"\nessential = true"),
             )
         },
@@ -369,6 +493,20 @@ fn channel_scenarios() -> Vec<Scenario> {
             texts: vec!["vm asks starts again".into(), ended("answers")],
             never: &["FAIL"],
             ..base("channel-peer-ends", lives(6, "restart = \"always\"\ncmdline = \"messages=50\""))
+        },
+        Scenario {
+            // The second machine has memory for itself and for its first channel, and none for the other one: its start fails in
+            // the middle.
+            machine: Machine { qemu: &["-m", "50M"], ..Machine::default() },
+            texts: vec!["vm second cannot be started: Memory".into(), ended("first")],
+            never: &["FAILED"],
+            ..base("channel-peer-cannot-start", {
+                micro("first", "channel-alone", "console = \"com1\"")
+                    + &micro("second", "hello", "essential = false")
+                    + &micro("third", "hello", "essential = false")
+                    + &channel("first", "second", "")
+                    + &channel("second", "third", "").replace("64K", "16M")
+            })
         },
         Scenario {
             cpus: &[1, 2],
@@ -709,7 +847,32 @@ fn console_scenarios() -> Vec<Scenario> {
             .concat(),
             never: &["does not come back"],
             limit: 240,
-            ..base("multiplexer-restarts", steward + &linux("linux", "", SHARED))
+            ..base("multiplexer-restarts", steward.clone() + &linux("linux", "", SHARED))
+        },
+        Scenario {
+            // Lines of all are shown, and one writes without end. QEMU's port is as fast as the server, so the line itself is
+            // never short here; the tests of the multiplexer have one that is.
+            cpus: &[1, 2],
+            steps: vec![
+                Step::Console("steward> "),
+                Step::Type("\x1da"),
+                Step::Console("[parador] lines of all clients"),
+                Step::Console("[flood] line "),
+                Step::Type("create again small\r"),
+                Step::Console("[steward] create again: done"),
+                // One of the others that writes a single line.
+                Step::Type("start again\r"),
+                Step::Console("[again] hello from a micro-guest"),
+                Step::Type("shutdown\r"),
+                Step::Console("[steward] the steward leaves"),
+            ],
+            limit: 240,
+            ..base(
+                "console-flood",
+                steward
+                    + &micro("flood", "flood", SHARED)
+                    + &micro("small", "hello", "console = \"mux\"\ntemplate = true"),
+            )
         },
         Scenario {
             cpus: &[1, 4],
@@ -805,7 +968,9 @@ fn server_scenarios() -> Vec<Scenario> {
         task(&format!("killer-{server}"), "check-killer", &[server, count, pause], more)
     };
     let hostile = format!("{block}program = \"check-dma\"\n");
-    let witness = micro("witness", "stress", "console = \"com1\"");
+    // It goes through a whole life after whatever happens beside it, for as long as the operator likes.
+    let witness = micro("witness", "stress", "essential = false\nrestart = \"always\"")
+        + &task("steward", "steward", &[], "console = \"mux\"\nmanage = true");
     let pong = client("pong", "net", "pong", "net = [\"sw0\"]\nessential = false");
     // What is written comes back from the disk, not from memory, and the network's other end answers.
     let command = "parador.run=\\\"dd if=/dev/urandom of=/tmp/a bs=64k count=32 && \
@@ -893,10 +1058,89 @@ fn server_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
-            // A server whose device is told to access the kernel.
+            // A switch that has turned its network card on, and finds no memory for its last clients.
+            machine: Machine { qemu: &["-m", "10M"], ..Machine::default() },
             texts: vec![
-                "the disk cannot read and cannot write what is not its server's".into(),
-                "CHECK dma ok".into(),
+                "root: server has PCI function 00:".into(),
+                "server sw0 cannot be started: Memory".into(),
+                " is off".into(),
+            ],
+            code: 65,
+            ..base(
+                "server-cannot-start",
+                "net = [\"user\"]\n".to_owned()
+                    + &server("sw0", "switch", "virtio-net")
+                    + &(0..4)
+                        .map(|vm| {
+                            let nets = "net = [\"sw0\", \"sw0\", \"sw0\", \"sw0\"]";
+                            micro(&format!("vm-{vm}"), "hello", nets)
+                        })
+                        .collect::<String>(),
+            )
+        },
+        Scenario {
+            // A virtual machine in the place of one that had a disk: neither it nor the disk's server learns of the other, when
+            // that is started again.
+            cpus: &[1, 2],
+            steps: vec![
+                Step::Console("steward> "),
+                Step::Type("destroy old\r"),
+                Step::Console("destroy old: done"),
+                Step::Type("create new small\r"),
+                Step::Console("create new: done"),
+                Step::Type("start new\r"),
+                Step::Console("start new: done"),
+                Step::Log("new: looks for 5000 ms"),
+                Step::Type("restart blk0\r"),
+                Step::Console("restart blk0: done"),
+                Step::Log("new: CHECK stranger ok"),
+                Step::Type("shutdown\r"),
+                Step::Console("the steward leaves"),
+            ],
+            never: &["FAIL"],
+            ..base(
+                "session-of-a-destroyed-guest",
+                first.to_owned()
+                    + &block
+                    + &task("steward", "steward", &[], "console = \"mux\"\nmanage = true")
+                    + &micro("old", "spin", &format!("essential = false\n{one}"))
+                    + &micro("small", "hello", "vmm = \"check-stranger\"\ntemplate = true"),
+            )
+        },
+        Scenario {
+            // A guest that never stops, above all others, with a budget: two virtual CPUs, each with its part.
+            cpus: &[1, 2],
+            texts: vec!["vm witness ended: power-off code 0".into()],
+            never: &["FAIL"],
+            ..base(
+                "budgets",
+                String::new()
+                    + &micro(
+                        "hog",
+                        "spin",
+                        "priority = 50\nessential = false\ncpus = 2\n\
+                         cpu = { budget = \"2ms\", period = \"10ms\" }",
+                    )
+                    + &task(
+                        "neighbour",
+                        "check-neighbour",
+                        &[],
+                        "essential = false\npriority = 51\n\
+                         cpu = { budget = \"1ms\", period = \"5ms\" }",
+                    )
+                    + &micro("witness", "stress", ""),
+            )
+        },
+        Scenario {
+            // A server whose device is told to access the kernel.
+            steps: vec![
+                Step::Console("steward> "),
+                Step::Log("the disk cannot read and cannot write what is not its server's"),
+                Step::Log("CHECK dma ok"),
+                Step::Log("vm witness started"),
+                Step::Log("vm witness ended: power-off code 0"),
+                Step::Type("shutdown\r"),
+                Step::Console("the steward leaves"),
             ],
             never: &["FAIL"],
             ..base(
@@ -906,7 +1150,12 @@ fn server_scenarios() -> Vec<Scenario> {
         },
         Scenario {
             // Without an IOMMU it can: this is what the one before shows.
-            texts: vec!["the disk can read and can write what is not its server's".into()],
+            steps: vec![
+                Step::Console("steward> "),
+                Step::Log("the disk can read and can write what is not its server's"),
+                Step::Type("shutdown\r"),
+                Step::Console("the steward leaves"),
+            ],
             never: &["FAIL"],
             ..base("hostile-device", first.to_owned() + &hostile + &witness)
         },
@@ -965,108 +1214,129 @@ fn scenarios() -> Vec<Scenario> {
     .concat()
 }
 
-/// What the summary shows of each test.
-struct Entry {
-    name: String,
-    seconds: f64,
-    error: Option<String>,
-}
-
-/// Lines of an error that the summary shows. The reason is the last.
-const SHOWN: usize = 12;
-
-fn main() -> ExitCode {
-    let words: Vec<String> = std::env::args().skip(1).collect();
-    if let Some((first, rest)) = words.split_first()
-        && first == sandbox::ENTER
-    {
-        if let Err(error) = sandbox::enter(rest) {
-            eprintln!("{error:#}");
-        }
-        return ExitCode::FAILURE;
-    }
-    let mut arguments = Arguments::from_args();
-    arguments.test_threads.get_or_insert(PARALLEL);
-    let results: Arc<Mutex<Vec<Entry>>> = Arc::default();
-    let mut trials = Vec::new();
-    let mut add = |name: String, body: Box<dyn FnOnce() -> Result<()> + Send>| {
-        let results = Arc::clone(&results);
-        trials.push(Trial::test(name.clone(), move || {
-            let start = Instant::now();
-            let result = body();
-            let seconds = start.elapsed().as_secs_f64();
-            let error = result.err().map(|error| format!("{error:#}"));
-            let entry = Entry { name, seconds, error: error.clone() };
-            results.lock().unwrap_or_else(PoisonError::into_inner).push(entry);
-            error.map_or(Ok(()), |text| Err(Failed::from(text)))
-        }));
-    };
+/// All tests, in the order in which they start. `seconds`: length of the load of those that have one.
+fn tests(seconds: u32) -> Vec<Test> {
     // The longest comes first, beside the others.
-    for cpus in DEBIAN_CPUS {
-        add(
-            format!("{}/debian/{cpus}-cpu", Backend::NativeX86Npt),
-            Box::new(move || debian::run(cpus)),
-        );
-    }
+    let mut tests: Vec<Test> = DEBIAN_CPUS
+        .iter()
+        .map(|&cpus| {
+            let name = format!("{}/debian/{cpus}-cpu", Backend::NativeX86Npt);
+            Test::new(name, Class::SmpOrKill, move || debian::run(cpus)).with_qemu_threads(cpus)
+        })
+        .collect();
     // The kernel is built here if need be; the tests that boot it come last.
-    add("previrt/verify".to_owned(), Box::new(previrt::verify));
-    add("afterburn/small-kernel".to_owned(), Box::new(afterburn::small_kernel));
+    tests.push(Test::new("previrt/verify", Class::Other, previrt::verify));
+    tests.push(Test::new("afterburn/small-kernel", Class::Other, afterburn::small_kernel));
     for &(name, description, code, message) in REFUSALS {
-        add(format!("refuses/{name}"), Box::new(move || refusal(description, code, message)));
+        let body = move || refusal(description, code, message);
+        tests.push(Test::new(format!("refuses/{name}"), Class::Other, body));
     }
     for scenario in scenarios() {
         for &backend in scenario.backends {
             for &cpus in scenario.cpus {
-                let scenario = scenario.clone();
-                add(
-                    format!("{backend}/{}/{cpus}-cpu", scenario.name),
-                    Box::new(move || scenario.run(backend, cpus)),
-                );
+                let name = format!("{backend}/{}/{cpus}-cpu", scenario.name);
+                let (class, scenario) = (scenario.class(cpus), scenario.clone());
+                let test = Test::new(name, class, move || scenario.run(backend, cpus));
+                tests.push(test.with_qemu_threads(cpus));
             }
         }
     }
+    tests.extend(previrt_tests());
+    tests.extend(hosted_tests(seconds));
+    let randomized = || previrt::randomized(2);
+    tests.push(Test::new("previrt/raw-randomized/2-cpu", Class::SmpOrKill, randomized));
+    let names: Vec<_> = tests.iter().map(|test| test.name.clone()).collect();
+    tests.push(Test::new("docs/named-tests", Class::Other, move || docs::named(&names)));
+    tests
+}
+
+/// The pre-virtualized kernel on the bare emulated machine, in guests and in processes.
+fn previrt_tests() -> Vec<Test> {
+    let mut tests = Vec::new();
     for cpus in PREVIRT_CPUS {
-        add(format!("previrt/null/{cpus}-cpu"), Box::new(move || previrt::null(cpus)));
-        add(
-            format!("previrt/raw/{cpus}-cpu"),
-            Box::new(move || previrt::raw("vmlinux", cpus, "nokaslr").map(drop)),
-        );
+        let class = if cpus > 1 { Class::SmpOrKill } else { Class::Other };
+        let name = |test: &str| format!("previrt/{test}/{cpus}-cpu");
+        let raw = move || previrt::raw("vmlinux", cpus, "nokaslr").map(drop);
+        tests.push(Test::new(name("null"), class, move || previrt::null(cpus)));
+        tests.push(Test::new(name("raw"), class, raw));
         for &backend in EVERY_BACKEND {
-            add(
-                format!("{backend}/linux-previrtualized/{cpus}-cpu"),
-                Box::new(move || previrt::guest(backend, cpus)),
-            );
+            let name = format!("{backend}/linux-previrtualized/{cpus}-cpu");
+            // The guest has two CPUs on any host.
+            let test = Test::new(name, Class::SmpOrKill, move || previrt::guest(backend, cpus));
+            tests.push(test.with_qemu_threads(cpus));
         }
     }
-    add("previrt/null-counts".to_owned(), Box::new(previrt::null_counts));
-    add("previrt/hosted".to_owned(), Box::new(previrt::hosted));
-    add("previrt/same-results".to_owned(), Box::new(previrt::same_results));
-    for &(name, body) in HOSTED {
-        add(format!("hosted/{name}"), Box::new(body));
+    tests.push(Test::new("previrt/null-counts", Class::Other, previrt::null_counts));
+    tests.push(Test::new("previrt/hosted", Class::Other, previrt::hosted));
+    tests.push(Test::new("previrt/same-results", Class::Other, previrt::same_results));
+    tests
+}
+
+/// Machines in processes of this host.
+fn hosted_tests(seconds: u32) -> Vec<Test> {
+    let is_long = seconds > STRESS_SECONDS;
+    let named = |name: &str, class, body: Body| Test::new(format!("hosted/{name}"), class, body);
+    let mut tests: Vec<Test> =
+        HOSTED.iter().map(|&(name, body, class)| named(name, class, body)).collect();
+    let protection = named("protection", Class::SmpOrKill, keys::protection);
+    tests.push(protection.with_qemu_threads(keys::HOST_CPUS));
+    let with_keys = move || fuzz::keys(is_long);
+    let with_keys = Test::new("hosted/random-programs-keys", Class::SmpOrKill, with_keys);
+    tests.push(with_keys.with_qemu_threads(keys::HOST_CPUS));
+    let modes = move || fuzz::modes(is_long);
+    tests.push(Test::new("hosted/random-programs", Class::SmpOrKill, modes));
+    for &(name, body) in ESCAPES {
+        let name = format!("hosted/{name}");
+        tests.push(Test::new(name, Class::Other, move || body(is_long)));
+    }
+    let stress = move || hosted::stress(seconds);
+    tests.push(Test::new("hosted/stress", Class::SmpOrKill, stress));
+    tests.push(named("systemd", Class::SmpOrKill, debian::in_processes));
+    if is_long {
+        tests.push(named("kernel-inside", Class::SmpOrKill, userland::kernel));
+    }
+    let userland = move || userland::debian(seconds.div_ceil(4));
+    tests.push(Test::new("hosted/debian", Class::Other, userland));
+    tests
+}
+
+fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    if let Some((first, rest)) = words.split_first()
+        && (first == sandbox::ENTER || first == sandbox::ENTER_OLD)
+    {
+        if let Err(error) = sandbox::enter(rest, first == sandbox::ENTER_OLD) {
+            eprintln!("{error:#}");
+        }
+        return ExitCode::FAILURE;
+    }
+    if let Some((first, rest)) = words.split_first()
+        && first == sandbox::ENTER_REFUSING
+    {
+        if let Err(error) = sandbox::enter_refusing(rest) {
+            eprintln!("{error:#}");
+        }
+        return ExitCode::FAILURE;
+    }
+    if let Some((first, rest)) = words.split_first()
+        && first == hosted::net::CONNECT
+    {
+        return match hosted::net::connect(rest) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("{error:#}");
+                ExitCode::FAILURE
+            }
+        };
     }
     let seconds = std::env::var(STRESS).ok().and_then(|text| text.parse().ok());
     let seconds = seconds.unwrap_or(STRESS_SECONDS);
-    for &(name, body) in ESCAPES {
-        add(format!("hosted/{name}"), Box::new(move || body(seconds > STRESS_SECONDS)));
-    }
-    add("hosted/stress".to_owned(), Box::new(move || hosted::stress(seconds)));
-    add("hosted/systemd".to_owned(), Box::new(debian::in_processes));
-    if seconds > STRESS_SECONDS {
-        add("hosted/kernel-inside".to_owned(), Box::new(userland::kernel));
-    }
-    add("hosted/debian".to_owned(), Box::new(move || userland::debian(seconds.div_ceil(4))));
-    add("previrt/raw-randomized/2-cpu".to_owned(), Box::new(|| previrt::randomized(2)));
-    let conclusion = libtest_mimic::run(&arguments, trials);
-
-    let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
-    results.sort_by(|a, b| a.name.cmp(&b.name));
-    for Entry { name, seconds, error } in results.iter() {
-        let word = if error.is_none() { "passed" } else { "FAILED" };
-        println!("{word:<6} {seconds:>7.1} s  {name}");
-        let lines: Vec<_> = error.iter().flat_map(|text| text.lines()).collect();
-        for line in &lines[lines.len().saturating_sub(SHOWN)..] {
-            println!("           {line}");
+    let options = Options::parse(words);
+    match options.and_then(|options| runner::run(tests(seconds), &options, PARALLEL, seconds)) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("{error:#}");
+            ExitCode::FAILURE
         }
     }
-    conclusion.exit_code()
 }

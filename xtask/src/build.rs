@@ -7,6 +7,7 @@ use crate::process::{output, run, target, workspace};
 use crate::toolchain::{Bare, host_cargo};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
+use std::fs::read;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -22,6 +23,9 @@ pub struct Group {
     pub flags: &'static [&'static str],
 }
 
+/// The kernel that measures its own longest path, for the tests and benchmarks.
+const MEASURED: &str = "measured";
+
 /// The kernel runs at the bottom of the upper half, out of reach of absolute 32-bit addresses:
 /// it needs position-independent code. Programs and guests are linked to fixed low addresses.
 pub const GROUPS: &[Group] = &[
@@ -30,6 +34,12 @@ pub const GROUPS: &[Group] = &[
         directory: "kernel",
         packages: &["kernel-image"],
         flags: &["-Crelocation-model=pic", "-Ccode-model=small"],
+    },
+    Group {
+        name: MEASURED,
+        directory: "measured",
+        packages: &["kernel-image"],
+        flags: &["-Crelocation-model=pic", "-Ccode-model=small", "--cfg=parador_longest_path"],
     },
     Group {
         name: "native",
@@ -62,12 +72,14 @@ pub const GROUPS: &[Group] = &[
 const HOST_PACKAGE: &str = "parador";
 
 /// Programs for Linux guests, and their sources: a test of the driver for channels; everything that programs ask of a kernel; what they must
-/// not get of it; a test of sockets between guest and host.
+/// not get of it; random programs; a test of sockets between guest and host.
 /// 32-bit programs are made without a library, whose 32-bit kind not every host has.
-const LINUX_PROGRAMS: [(&str, &str, &[&str]); 7] = [
+const LINUX_PROGRAMS: [(&str, &str, &[&str]); 9] = [
     ("linux-check-com", "check_com.c", &["-pthread"]),
     ("linux-stress", "stress.c", &["-pthread"]),
     ("linux-attack", "attack.c", &["-pthread"]),
+    ("linux-isolation", "isolation.c", &["-pthread"]),
+    ("linux-fuzz", "fuzz.c", &["-pthread"]),
     ("linux-vsock", "vsock.c", &["-pthread"]),
     ("linux-disk", "disk.c", &[]),
     (
@@ -96,38 +108,63 @@ const LINUX_PROGRAMS: [(&str, &str, &[&str]); 7] = [
     ),
 ];
 
+/// Name on the command line for every group of [`GROUPS`] but the measured kernel: all programs of Parador that a system
+/// description or `parador run` can name. `parador` builds this in a source tree.
+pub const RUNTIME: &str = "runtime";
+
+/// The parts of the tree that one `cargo xtask build` makes.
+struct Selection {
+    /// Groups with those of their packages that are wanted, none of them empty.
+    groups: Vec<(&'static Group, Vec<&'static str>)>,
+    /// Entries of [`LINUX_PROGRAMS`], by name.
+    linux: Vec<&'static str>,
+    /// The program `parador`.
+    host: bool,
+}
+
+impl Selection {
+    /// Returns the selection that the words of a command line name; no word stands for everything.
+    /// Fails on a word that names nothing.
+    fn parse(arguments: &[String]) -> Result<Self> {
+        let words: Vec<&str> =
+            arguments.iter().map(String::as_str).filter(|word| *word != "--release").collect();
+        let has = |name: &str| words.is_empty() || words.contains(&name);
+        let has_package = |group: &Group, package: &str| {
+            let is_named = has(group.name) || words.contains(&package);
+            is_named || group.name != MEASURED && has(RUNTIME)
+        };
+        let linux = LINUX_PROGRAMS.iter().map(|program| program.0);
+        let is_known = |word: &str| {
+            [RUNTIME, "host", HOST_PACKAGE].contains(&word)
+                || GROUPS.iter().any(|group| group.name == word || group.packages.contains(&word))
+                || linux.clone().any(|name| name == word)
+        };
+        if let Some(word) = words.iter().find(|word| !is_known(word)) {
+            bail!("no package `{word}` to build");
+        }
+        let groups = GROUPS.iter().map(|group| {
+            let packages = group.packages.iter().copied();
+            (group, packages.filter(|package| has_package(group, package)).collect::<Vec<_>>())
+        });
+        Ok(Self {
+            groups: groups.filter(|(_, packages)| !packages.is_empty()).collect(),
+            linux: linux.clone().filter(|name| has(name)).collect(),
+            host: has("host") || has(HOST_PACKAGE),
+        })
+    }
+}
+
 /// `cargo xtask build [PACKAGE...]`.
 pub fn build(arguments: &[String]) -> Result<()> {
-    let mut wanted: Vec<&str> = Vec::new();
-    for argument in arguments {
-        let name = argument.as_str();
-        let known = name == HOST_PACKAGE
-            || GROUPS.iter().any(|group| group.name == name || group.packages.contains(&name));
-        match name {
-            "--release" => {}
-            _ if LINUX_PROGRAMS.iter().any(|program| program.0 == name) => wanted.push(name),
-            "host" => wanted.push(HOST_PACKAGE),
-            _ if known => wanted.push(name),
-            _ => bail!("no package `{name}` to build"),
-        }
-    }
-    let all = wanted.is_empty();
-    let is_wanted = |group: &Group, package: &str| {
-        all || wanted.contains(&package) || wanted.contains(&group.name)
-    };
-
+    let selection = Selection::parse(arguments)?;
     let artifacts = artifacts();
     std::fs::create_dir_all(&artifacts)
         .with_context(|| format!("cannot make {}", artifacts.display()))?;
-    for group in GROUPS {
-        let packages: Vec<&str> =
-            group.packages.iter().copied().filter(|package| is_wanted(group, package)).collect();
-        if !packages.is_empty() {
-            build_group(group, &packages, &artifacts)?;
-        }
+    for (group, packages) in &selection.groups {
+        build_group(group, packages, &artifacts)?;
     }
     for (name, source, flags) in LINUX_PROGRAMS {
-        if all || wanted.contains(&name) {
+        if selection.linux.contains(&name) {
             run(Command::new("gcc")
                 .args(["-O2", "-static", "-Wall", "-Wextra", "-Werror"])
                 .args(flags)
@@ -135,7 +172,7 @@ pub fn build(arguments: &[String]) -> Result<()> {
                 .args([artifacts.join(name), workspace().join("guests/linux").join(source)]))?;
         }
     }
-    if all || wanted.contains(&HOST_PACKAGE) {
+    if selection.host {
         run(host_cargo().args(["build", "--release", "--package", HOST_PACKAGE]))?;
     }
     Ok(())
@@ -171,9 +208,14 @@ fn build_group(group: &Group, packages: &[&str], artifacts: &Path) -> Result<()>
     Ok(())
 }
 
-/// Puts a stripped copy at `to` and the program as built beside it, with the suffix `.debug`.
+/// Puts a stripped copy at `to` and the program as built beside it, with the suffix `.debug`. What has not changed keeps its time: `parador`
+/// contains one of the programs, and is built again when that is newer.
 fn collect(from: &Path, to: &Path) -> Result<()> {
     let debug = PathBuf::from(format!("{}.debug", to.display()));
+    let is_same = |a: &Path, b: &Path| matches!((read(a), read(b)), (Ok(a), Ok(b)) if a == b);
+    if to.is_file() && is_same(from, &debug) {
+        return Ok(());
+    }
     std::fs::copy(from, &debug)
         .with_context(|| format!("cannot copy {} to {}", from.display(), debug.display()))?;
     run(Command::new("strip").arg("--strip-all").arg("-o").arg(to).arg(from))
@@ -184,6 +226,7 @@ fn collect(from: &Path, to: &Path) -> Result<()> {
 fn artifact_name(group: &Group, target: &str) -> String {
     match (group.name, target) {
         ("kernel", _) => "kernel.elf".to_owned(),
+        (MEASURED, _) => "kernel-measured.elf".to_owned(),
         ("wedge", name) => name.to_owned(),
         ("guests", name) => match name.strip_prefix("guests-").or(name.strip_prefix("guest-")) {
             Some(rest) => format!("guest-{rest}"),
@@ -200,6 +243,77 @@ fn artifact_name(group: &Group, target: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::workspace::programs;
+    use std::collections::BTreeSet;
+    use std::fs;
+
+    /// Programs that `parador` needs although no description names them.
+    const IMPLIED: [&str; 7] =
+        ["kernel.elf", "root", "console", "vmm", "disk", "net", "parador-wedge"];
+    /// Text before the name of a program in a description, and the prefix of its artifact.
+    const NAMES: [(&str, &str); 5] = [
+        ("kernel = \"micro:", "guest-"),
+        ("binary = \"", ""),
+        ("vmm = \"", ""),
+        ("program = \"", ""),
+        ("{artifacts}/", ""),
+    ];
+
+    fn select(words: &[&str]) -> Result<Selection> {
+        Selection::parse(&words.iter().map(ToString::to_string).collect::<Vec<_>>())
+    }
+
+    /// Returns the artifacts that a description in TOML names.
+    fn named_artifacts(description: &str) -> Vec<String> {
+        let named = |line: &str| {
+            let (rest, prefix) = NAMES
+                .iter()
+                .find_map(|(before, prefix)| Some((line.split_once(before)?.1, prefix)))?;
+            Some(format!("{prefix}{}", rest.split('"').next()?))
+        };
+        description.lines().filter_map(named).collect()
+    }
+
+    #[test]
+    fn runtime_has_the_programs_of_all_examples() {
+        let mut made = BTreeSet::new();
+        for (group, packages) in select(&[RUNTIME]).expect("a known word").groups {
+            for package in packages {
+                let programs = programs(package).expect("cargo metadata");
+                made.extend(programs.iter().map(|name| artifact_name(group, name)));
+            }
+        }
+        let mut needed: Vec<String> = IMPLIED.map(str::to_owned).into();
+        for entry in fs::read_dir(workspace().join("examples")).expect("examples") {
+            let path = entry.expect("an entry").path();
+            if path.extension().is_some_and(|extension| extension == "toml") {
+                needed.extend(named_artifacts(&fs::read_to_string(path).expect("a text")));
+            }
+        }
+        for name in ["steward", "guest-answer", "guest-hello"] {
+            assert!(needed.iter().any(|needed| needed == name), "`{name}` is not in {needed:?}");
+        }
+        let missing: Vec<_> = needed.iter().filter(|name| !made.contains(*name)).collect();
+        assert!(missing.is_empty(), "`build {RUNTIME}` does not make {missing:?}, but {made:?}");
+    }
+
+    #[test]
+    fn selections() {
+        let all = select(&[]).expect("everything");
+        assert_eq!(all.groups.len(), GROUPS.len());
+        assert_eq!(all.linux.len(), LINUX_PROGRAMS.len());
+        assert!(all.host);
+        let some = select(&["--release", "native-root", "linux-disk"]).expect("known words");
+        assert_eq!(some.groups.len(), 1);
+        assert_eq!(some.groups[0].1, ["native-root"]);
+        assert_eq!(some.linux, ["linux-disk"]);
+        assert!(!some.host);
+        for word in ["host", HOST_PACKAGE] {
+            let host = select(&[word]).expect("a known word");
+            assert!(host.host && host.groups.is_empty() && host.linux.is_empty());
+        }
+        assert!(select(&["kernel", "nothing"]).is_err());
+    }
 
     #[test]
     fn names_of_artifacts() {

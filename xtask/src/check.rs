@@ -14,14 +14,18 @@ use std::time::Instant;
 
 const EXAMPLE: &str = "examples/three-guests.toml";
 const TESTS: &str = "parador-tests";
+/// Target of [`TESTS`] that is never a part of all tests.
+const FRONT_DOOR: &str = "front-door";
+/// Option for [`TESTS`] that runs systems again and again.
+const REPEAT: &str = "--repeat";
 const BENCH: &str = "parador-bench";
-/// Tells system tests how many seconds the load of a machine lasts; this is a long one.
+/// Tells tests how many seconds the load of a machine lasts; this is a long one.
 const STRESS: (&str, &str) = ("PARADOR_STRESS_SECONDS", "160");
 
 /// `parador` as built.
 fn parador() -> Command {
     let mut command = Command::new(target().join("release").join("parador"));
-    command.current_dir(workspace());
+    command.current_dir(workspace()).env("PARADOR_TREE", workspace());
     command
 }
 
@@ -59,49 +63,66 @@ pub fn image(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// `cargo xtask test [--long] [FILTER]`: unit tests and device scripts on the host, then systems in QEMU.
-/// The second part runs even if the first fails, so that one run shows everything.
+/// `cargo xtask test front-door [--here]`: the README's first commands in a fresh clone, or in this
+/// tree. Builds nothing before but the program that types them.
+fn front_door(arguments: &[String]) -> Result<()> {
+    let mut command = host_cargo();
+    command.args(["test", "--quiet", "--package", TESTS, "--test", FRONT_DOOR, "--"]);
+    run(command.args(arguments))
+}
+
+/// `cargo xtask test [--long] [--repeat N] [OPTION...] [FILTER...]`: unit tests and device scripts on
+/// the host, then systems in QEMU. The second part runs even if the first fails, so that one run
+/// shows everything. Repeated systems run without the first part.
 pub fn test(arguments: &[String]) -> Result<()> {
     let (long, arguments) = match arguments {
+        [first, rest @ ..] if first == FRONT_DOOR => return front_door(rest),
         [first, rest @ ..] if first == "--long" => (true, rest),
         _ => (false, arguments),
     };
+    let is_repeated = arguments.iter().any(|argument| argument == REPEAT);
     let start = Instant::now();
     build(&["host".to_owned()])?;
-    // Systems have time limits, which hold where nobody compiles a kernel beside them. Compilers of Rust leave it room: they often
-    // have one thing to do at a time.
-    let kernel = arguments.is_empty().then(|| {
+    // Systems have time limits, which hold where nobody compiles a kernel beside them. Compilers of
+    // Rust leave it room: they often have one thing to do at a time.
+    let kernel = (arguments.is_empty() || is_repeated).then(|| {
         let mut command = Command::new("nice");
         command.arg(parador().get_program()).args(["kernel", "build"]).current_dir(workspace());
         thread::spawn(move || run(&mut command))
     });
     build(&[])?;
     println!("built in {} s", start.elapsed().as_secs());
-    let units = Instant::now();
-    let mut command = host_cargo();
-    command.args(["test", "--workspace", "--no-fail-fast"]);
-    for package in packages()?.iter().filter(|package| !package.on_host || package.name == TESTS) {
-        command.args(["--exclude", &package.name]);
-    }
-    let unit_result = run(&mut command);
-    println!("unit tests: {} s", units.elapsed().as_secs());
+    let unit_result = if is_repeated { Ok(()) } else { unit_tests(long) };
     let wait = Instant::now();
     let kernel_result = kernel.map_or(Ok(()), |kernel| {
         kernel.join().unwrap_or_else(|_| bail!("the thread that builds the kernel panicked"))
     });
     println!("waited for the pre-virtualized kernel: {} s", wait.elapsed().as_secs());
-    let systems = Instant::now();
     let mut command = host_cargo();
-    command.args(["test", "--package", TESTS]).env("PARADOR_ARTIFACTS", artifacts());
+    command.args(["test", "--package", TESTS, "--test", "systems", "--"]).args(arguments);
+    command.env("PARADOR_ARTIFACTS", artifacts());
     if long {
         command.env(STRESS.0, STRESS.1);
     }
-    if !arguments.is_empty() {
-        command.arg("--").args(arguments);
-    }
     let system_result = run(&mut command);
-    println!("system tests: {} s", systems.elapsed().as_secs());
     unit_result.and(kernel_result).and(system_result)
+}
+
+/// Unit tests and device scripts: all tests that start no system.
+fn unit_tests(long: bool) -> Result<()> {
+    let start = Instant::now();
+    let mut command = host_cargo();
+    command.args(["test", "--workspace", "--no-fail-fast"]);
+    if long {
+        command.env(STRESS.0, STRESS.1);
+    }
+    for package in packages()?.iter().filter(|package| !package.on_host || package.name == TESTS) {
+        command.args(["--exclude", &package.name]);
+    }
+    let result = run(&mut command);
+    let of_tests = run(host_cargo().args(["test", "--package", TESTS, "--lib"]));
+    println!("unit tests: {} s", start.elapsed().as_secs());
+    result.and(of_tests)
 }
 
 /// `cargo xtask bench [ARGUMENT...]`.

@@ -19,11 +19,19 @@ use anyhow::{Result, bail};
 const USAGE: &str = "\
 usage: cargo xtask COMMAND
 
-  build [PACKAGE...]      build everything, or only these packages, into target/artifacts
+  build [PACKAGE...]      build everything, or only these packages, into target/artifacts;
+                          `runtime`: all programs that a system description can name
   run [FILE] [ARGUMENT..] build, then emulate a system (examples/three-guests.toml)
   run-hosted [ARGUMENT..] build, then boot a pre-virtualized kernel in processes of this host
   image [FILE]            build, then make a bootable ISO image
-  test [--long] [FILTER]  unit tests, device scripts, and systems; --long: machines are under load for minutes
+  test [--long] [--class CLASS] [FILTER...]
+                          unit tests, device scripts, and systems; --long: machines are under load for minutes;
+                          CLASS: smp-or-kill (several CPUs, killed processes) or other
+  test --repeat N [--busy LOOPS] [--class CLASS] [FILTER...]
+                          systems only, until each has N results, and a table of failures; a further call goes on
+                          where this one was interrupted
+  test front-door [--here]
+                          the README's first commands on a terminal, in a fresh clone of HEAD; --here: in this tree
   bench [disk|net|many]   measure on the emulated machine, all or a part; write target/bench.json
   bench previrt           measure a pre-virtualized kernel; write target/bench-previrt.json
   bench hosted [--quick]  time programs in processes of this host; write target/bench-hosted.json

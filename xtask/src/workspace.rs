@@ -34,10 +34,26 @@ pub fn top(path: &std::path::Path) -> String {
         .unwrap_or_default()
 }
 
+fn metadata() -> Result<Value> {
+    let text = output(host_cargo().args(["metadata", "--no-deps", "--format-version", "1"]))?;
+    serde_json::from_str(&text).context("cargo metadata printed no JSON")
+}
+
+/// Names of the programs (targets of kind `bin`) of a package.
+#[cfg(test)]
+pub fn programs(package: &str) -> Result<Vec<String>> {
+    let metadata = metadata()?;
+    let mut packages = array(&metadata["packages"]);
+    let package = packages.find(|found| found["name"] == package).context("no such package")?;
+    let programs = array(&package["targets"])
+        .filter(|target| array(&target["kind"]).any(|kind| kind == "bin"))
+        .filter_map(|target| target["name"].as_str().map(str::to_owned));
+    Ok(programs.collect())
+}
+
 /// The packages, by directory.
 pub fn packages() -> Result<Vec<Package>> {
-    let text = output(host_cargo().args(["metadata", "--no-deps", "--format-version", "1"]))?;
-    let metadata: Value = serde_json::from_str(&text).context("cargo metadata printed no JSON")?;
+    let metadata = metadata()?;
     let root = workspace();
     let relative = |path: &str| {
         std::path::Path::new(path).strip_prefix(&root).map(PathBuf::from).unwrap_or_default()

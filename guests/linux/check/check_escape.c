@@ -9,6 +9,15 @@
  *	jumps	jumps to text=A,END of the wedge, from=I on: to every byte, one after the other in an order of their own, registers at random
  *	gate	the same to places=A,B,... and a few bytes behind each, with what belongs there (signal frames, numbers), forged
  *	memory	writes numbers, among them that of the process canary=N, to memory that the machine's processes share, and rings for them
+ *	requests	has requests carried out that no driver has made, by the workers of queue=N, and counts how they end
+ *	words	writes value=V to each word of that memory, from=I on, has a new process made meanwhile, and puts the word back
+ *	takeover	the same for word=I alone; the new process executes code of this module, which sends a signal to the process canary=N
+ *	mapper	has processes of programs made anew, and replaces their code by such code while they are set up
+ *	processes	has a process made for each slot of each virtual CPU, also of those that there are not
+ *	affinity	asks for all CPUs: by memory of its own, by each set that the host has; then asks, by=N, for a change of those
+ *	end	says that the machine has ended with code=N
+ *	exit	ends the process with code=N
+ *	fault	ends it by a fault that it cannot handle
  *	keys	writes PKRU
  *
  * It says where it is on the host's error output, before each attempt ("escape: at I") that may be the last one, and at the end ("escape: done").
@@ -24,9 +33,12 @@
 #include <asm/fpu/api.h>
 #include <asm/io.h>
 
+/* Where everything is, generated from the host's sources (`tests/src/hosted/words.rs`). */
+#include "check_layout.h"
+
 static char *what = "calls";
 module_param(what, charp, 0);
-static unsigned long seed = 1, rounds = 1000, from, handler, number, canary, wild;
+static unsigned long seed = 1, rounds = 1000, from, handler, number, canary, wild, queue, value_written, word = -1UL, code, by;
 module_param(seed, ulong, 0);
 module_param(rounds, ulong, 0);
 module_param(from, ulong, 0);
@@ -34,33 +46,21 @@ module_param(handler, ulong, 0);
 module_param(number, ulong, 0);
 module_param(canary, ulong, 0);
 module_param(wild, ulong, 0);
+module_param(queue, ulong, 0);
+module_param_named(value, value_written, ulong, 0);
+module_param(word, ulong, 0);
+module_param(code, ulong, 0);
+module_param(by, ulong, 0);
 static unsigned long text[2];
 module_param_array(text, ulong, NULL, 0);
 static unsigned long places[32];
 static unsigned int places_count;
 module_param_array(places, ulong, &places_count, 0);
 
-/* As `proto::wedge::layout` says. */
-enum {
-	WEDGE		= 0x70000000,
-	SHARED		= 0x71000000,
-	SHARED_LENGTH	= 0x03000000,
-	OWN_VCPU	= 0x71001000,
-	STUBS		= 0x72000000,
-	PRIVATE		= 0x74000000,
-	QUEUES		= 0x02c00000,
-	QUEUE_LENGTH	= 40 + 64 * 2080,
-	DEBUG		= 0x02ef8000,
-	FILTERS		= 0x02f00000,
-	ERRORS_FD	= 2,
-	MEMORY_FD	= 3,
-	DOORBELL_FD	= 5,
-};
-
 /* Numbers and flags of the host. */
 enum {
 	NR_WRITE = 1, NR_MMAP = 9, NR_MPROTECT = 10, NR_MUNMAP = 11, NR_SIGRETURN = 15, NR_YIELD = 24, NR_SIGALTSTACK = 131, NR_FUTEX = 202, NR_RESTART = 219,
-	NR_SETAFFINITY = 203, NR_SETTIME = 223, NR_GETTIME = 228, NR_FALLOCATE = 285, NR_GETRANDOM = 318, NR_PKEY_MPROTECT = 329,
+	NR_KILL = 62, NR_EXIT_GROUP = 231, NR_SETAFFINITY = 203, NR_SETTIME = 223, NR_GETTIME = 228, NR_FALLOCATE = 285, NR_GETRANDOM = 318, NR_PKEY_MPROTECT = 329,
 	SHARED_FIXED = 0x11, OWN_FIXED = 0x32, POPULATE = 0x8000, READ_WRITE = 3, PUNCH_KEEP = 3,
 };
 
@@ -191,7 +191,8 @@ static u64 field(u64 *length)
 	if (below(16) == 0) {
 		/* What lies there stays: no pages begin at odd addresses. */
 		*length = below(4) ? 0 : below(0x1000);
-		return address() | 1;
+		/* Nobody may even name what is from there on. */
+		return address() % (CONFIG - (2UL << 32)) | 1;
 	}
 	return FIELD + (below(FIELD_LENGTH - *length) & ~0xfffUL) + (below(16) ? 0 : below(0x1000));
 }
@@ -258,7 +259,7 @@ static void call_at_random(u64 own_page)
 		HOST(NR_GETRANDOM, below(8) ? data : 0x800000000000, below(512), value());
 		break;
 	case NR_SETAFFINITY:
-		HOST(NR_SETAFFINITY, 0, below(2) ? 8 * below(64) : value(), below(2) ? data : address());
+		HOST(NR_SETAFFINITY, 0, CPU_SET_LENGTH, CPU_SETS + below(CPU_SET_CPUS + 1) * CPU_SET_LENGTH);
 		break;
 	case NR_GETTIME:
 		/* CLOCK_PROCESS_CPUTIME_ID */
@@ -478,30 +479,322 @@ static void jumps(bool forges)
 /* Memory of this kernel that requests may name. */
 static u8 *own;
 
-/* A request to a disk that no driver has made. */
+static void *part_of(u64 request, unsigned int index, unsigned int offset)
+{
+	return (void *)(request + REQUEST_PARTS + index * PART_LENGTH + offset);
+}
+
+static u64 queue_at(u64 index)
+{
+	return SHARED + QUEUES + index * QUEUE_LENGTH;
+}
+
+static u64 request_at(u64 of, u64 id)
+{
+	return of + QUEUE_REQUESTS + id * REQUEST_LENGTH;
+}
+
+static void set_request(u64 request, u32 op, u32 used, u64 sector, u64 address, u32 length)
+{
+	WRITE_ONCE(*(u32 *)(request + REQUEST_OP), op);
+	WRITE_ONCE(*(u32 *)(request + REQUEST_USED), used);
+	WRITE_ONCE(*(u64 *)(request + REQUEST_SECTOR), sector);
+	WRITE_ONCE(*(u32 *)(request + REQUEST_COUNT), 0);
+	WRITE_ONCE(*(u64 *)part_of(request, 0, PART_ADDRESS), address);
+	WRITE_ONCE(*(u32 *)part_of(request, 0, PART_BYTES), length);
+}
+
+static void give_request(u64 of, u64 id)
+{
+	__atomic_fetch_or((u64 *)(of + QUEUE_WAITING), 1UL << id, __ATOMIC_SEQ_CST);
+	__atomic_fetch_add((u32 *)(of + QUEUE_CALLS), 1, __ATOMIC_SEQ_CST);
+	HOST(NR_FUTEX, of + QUEUE_CALLS, 1, INT_MAX);
+}
+
+/* A request that no driver has made. */
 static void forge_request(void)
 {
-	u64 queue = SHARED + QUEUES + below(8) * QUEUE_LENGTH, id = below(64), request = queue + 40 + id * 2080, i;
+	u64 of = queue_at(below(8)), id = below(REQUESTS), request = request_at(of, id), i;
 
-	WRITE_ONCE(*(u32 *)request, below(9));
-	WRITE_ONCE(*(u32 *)(request + 4), below(8) ? below(130) : value());
-	WRITE_ONCE(*(u64 *)(request + 8), below(2) ? below(1 << 20) : value());
-	WRITE_ONCE(*(u32 *)(request + 16), below(2) ? below(256) : value());
-	for (i = 0; i < 128; i++) {
+	WRITE_ONCE(*(u32 *)(request + REQUEST_OP), below(9));
+	WRITE_ONCE(*(u32 *)(request + REQUEST_USED), below(8) ? below(PARTS + 2) : value());
+	WRITE_ONCE(*(u64 *)(request + REQUEST_SECTOR), below(2) ? below(1 << 20) : value());
+	WRITE_ONCE(*(u32 *)(request + REQUEST_COUNT), below(2) ? below(256) : value());
+	for (i = 0; i < PARTS; i++) {
 		/* Most are memory that nobody has. */
-		WRITE_ONCE(*(u64 *)(request + 32 + i * 16), below(16) ? 0xf0000000 + below(1 << 28) : value());
-		WRITE_ONCE(*(u32 *)(request + 40 + i * 16), below(4) ? 512 : value());
+		WRITE_ONCE(*(u64 *)part_of(request, i, PART_ADDRESS), below(16) ? 0xf0000000 + below(1 << 28) : value());
+		WRITE_ONCE(*(u32 *)part_of(request, i, PART_BYTES), below(4) ? 512 : value());
 	}
-	if (below(4) == 0) {
-		/* One that is sound but for where it is. */
-		WRITE_ONCE(*(u32 *)(request + 4), 1);
-		WRITE_ONCE(*(u64 *)(request + 32), virt_to_phys(own));
-		WRITE_ONCE(*(u32 *)(request + 40), 4096);
-		WRITE_ONCE(*(u64 *)(request + 8), 0x30000 + (below(2) ? below(1 << 16) : value()));
+	/* One that is sound but for where it is. */
+	if (below(4) == 0)
+		set_request(request, OP_WRITE, 1, 0x30000 + (below(2) ? below(1 << 16) : value()), virt_to_phys(own), 4096);
+	give_request(of, id);
+}
+
+/*
+ * Every second request is sound, and leaves a mark in a sector of its own: what has been carried out is to be seen in the disk's file. The others
+ * are not. Who serves a shared directory gets no sectors, but messages without sense.
+ */
+#define NO_STATUS 0xff
+
+static void requests(void)
+{
+	u64 of = queue_at(queue), sound = 0, done = 0, refused = 0, silent = 0, sector, n, spins;
+	bool is_disk = queue < DISKS;
+
+	own = kzalloc(8192, GFP_KERNEL);
+	if (!own)
+		return;
+	for (n = 0; n < rounds; n++) {
+		u64 id = n % REQUESTS, request = request_at(of, id), memory = virt_to_phys(own);
+		u8 *status;
+
+		sector = n / 2;
+		*(u64 *)own = MARK + sector;
+		if (!is_disk)
+			set_request(request, OP_MESSAGE, 2, 0, memory, 64);
+		else if (n % 2 == 0)
+			set_request(request, OP_WRITE, 1, sector, memory, 512);
+		else
+			switch (below(6)) {
+			case 0: set_request(request, OP_WRITE, 1, 1UL << 40, memory, 512); break;
+			case 1: set_request(request, OP_WRITE, 1, -below(1 << 20), memory, 512); break;
+			case 2:
+				/* Of too many parts, those that there is room for are too long by a byte. */
+				set_request(request, OP_WRITE, PARTS + 1 + below(1 << 20), sector, memory, 512);
+				WRITE_ONCE(*(u64 *)part_of(request, 1, PART_ADDRESS), memory);
+				WRITE_ONCE(*(u32 *)part_of(request, 1, PART_BYTES), 1);
+				break;
+			case 3: set_request(request, OP_WRITE, 1, sector, 1UL << 40, 512); break;
+			case 4: set_request(request, OP_WRITE, 1, sector, memory, 511); break;
+			default: set_request(request, 100 + below(1 << 20), 1, sector, memory, 512);
+			}
+		sound += is_disk && n % 2 == 0;
+		/* The wedge takes the bits of what is done; how it went stays. */
+		status = (u8 *)(request + REQUEST_STATUS);
+		WRITE_ONCE(*status, NO_STATUS);
+		give_request(of, id);
+		for (spins = 0; READ_ONCE(*status) == NO_STATUS && spins < 100000; spins++)
+			HOST(NR_YIELD);
+		if (*status == NO_STATUS)
+			silent++;
+		else if (*status == 0)
+			done++;
+		else
+			refused++;
+		if (n % 64 == 0)
+			schedule_timeout_interruptible(1);
 	}
-	__atomic_fetch_or((u64 *)queue, 1UL << id, __ATOMIC_SEQ_CST);
-	__atomic_fetch_add((u32 *)(queue + 16), 1, __ATOMIC_SEQ_CST);
-	HOST(NR_FUTEX, queue + 16, 1, INT_MAX);
+	say("escape: sound requests %lu\n", sound);
+	say("escape: requests carried out %lu\n", done);
+	say("escape: requests refused %lu\n", refused);
+	say("escape: requests unanswered %lu\n", silent);
+	kfree(own);
+}
+
+static void bell(void)
+{
+	unsigned long one = 1;
+
+	HOST(NR_WRITE, DOORBELL_FD, (unsigned long)&one, 8);
+}
+
+static void wait_a_moment(unsigned long turns)
+{
+	while (turns--)
+		HOST(NR_YIELD);
+}
+
+/* The word is value= as often as it has room, at its beginning. What was there comes back by put_back(). */
+static u8 kept_bytes[64];
+
+static u64 write_word(u64 index)
+{
+	u64 length = min_t(u64, words[index].length, sizeof(kept_bytes)), i;
+	u8 *at = (u8 *)words[index].at;
+
+	memcpy(kept_bytes, at, length);
+	for (i = 0; i < length; i++)
+		WRITE_ONCE(at[i], (u8)(value_written >> 8 * (i % 8)));
+	return length;
+}
+
+static void put_back(u64 index)
+{
+	memcpy((void *)words[index].at, kept_bytes, min_t(u64, words[index].length, sizeof(kept_bytes)));
+}
+
+/* Asks for the process of a slot of this virtual CPU. */
+static void want(u32 slot)
+{
+	WRITE_ONCE(*(u32 *)VCPU_WANTED, slot + 1);
+	bell();
+}
+
+static void each_word(void)
+{
+	u64 index;
+
+	for (index = from; index < ARRAY_SIZE(words); index++) {
+		say("escape: at %lu\n", index);
+		write_word(index);
+		if (words[index].at != VCPU_WANTED)
+			want(1 + index % 60);
+		bell();
+		wait_a_moment(300);
+		put_back(index);
+		bell();
+		schedule_timeout_interruptible(1);
+	}
+}
+
+/* Code, its stack, and what it says, in memory that is shared and can be executed. */
+#define TAKEN_CODE	(STUBS + STUBS_LENGTH - 0x1000)
+#define TAKEN_STACK	(STUBS + STUBS_LENGTH - 0x2000)
+#define TAKEN_FLAG	((volatile u32 *)(STUBS + STUBS_LENGTH - 0x2800))
+
+/* kill(canary, KICK_SIGNAL), its result behind the flag, the flag, then sched_yield() for ever. */
+static u8 *write_kill(u8 *at)
+{
+	u64 flag = (u64)TAKEN_FLAG;
+
+	*at++ = 0xb8; *(u32 *)at = NR_KILL; at += 4;
+	*at++ = 0xbf; *(u32 *)at = canary; at += 4;
+	*at++ = 0xbe; *(u32 *)at = KICK_SIGNAL; at += 4;
+	*at++ = 0x0f; *at++ = 0x05;
+	*at++ = 0x89; *at++ = 0x04; *at++ = 0x25; *(u32 *)at = flag + 4; at += 4;
+	*at++ = 0xc7; *at++ = 0x04; *at++ = 0x25; *(u32 *)at = flag; at += 4; *(u32 *)at = 1; at += 4;
+	*at++ = 0xb8; *(u32 *)at = NR_YIELD; at += 4;
+	*at++ = 0x0f; *at++ = 0x05;
+	*at++ = 0xeb; *at++ = 0xf7;
+	return at;
+}
+
+static bool await_flag(unsigned long turns)
+{
+	while (!TAKEN_FLAG[0] && turns--)
+		HOST(NR_YIELD);
+	if (TAKEN_FLAG[0])
+		say("escape: kill gives %lu\n", (long)(int)TAKEN_FLAG[1]);
+	return TAKEN_FLAG[0];
+}
+
+static void takeover(void)
+{
+	const u32 slot = SLOTS / 4 - 2;
+	volatile u32 *process = (u32 *)(SLOT_PROCESS + slot * SLOT_LENGTH), *turn = (u32 *)(SLOT_TURN + slot * SLOT_LENGTH);
+	u64 *stack = (u64 *)TAKEN_STACK, old, i;
+
+	TAKEN_FLAG[0] = TAKEN_FLAG[1] = 0;
+	write_kill((u8 *)TAKEN_CODE);
+	for (i = 0; i < 6; i++)
+		stack[i] = 0;
+	stack[6] = TAKEN_CODE;
+	if (word < ARRAY_SIZE(words))
+		write_word(word);
+	want(slot);
+	for (i = 0; !*process && i < 2000000; i++)
+		HOST(NR_YIELD);
+	wait_a_moment(1000);
+	if (word < ARRAY_SIZE(words))
+		put_back(word);
+	say("escape: a new process %lu\n", *process);
+	old = *(u64 *)VCPU_RSP;
+	*(volatile u64 *)VCPU_RSP = TAKEN_STACK;
+	++*turn;
+	HOST(NR_FUTEX, (unsigned long)turn, 1, 1);
+	await_flag(2000000);
+	*(volatile u64 *)VCPU_RSP = old;
+}
+
+/*
+ * The thread that maps for programs takes orders from this kernel. They are to map memory of the guest, all of which is such code, over the code of the
+ * wedge, where the other thread is being set up.
+ */
+static void mapper(void)
+{
+	const unsigned int order = 8;
+	volatile u32 *batch = (u32 *)(GATE + ORDERS_BATCH), *used = (u32 *)(GATE + ORDERS_USED);
+	volatile u64 *command = (u64 *)(GATE + ORDERS_COMMANDS);
+	unsigned long memory = __get_free_pages(GFP_KERNEL, order), round, turns;
+	u8 *page;
+
+	if (!memory)
+		return;
+	/* Wherever the thread goes on, it comes to the end of a page. */
+	memset((void *)memory, 0x90, PAGE_SIZE << order);
+	page = (u8 *)memory + (PAGE_SIZE << order) - PAGE_SIZE;
+	write_kill(page + PAGE_SIZE - 64);
+	TAKEN_FLAG[0] = TAKEN_FLAG[1] = 0;
+	for (round = 0; round < rounds; round++) {
+		if (round % 16 == 0)
+			say("escape: at %lu\n", round);
+		command[0] = NR_MMAP;
+		command[1] = WEDGE;
+		command[2] = min_t(u64, PAGE_SIZE << order, WEDGE_LENGTH);
+		command[3] = 5;
+		command[4] = SHARED_FIXED;
+		command[5] = MEMORY_FD;
+		command[6] = virt_to_phys((void *)memory);
+		*used = 1;
+		WRITE_ONCE(*(u32 *)VCPU_PROGRAM, 1 + READ_ONCE(*(u32 *)VCPU_RUNNING));
+		bell();
+		for (turns = 0; turns < 20000; turns++) {
+			++*batch;
+			/* What it says when it is ready. */
+			*(volatile u32 *)(GATE + REPORTS_BATCH) = 1;
+			HOST(NR_FUTEX, GATE + REPORTS_BATCH, 1, 1);
+			HOST(NR_FUTEX, (unsigned long)batch, 1, 1);
+		}
+		schedule_timeout_interruptible(1);
+	}
+}
+
+static void processes(void)
+{
+	unsigned long slot, vcpu;
+
+	for (slot = 0; slot < SLOTS; slot++) {
+		for (vcpu = 0; vcpu < MAX_VCPUS; vcpu++) {
+			u64 other = VCPUS + vcpu * VCPU_LENGTH - OWN_VCPU;
+
+			WRITE_ONCE(*(u32 *)(VCPU_WANTED + other), slot + 1);
+			WRITE_ONCE(*(u32 *)(VCPU_PROGRAM + other), slot + 1);
+		}
+		bell();
+		wait_a_moment(2000);
+		schedule_timeout_interruptible(1);
+	}
+	say("escape: asked for %lu processes\n", SLOTS * MAX_VCPUS);
+	schedule_timeout_interruptible(3 * HZ);
+}
+
+static void affinity(void)
+{
+	u64 *own_set = (u64 *)DATA, set, given = 0;
+
+	for (set = 0; set <= CPU_SET_CPUS; set++)
+		given += HOST(NR_SETAFFINITY, 0, CPU_SET_LENGTH, CPU_SETS + set * CPU_SET_LENGTH) == 0;
+	say("escape: sets of CPUs given %lu\n", given);
+	schedule_timeout_interruptible(HZ);
+	own_set[0] = -1UL;
+	switch (by) {
+	case 1:
+		HOST(NR_MMAP, CPU_SETS, 0x1000, READ_WRITE, OWN_FIXED, -1UL);
+		break;
+	case 2:
+		HOST(NR_MPROTECT, CPU_SETS, 0x1000, READ_WRITE);
+		break;
+	case 3:
+		HOST(NR_MUNMAP, CPU_SETS - 0x1000, 0x2000);
+		break;
+	case 4:
+		HOST(NR_MMAP, CONFIG, 0x1000, READ_WRITE, SHARED_FIXED, MEMORY_FD, 0);
+		break;
+	default:
+		HOST(NR_SETAFFINITY, 0, CPU_SET_LENGTH, (unsigned long)own_set);
+	}
+	say("escape: the call comes back with %ld\n", 0);
 }
 
 static void memory(void)
@@ -519,7 +812,7 @@ static void memory(void)
 			forge_request();
 			break;
 		case 1:
-			at = SHARED + QUEUES + below(8 * QUEUE_LENGTH);
+			at = queue_at(0) + below(8 * QUEUE_LENGTH);
 			break;
 		case 2:
 			at = SHARED + FILTERS + below(0x4000);
@@ -566,6 +859,27 @@ static int __init check_escape_init(void)
 		jumps(what[0] == 'g');
 	else if (!strcmp(what, "memory"))
 		memory();
+	else if (!strcmp(what, "requests"))
+		requests();
+	else if (!strcmp(what, "words"))
+		each_word();
+	else if (!strcmp(what, "takeover"))
+		takeover();
+	else if (!strcmp(what, "mapper"))
+		mapper();
+	else if (!strcmp(what, "processes"))
+		processes();
+	else if (!strcmp(what, "affinity"))
+		affinity();
+	else if (!strcmp(what, "end")) {
+		WRITE_ONCE(*(u32 *)SHARED_ENDED, code + 1);
+		bell();
+		schedule_timeout_interruptible(10 * HZ);
+	} else if (!strcmp(what, "exit"))
+		HOST(NR_EXIT_GROUP, code);
+	else if (!strcmp(what, "fault"))
+		/* The code that would handle it is gone. */
+		HOST(NR_MUNMAP, WEDGE, WEDGE_LENGTH);
 	else if (!strcmp(what, "keys"))
 		keys();
 	else

@@ -77,6 +77,14 @@ pub fn set_priority(priority: u64) {
     unsafe { asm!("mov cr8, {}", in(reg) priority, options(nostack)) };
 }
 
+/// The task priority.
+pub fn priority() -> u64 {
+    let value;
+    // SAFETY: reads a register.
+    unsafe { asm!("mov {}, cr8", out(reg) value, options(nomem, nostack)) };
+    value
+}
+
 /// The last address that faulted.
 pub fn fault_address() -> u64 {
     let value;

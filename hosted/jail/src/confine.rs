@@ -1,8 +1,10 @@
 //! What a process gives up before it serves: filters of system calls, access to files, descriptors.
 
 use std::collections::BTreeMap;
+use std::error::Error;
 use std::fmt;
 use std::io;
+use std::iter;
 use std::os::fd::BorrowedFd;
 
 use landlock::{
@@ -10,6 +12,7 @@ use landlock::{
     RulesetCreatedAttr,
 };
 use linux_raw_sys::{general as linux, ioctl};
+use proto::errno::Cause;
 use rustix::process::{
     DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit,
 };
@@ -29,6 +32,16 @@ const OWN_MEMORY: u64 = 512 << 20;
 /// Descriptors that a process may have.
 const MOST_FILES: u64 = 1 << 16;
 
+/// An error's cause: the error of the host that is behind it, by its name, else its own text.
+pub fn describe(error: &(dyn Error + 'static)) -> String {
+    let host = iter::successors(Some(error), |&error| error.source())
+        .find_map(|error| error.downcast_ref::<io::Error>());
+    match host {
+        Some(host) => Cause::new(host.raw_os_error(), host).to_string(),
+        None => error.to_string(),
+    }
+}
+
 /// Why a process does not serve.
 #[derive(Debug)]
 pub struct Failed(String);
@@ -37,6 +50,11 @@ impl Failed {
     /// With a reason.
     pub fn new(what: &str, why: impl fmt::Display) -> Self {
         Self(format!("{what}: {why}"))
+    }
+
+    /// With the error of the host that is the reason.
+    pub fn host(what: &str, why: &io::Error) -> Self {
+        Self::new(what, Cause::new(why.raw_os_error(), why))
     }
 }
 
@@ -48,7 +66,7 @@ impl fmt::Display for Failed {
 
 impl From<io::Error> for Failed {
     fn from(error: io::Error) -> Self {
-        Self::new("a process of the machine cannot be set up", error)
+        Self::host("a process of the machine cannot be set up", &error)
     }
 }
 
@@ -67,7 +85,7 @@ pub enum Files<'a> {
 
 /// Gives up everything but these files, and what this process has already; makes so many threads, since none is made later.
 pub fn confine(files: Files<'_>, threads: usize) -> Result<Threads, Failed> {
-    let failed = |error: rustix::io::Errno| Failed::new("limits of a process", error);
+    let failed = |error: rustix::io::Errno| Failed::host("cannot limit a process", &error.into());
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed)?;
     let limit = Rlimit { current: Some(OWN_MEMORY), maximum: Some(OWN_MEMORY) };
     setrlimit(Resource::Data, limit).map_err(failed)?;
@@ -76,16 +94,24 @@ pub fn confine(files: Files<'_>, threads: usize) -> Result<Threads, Failed> {
     let limit = Rlimit { current: Some(most), maximum: Some(most) };
     setrlimit(Resource::Nofile, limit).map_err(failed)?;
     drop_capabilities().map_err(failed)?;
-    restrict_files(files).map_err(|error| Failed::new("Landlock", error))?;
+    restrict_files(files)
+        .map_err(|error| Failed::new("cannot enforce Landlock", describe(&error)))?;
     // Threads inherit what has been done up to here, and the filter is for all of them.
-    let threads = Threads::start(threads).map_err(|error| Failed::new("threads", error))?;
-    let failed = |error: &dyn fmt::Display| Failed::new("filter of system calls", error);
+    let threads =
+        Threads::start(threads).map_err(|error| Failed::host("cannot start threads", &error))?;
+    let failed = |error: &(dyn Error + 'static)| {
+        Failed::new("cannot install the seccomp filter", describe(error))
+    };
     let filter = filter(files).map_err(|error| failed(&error))?;
     seccompiler::apply_filter_all_threads(&filter).map_err(|error| failed(&error))?;
     Ok(threads)
 }
 
-/// An administrator's process is then one of a user who has these files: it gives none away, and reads none of others.
+/// Gives up all capabilities. An administrator's process is then one of a user who has these files: it gives none away, and reads none
+/// of others.
+///
+/// # Errors
+/// None that is known.
 pub fn drop_capabilities() -> rustix::io::Result<()> {
     let none = CapabilitySet::empty();
     set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
@@ -151,6 +177,7 @@ fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
         linux::__NR_fallocate,
         linux::__NR_ftruncate,
         linux::__NR_preadv,
+        linux::__NR_pwrite64,
         linux::__NR_pwritev,
         // A thread that waits for another's lock.
         linux::__NR_sched_yield,

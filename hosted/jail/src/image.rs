@@ -3,23 +3,35 @@
 //! The library (`imago`) has the format. It never opens another file: an image that names one, for what it does not have itself or for its data, is
 //! refused, because which files a machine reads is the user's to say. What the library keeps of tables goes to the file at flushes, soon
 //! after the last change, and at the end.
+//!
+//! Whenever the process is killed, or the host loses its power, what has been flushed is in the image, and no table
+//! points to a cluster that is counted as free: the library orders its writes (third_party/README.md). Clusters may be
+//! counted that are not in use. So an image that has been changed is marked as dirty until it is closed, and the counts
+//! of a dirty one are rebuilt before it is used ([`refcounts`]).
 
 use std::fs;
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use imago::file::File;
+use imago::format::drivers::FormatDriverInstance;
 use imago::qcow2::Qcow2;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, Storage, StorageOpenOptions};
+use proto::errno::Cause;
 use proto::requests::{op, status};
 use proto::wedge::layout;
 
+use self::marking::Marking;
 use crate::confine::{Failed, Files, confine};
 use crate::worker::{Machine, Serve, Taken, Worker};
+
+#[cfg(test)]
+mod crashes;
+mod marking;
+mod refcounts;
 
 /// Requests at a time.
 const THREADS: usize = 8;
@@ -58,35 +70,28 @@ pub fn serve_image(machine: Machine, image: Image, end: &AtomicBool) -> Result<(
 struct Disk<S: Storage + 'static = File> {
     access: FormatAccess<S>,
     claims: Claims,
+    /// Bytes that the library makes zeros of together.
+    cluster: u64,
     image: Image,
+    marking: Marking,
     /// It has been told that the image or the host fails.
     has_told: AtomicBool,
 }
 
 impl Disk {
     fn open(file: fs::File, image: Image) -> Result<Self, Failed> {
-        let failed = |error: io::Error| Failed::new("the image cannot be used", error);
-        if !image.read_only {
-            match counts_its_header(&file) {
-                Ok(true) => {}
-                Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
-                    return Err(failed(error));
-                }
-                _ => {
-                    let what = "it counts its own header as free (qemu-img check -r all)";
-                    return Err(Failed::new("the image cannot be used", what));
-                }
-            }
-        }
+        let failed = |error: io::Error| Failed::host("the image cannot be used", &error);
+        let marking = if image.read_only { Ok(Marking::none()) } else { Marking::new(&file) };
+        let marking = marking.map_err(|error| Failed::new("the image cannot be used", error))?;
         let options = StorageOpenOptions::new().write(!image.read_only);
         let file = File::from_open_file(file, options).map_err(failed)?;
-        Self::with(file, image)
+        Ok(Self { marking, ..Self::with(file, image)? })
     }
 }
 
 impl<S: Storage + 'static> Disk<S> {
     fn with(file: S, image: Image) -> Result<Self, Failed> {
-        let failed = |error: io::Error| Failed::new("the image cannot be used", error);
+        let failed = |error: io::Error| Failed::host("the image cannot be used", &error);
         let opened = Qcow2::<S>::builder(file)
             .write(!image.read_only)
             .backing(None)
@@ -96,12 +101,19 @@ impl<S: Storage + 'static> Disk<S> {
         if opened.implicit_backing_file().is_some() || opened.requires_external_data_file() {
             return Err(Failed::new("the image cannot be used", "it needs another file"));
         }
+        let cluster = opened.zero_granularity().unwrap_or(SECTOR);
         let access = FormatAccess::new(opened);
         if access.size() != image.sectors * SECTOR {
             return Err(Failed::new("the image cannot be used", "its size has changed"));
         }
-        let has_told = AtomicBool::new(false);
-        Ok(Self { access, claims: Claims::default(), image, has_told })
+        Ok(Self {
+            access,
+            claims: Claims::default(),
+            cluster,
+            image,
+            marking: Marking::none(),
+            has_told: AtomicBool::new(false),
+        })
     }
 
     fn carry_out(&self, taken: &Taken<'_>) -> io::Result<()> {
@@ -115,6 +127,9 @@ impl<S: Storage + 'static> Disk<S> {
         };
         if self.image.read_only && !matches!(taken.op, op::READ | op::FLUSH) {
             return Err(io::ErrorKind::ReadOnlyFilesystem.into());
+        }
+        if matches!(taken.op, op::WRITE | op::DISCARD | op::UNMAP | op::ZERO) {
+            self.marking.begin_change()?;
         }
         let count = u64::from(taken.count) * SECTOR;
         match taken.op {
@@ -147,21 +162,26 @@ impl<S: Storage + 'static> Disk<S> {
                 // SAFETY: nobody else reads or writes in this range, so nobody has found out where its data is and still goes there.
                 unsafe { self.access.discard_to_any_unsafe(at, count) }
             }
-            op::UNMAP => {
-                let at = range(count)?;
-                let _claim = self.claims.claim(at, count, true);
-                // SAFETY: as above.
-                let done = unsafe { self.access.discard_to_zero_unsafe(at, count) };
-                done.or_else(|_| self.zero(at, count))
-            }
-            op::ZERO => {
-                let at = range(count)?;
-                let _claim = self.claims.claim(at, count, false);
-                let done = self.access.write_zeroes(at, count);
-                done.or_else(|_| self.zero(at, count))
-            }
+            op::UNMAP | op::ZERO => self.make_zeros(range(count)?, count, taken.op == op::UNMAP),
             _ => Err(io::ErrorKind::InvalidInput.into()),
         }
+    }
+
+    /// Makes zeros, which need take no room if they `may_unmap`.
+    ///
+    /// Requests in the same clusters are not carried out meanwhile: if the rest of a cluster has zeros already, the library
+    /// makes all of it zeros, and a write to the rest that comes between would be lost.
+    fn make_zeros(&self, at: u64, length: u64, may_unmap: bool) -> io::Result<()> {
+        let first = at - at % self.cluster;
+        let end = (at + length).next_multiple_of(self.cluster);
+        let _claim = self.claims.claim(first, end - first, true);
+        let done = if may_unmap {
+            // SAFETY: nobody else reads or writes in this range, so nobody has found out where its data is and still goes there.
+            unsafe { self.access.discard_to_zero_unsafe(at, length) }
+        } else {
+            self.access.write_zeroes(at, length)
+        };
+        done.or_else(|_| self.zero(at, length))
     }
 
     /// Zeros for images that have none of their own (version 2).
@@ -179,33 +199,10 @@ impl<S: Storage + 'static> Disk<S> {
     /// Says once that something fails; the guest gets an error each time.
     fn tell(&self, error: &io::Error) {
         if !self.has_told.swap(true, Relaxed) {
-            eprintln!("parador: a qcow2 image: {error}");
+            let cause = Cause::new(error.raw_os_error(), error);
+            eprintln!("parador: a qcow2 image: {cause}");
         }
     }
-}
-
-/// Whether the first cluster of an image, where its header is, is in use as its counts of references have it. If not, the library would give it
-/// away; without counts of it, it would look for room for them until its stack is full. (QEMU, `docs/interop/qcow2.txt`.)
-fn counts_its_header(file: &fs::File) -> io::Result<bool> {
-    /// Fields of the header: version, offset of the table of refcount blocks, and (from version 3 on) the logarithm of a count's bits.
-    const VERSION: u64 = 4;
-    const TABLE: u64 = 48;
-    const ORDER: u64 = 96;
-    /// The bits of an entry that are a block's offset.
-    const OFFSET: u64 = !0x1ff;
-    let quad = |at: u64| {
-        let mut bytes = [0; 8];
-        file.read_exact_at(&mut bytes, at).map(|()| u64::from_be_bytes(bytes))
-    };
-    let order = if quad(VERSION)? >> 32 < 3 { 4 } else { (quad(ORDER)? >> 32).min(6) };
-    let block = quad(quad(TABLE)?)? & OFFSET;
-    let first = quad(block)?;
-    // Counts of several bytes have their highest byte first, smaller ones are in the lower bits first.
-    let count = match 1 << order {
-        bits @ 1..8 => first >> 56 & ((1 << bits) - 1),
-        bits => first >> (64 - bits),
-    };
-    Ok(block != 0 && count != 0)
 }
 
 /// Ranges of the disk that requests are at work in. Others wait for who gives clusters up there, and it for them: where data has been
@@ -268,10 +265,23 @@ impl<S: Storage + 'static> Serve for Disk<S> {
             self.tell(&error);
         }
     }
+
+    /// Requests that are still being carried out may change the image: it stays marked.
+    fn close(&self, is_settled: bool) {
+        if self.image.read_only {
+            return;
+        }
+        let flush = || self.access.flush().and_then(|()| self.access.sync());
+        let done = self.marking.close(is_settled, flush);
+        if let Err(error) = done {
+            self.tell(&error);
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::refcounts::{Found, Header};
     use super::*;
     use imago::FormatCreateBuilder;
     use imago::io_buffers::{IoVector, IoVectorMut};
@@ -279,10 +289,12 @@ mod tests {
     use imago::storage::drivers::CommonStorageHelper;
     use std::fmt;
     use std::io::{Seek, Write};
+    use std::os::unix::fs::FileExt;
     use std::sync::Arc;
     use std::sync::atomic::AtomicU8;
     use std::sync::atomic::Ordering::SeqCst;
     use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::time::Duration;
 
     use crate::worker::testing::{LIMIT, Rig};
 
@@ -328,12 +340,15 @@ mod tests {
     struct Slow {
         file: File,
         holds: Arc<AtomicU8>,
+        /// The next sync fails.
+        fails: Arc<AtomicBool>,
         begun: Mutex<Sender<()>>,
         go: Mutex<Receiver<()>>,
     }
 
     const READ: u8 = 1;
     const SYNC: u8 = 2;
+    const WRITE: u8 = 3;
 
     impl Slow {
         fn hold(&self, what: u8) {
@@ -362,6 +377,7 @@ mod tests {
         }
 
         unsafe fn pure_writev(&self, from: IoVector<'_>, offset: u64) -> io::Result<()> {
+            self.hold(WRITE);
             // SAFETY: what the caller warrants.
             unsafe { self.file.pure_writev(from, offset) }
         }
@@ -372,6 +388,9 @@ mod tests {
 
         fn sync(&self) -> io::Result<()> {
             self.hold(SYNC);
+            if self.fails.swap(false, SeqCst) {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
             self.file.sync()
         }
 
@@ -385,16 +404,79 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_slow_host_holds_nothing_else_up() {
+    /// A disk on such a file: what is held up next, whether the next sync fails, what says that something is held up, and what
+    /// lets it go.
+    struct SlowDisk {
+        disk: Disk<Slow>,
+        holds: Arc<AtomicU8>,
+        fails: Arc<AtomicBool>,
+        begins: Receiver<()>,
+        go: Sender<()>,
+    }
+
+    fn slow() -> SlowDisk {
         let (place, _) = image();
         let file = fs::OpenOptions::new().read(true).write(true).open(place.path()).unwrap();
         let file = File::from_open_file(file, StorageOpenOptions::new().write(true)).unwrap();
         let ((begun, begins), (go, gone)) = (channel(), channel());
         let holds = Arc::new(AtomicU8::new(0));
-        let slow =
-            Slow { file, holds: holds.clone(), begun: Mutex::new(begun), go: Mutex::new(gone) };
+        let fails = Arc::new(AtomicBool::new(false));
+        let (begun, gone) = (Mutex::new(begun), Mutex::new(gone));
+        let slow = Slow { file, holds: holds.clone(), fails: fails.clone(), begun, go: gone };
         let disk = Disk::with(slow, Image { read_only: false, sectors: SECTORS }).unwrap();
+        SlowDisk { disk, holds, fails, begins, go }
+    }
+
+    /// A flush that begins before another has failed does not end well after it: the host reports the error once.
+    #[test]
+    fn flushes_beside_one_that_fails() {
+        let SlowDisk { disk, holds, fails, begins, go } = slow();
+        let mut rig = Rig::new(disk, 2);
+        holds.store(SYNC, SeqCst);
+        fails.store(true, SeqCst);
+        rig.give(0, op::FLUSH, 0, &[], 0);
+        assert_eq!(begins.recv_timeout(LIMIT), Ok(()));
+        rig.give(1, op::FLUSH, 0, &[], 0);
+        std::thread::sleep(Duration::from_millis(50));
+        go.send(()).unwrap();
+        let mut both = [rig.ended(), rig.ended()];
+        both.sort_unstable();
+        assert_eq!(both, [(0, status::FAILED), (1, status::FAILED)]);
+        rig.give(2, op::FLUSH, 0, &[], 0);
+        assert_eq!(rig.ended(), (2, status::FAILED));
+    }
+
+    /// Zeros in a part of a cluster do not undo a write to another part that has not ended when they begin.
+    #[test]
+    fn zeros_beside_a_write() {
+        for op in [op::ZERO, op::UNMAP] {
+            let SlowDisk { disk, holds, begins, go, .. } = slow();
+            let mut rig = Rig::new(disk, 2);
+            rig.memory.write_slice(0, &[9; 4096]).unwrap();
+            // In a cluster that has no data yet.
+            rig.give(0, op::WRITE, 2048, &[(0, 4096)], 0);
+            let written = rig.ended();
+            holds.store(WRITE, SeqCst);
+            rig.give(0, op::WRITE, 2048 + 128, &[(0, 4096)], 0);
+            assert_eq!(begins.recv_timeout(LIMIT), Ok(()));
+            rig.give(1, op, 2048 + 128 + 8, &[], 8);
+            // Time to look at what the cluster has.
+            std::thread::sleep(Duration::from_millis(100));
+            go.send(()).unwrap();
+            let mut both = [rig.ended(), rig.ended()];
+            both.sort_unstable();
+            assert_eq!((written, both), ((0, 0), [(0, 0), (1, 0)]));
+            rig.give(2, op::READ, 2048 + 128, &[(8192, 8192)], 0);
+            assert_eq!(rig.ended(), (2, status::DONE));
+            let mut bytes = [1; 8192];
+            rig.memory.read_slice(8192, &mut bytes).unwrap();
+            assert!(bytes[..4096] == [9; 4096] && bytes[4096..] == [0; 4096]);
+        }
+    }
+
+    #[test]
+    fn a_slow_host_holds_nothing_else_up() {
+        let SlowDisk { disk, holds, begins, go, .. } = slow();
         let mut rig = Rig::new(disk, 4);
         let done = |id: u16| (id, status::DONE);
         let part = |id: u64| [(id << 13, 4096)];
@@ -517,6 +599,81 @@ mod tests {
         }
     }
 
+    /// An image that is being written to says so in its header; one that was not closed is repaired.
+    #[test]
+    fn an_image_is_marked_until_it_is_closed() {
+        let (place, _) = image();
+        let is_dirty = || Header::read(place.as_file()).unwrap().is_dirty();
+        let mut rig = Rig::new(open(&place).unwrap(), 1);
+        let mut act = |op| {
+            rig.give(0, op, 64, &[(0, 4096)], 8);
+            assert_eq!(rig.ended(), (0, status::DONE));
+        };
+        act(op::READ);
+        act(op::FLUSH);
+        assert!(!is_dirty());
+        act(op::WRITE);
+        assert!(is_dirty());
+        act(op::FLUSH);
+
+        // The process is killed.
+        let killed = tempfile::NamedTempFile::new().unwrap();
+        fs::copy(place.path(), killed.path()).unwrap();
+        let header = Header::read(killed.as_file()).unwrap();
+        // A cluster far behind those in use is counted, and the L2 table is not.
+        let table = read_number(killed.as_file(), 48);
+        let block = read_number(killed.as_file(), table);
+        let l2 = read_number(killed.as_file(), read_number(killed.as_file(), 40)) << 1 >> 1;
+        killed.as_file().write_all_at(&[0, 1], block + 2000).unwrap();
+        killed.as_file().write_all_at(&[0, 0], block + (l2 >> 16) * 2).unwrap();
+        let before = fs::read(killed.path()).unwrap();
+        assert_eq!(header.check(killed.as_file()).unwrap(), Found { leaked: 1, missing: 1 });
+        let reader = Image { read_only: true, sectors: SECTORS };
+        let disk = Disk::open(killed.reopen().unwrap(), reader).unwrap();
+        let mut bytes = vec![0; 5000];
+        disk.access.read(&mut bytes, 512).unwrap();
+        assert_eq!(bytes, [7; 5000]);
+        drop(disk);
+        assert!(fs::read(killed.path()).unwrap() == before, "a reader changes nothing");
+        let disk = open(&killed).unwrap();
+        assert_eq!(header.check(killed.as_file()).unwrap(), Found::default());
+        // It stays marked until it is closed, also if nothing is written.
+        assert!(Header::read(killed.as_file()).unwrap().is_dirty());
+        disk.close(true);
+        assert!(!Header::read(killed.as_file()).unwrap().is_dirty());
+        assert!(disk.marking.begin_change().is_err());
+
+        // The L1 table in the place of the L2 table cannot be repaired.
+        fs::write(killed.path(), before).unwrap();
+        let l1 = read_number(killed.as_file(), 40);
+        killed.as_file().write_all_at(&l1.to_be_bytes(), l1).unwrap();
+        let failed = open(&killed).map(drop).unwrap_err().to_string();
+        assert!(failed.contains("in use twice") && failed.contains(refcounts::COMMAND), "{failed}");
+
+        rig.watch(&AtomicBool::new(true));
+        assert!(!is_dirty());
+        assert_eq!(
+            Header::read(place.as_file()).unwrap().check(place.as_file()).unwrap(),
+            Found::default()
+        );
+    }
+
+    fn read_number(file: &fs::File, at: u64) -> u64 {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes, at).unwrap();
+        u64::from_be_bytes(bytes)
+    }
+
+    /// Of an image that may still be written to nobody says that it is closed.
+    #[test]
+    fn an_image_with_requests_stays_marked() {
+        let (place, _) = image();
+        let disk = open(&place).unwrap();
+        disk.marking.begin_change().unwrap();
+        disk.close(false);
+        assert!(Header::read(place.as_file()).unwrap().is_dirty());
+    }
+
     /// Whatever is in a file, to use it is an error or works; the process goes on.
     #[test]
     fn files_that_mean_harm() {
@@ -533,6 +690,8 @@ mod tests {
                 let at = if round % 2 == 0 { next(104) } else { next(bytes.len() / 8) * 8 };
                 bytes[at] = next(256) as u8;
             }
+            // Some have not been closed, as their header says.
+            bytes[79] |= u8::from(round % 4 == 1);
             place.rewind().unwrap();
             place.as_file().set_len(0).unwrap();
             place.write_all(&bytes).unwrap();

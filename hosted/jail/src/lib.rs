@@ -11,15 +11,17 @@ mod ninep;
 mod ring;
 mod sandbox;
 mod share;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod threads;
 mod vsock;
 mod worker;
 
-pub use confine::Failed;
+pub use confine::{Failed, describe, drop_capabilities};
 pub use footprint::give_back;
 pub use image::{Image, serve_image};
 pub use ring::has_rings;
-pub use sandbox::{Refused, enter};
+pub use sandbox::{Refused, enter, forbid_files};
 pub use share::{Share, serve_share};
 pub use vsock::{Vsock, serve_vsock};
 pub use worker::{Machine, READY, Worker};

@@ -7,11 +7,12 @@ use std::io;
 
 use landlock::{ABI, Access, AccessFs, AccessNet, Scope};
 use landlock::{CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetStatus};
+use proto::errno::Cause;
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
 use rustix::process::{chdir, chroot};
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
-use crate::confine::drop_capabilities;
+use crate::confine::describe;
 
 /// A folder that every host has, where an empty one is mounted.
 const EMPTY: &str = "/proc";
@@ -30,23 +31,33 @@ impl Refused {
     pub fn is_empty(&self) -> bool {
         self.namespaces.is_none() && self.landlock.is_none()
     }
+
+    /// Why the host refuses namespaces.
+    pub fn namespaces(&self) -> Option<String> {
+        self.namespaces.as_ref().map(|error| Cause::new(error.raw_os_error(), error).to_string())
+    }
+
+    /// Why the host refuses Landlock.
+    pub fn landlock(&self) -> Option<&str> {
+        self.landlock.as_deref()
+    }
 }
 
 impl fmt::Display for Refused {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let namespaces =
-            self.namespaces.as_ref().map(|error| format!("namespaces of their own ({error})"));
-        let landlock = self.landlock.as_ref().map(|error| format!("Landlock ({error})"));
+        let namespaces = self.namespaces().map(|error| format!("namespaces: {error}"));
+        let landlock = self.landlock.as_ref().map(|error| format!("Landlock: {error}"));
         let all: Vec<_> = namespaces.into_iter().chain(landlock).collect();
-        f.write_str(&all.join(", "))
+        f.write_str(&all.join("; "))
     }
 }
 
-/// Gives up everything that the host lets this process give up. It has one thread.
+/// Gives up everything that the host lets this process give up, but for capabilities, of which namespaces of users give it all:
+/// [`drop_capabilities`](crate::drop_capabilities) comes behind this, whether the host has refused anything or not. It has one thread.
 pub fn enter() -> Refused {
     // Landlock forbids mounts, which namespaces need.
     let namespaces = leave_namespaces().err().map(io::Error::from);
-    Refused { namespaces, landlock: lock_files().err() }
+    Refused { namespaces, landlock: forbid_files().err() }
 }
 
 fn leave_namespaces() -> rustix::io::Result<()> {
@@ -62,19 +73,21 @@ fn leave_namespaces() -> rustix::io::Result<()> {
     let flags = MountFlags::RDONLY | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
     mount("tmpfs", EMPTY, "tmpfs", flags, Some(c"nr_inodes=1"))?;
     chdir(EMPTY)?;
-    chroot(EMPTY)?;
-    drop_capabilities()
+    chroot(EMPTY)
 }
 
 /// Forbids everything that the host's Landlock knows (landlock(7)): files, ports, sockets without a file, signals to others.
-fn lock_files() -> Result<(), String> {
+///
+/// # Errors
+/// The host has no Landlock.
+pub fn forbid_files() -> Result<(), String> {
     let locked = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(RIGHTS))
         .and_then(|rules| rules.handle_access(AccessNet::from_all(RIGHTS)))
         .and_then(|rules| rules.scope(Scope::from_all(RIGHTS)))
         .and_then(|rules| rules.create()?.restrict_self());
-    match locked.map_err(|error| error.to_string())?.ruleset {
+    match locked.map_err(|error| describe(&error))?.ruleset {
         RulesetStatus::NotEnforced => Err("the kernel has none".to_owned()),
         RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced => Ok(()),
     }

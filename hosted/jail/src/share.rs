@@ -30,7 +30,8 @@ pub fn serve_share(machine: Machine, share: Share, end: &AtomicBool) -> Result<(
     // SAFETY: `parador run` starts the program with this descriptor, and nothing else of it uses it.
     let folder = unsafe { OwnedFd::from_raw_fd(layout::DISKS_FD as i32) };
     let server = Server::new(folder, share.read_only);
-    let server = server.map_err(|error| Failed::new("server of files", error))?;
+    let server =
+        server.map_err(|error| Failed::host("cannot set up the server of files", &error.into()))?;
     let folder = server.folder();
     let files = if share.read_only { Files::Read(folder) } else { Files::Change(folder) };
     let threads = confine(files, THREADS)?;

@@ -28,6 +28,10 @@ impl Threads {
                 let _ends = Ends;
                 started.wait();
                 job.wait()();
+                // The end of a thread is calls that the filter does not let through, either.
+                loop {
+                    std::thread::park();
+                }
             })?;
         }
         started.wait();

@@ -141,8 +141,11 @@ pub trait Serve: Send + Sync {
         Order::Free
     }
 
-    /// No request has ended for a moment since the last one, or none comes any more.
+    /// No request has ended for a moment since the last one.
     fn idle(&self) {}
+
+    /// The process ends. `is_settled`: no request is being carried out any more.
+    fn close(&self, _is_settled: bool) {}
 }
 
 /// How long a moment is.
@@ -427,15 +430,16 @@ impl Service {
         }
         self.is_over.store(true, SeqCst);
         let until = Instant::now() + PATIENCE;
-        loop {
+        let is_settled = loop {
             let seen = self.answered.load(SeqCst);
             let left = until.saturating_duration_since(Instant::now());
-            if self.flights().busy == 0 || left.is_zero() {
-                break;
+            let is_settled = self.flights().busy == 0;
+            if is_settled || left.is_zero() {
+                break is_settled;
             }
             self.await_answer(seen, left);
-        }
-        self.served.idle();
+        };
+        self.served.close(is_settled);
     }
 }
 
@@ -640,6 +644,11 @@ mod tests {
         }
 
         fn idle(&self) {
+            self.idle.send(()).unwrap();
+        }
+
+        fn close(&self, is_settled: bool) {
+            assert!(is_settled);
             self.idle.send(()).unwrap();
         }
     }

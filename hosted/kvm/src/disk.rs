@@ -9,6 +9,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use proto::errno::Cause;
 use proto::wedge::{Disk as Record, log};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
@@ -30,6 +31,8 @@ pub struct Disk {
     state: Mutex<State>,
     /// A request waits, or one is done.
     changed: Condvar,
+    /// A flush has failed. Held while one is carried out.
+    has_lost: Mutex<bool>,
 }
 
 #[derive(Default)]
@@ -51,7 +54,8 @@ struct Request {
 impl Disk {
     /// A disk in a file.
     pub fn new(file: File, record: Record) -> Self {
-        Self { file, record, state: Mutex::default(), changed: Condvar::new() }
+        let (state, has_lost) = (Mutex::default(), Mutex::default());
+        Self { file, record, state, changed: Condvar::new(), has_lost }
     }
 
     /// What it is like for the device model.
@@ -92,7 +96,8 @@ impl Disk {
                 Err(Failure::Host(error)) => {
                     if !std::mem::replace(&mut state.told, true) {
                         let level = log::WARN;
-                        eprintln!("<{level}>disk {number}: the host refuses a request: {error}");
+                        let cause = Cause::new(error.raw_os_error(), &error);
+                        eprintln!("<{level}>disk {number}: the host refuses a request: {cause}");
                     }
                     BlockStatus::Failed
                 }
@@ -132,7 +137,7 @@ impl Disk {
                 }
                 Ok(self.file.write_all_at(&bytes, at)?)
             }
-            BlockOp::Flush => Ok(self.file.sync_data()?),
+            BlockOp::Flush => Ok(self.flush(File::sync_data)?),
             BlockOp::Discard { sector, count } => {
                 self.allocate(FallocateFlags::PUNCH_HOLE, sector, count)
             }
@@ -142,6 +147,20 @@ impl Disk {
                 self.allocate(flag, sector, count).or_else(|_| self.zero(sector, count))
             }
         }
+    }
+
+    /// Flushes with `sync`, one at a time.
+    ///
+    /// After one has failed, all fail until the disk is opened anew: the host's kernel reports data that it could not write
+    /// once, and keeps none of it.
+    fn flush(&self, sync: impl FnOnce(&File) -> io::Result<()>) -> io::Result<()> {
+        let mut has_lost = self.has_lost.lock().unwrap_or_else(PoisonError::into_inner);
+        if *has_lost {
+            return Err(Errno::IO.into());
+        }
+        let flushed = sync(&self.file);
+        *has_lost = flushed.is_err();
+        flushed
     }
 
     /// Where so many bytes from a sector on are in the file.
@@ -259,6 +278,30 @@ mod tests {
         carry_out(BlockOp::Read { sector: 14 }, &[(0x2000, 1024)]).unwrap();
         memory.read_slice(0x2000, &mut bytes).unwrap();
         assert_eq!((bytes[511], bytes[512]), (0, 7));
+    }
+
+    #[test]
+    fn a_failed_flush_is_the_last_word() {
+        let disk = disk();
+        assert!(disk.flush(|_| Ok(())).is_ok());
+        // Two at a time: the host reports the error to the first one only.
+        let (failing, begins) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| {
+                disk.flush(|_| {
+                    failing.send(()).unwrap();
+                    std::thread::sleep(std::time::Duration::from_millis(50));
+                    Err(Errno::IO.into())
+                })
+            });
+            begins.recv().unwrap();
+            assert!(disk.flush(|_| Ok(())).is_err());
+            assert!(first.join().unwrap().is_err());
+        });
+        assert!(disk.flush(|_| Ok(())).is_err());
+        let flush = request(BlockOp::Flush, &[]);
+        let flushed = disk.carry_out(&flush, &memory(&[(0, 0x3000)]));
+        assert!(matches!(flushed, Err(Failure::Host(_))));
     }
 
     #[test]

@@ -3,6 +3,11 @@
 use std::fmt;
 use std::io;
 
+use kvm_bindings::{
+    KVM_EXIT_EXCEPTION, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_MEMORY_FAULT, KVM_EXIT_SYSTEM_EVENT,
+    KVM_EXIT_UNKNOWN,
+};
+use proto::errno::{Cause, Errno};
 use vmm_cpu::Exit;
 
 /// Why a machine cannot be run by KVM.
@@ -41,20 +46,56 @@ impl Error {
     }
 }
 
+/// Why KVM has left a guest that should have run on.
+pub fn cause_of(exit: &Exit) -> String {
+    match exit {
+        Exit::HostError(0) => "the host's kernel gives no reason".to_owned(),
+        Exit::HostError(number) => format!("KVM_RUN: {}", Errno(*number as i32)),
+        Exit::InvalidState { why, code } => format!("{why} {code:#x}"),
+        Exit::Shutdown => "KVM_EXIT_SHUTDOWN: triple fault".to_owned(),
+        Exit::Unknown(reason) => match u32::try_from(*reason) {
+            Ok(KVM_EXIT_UNKNOWN) => "KVM_EXIT_UNKNOWN: the processor reports an exit that KVM does not know".to_owned(),
+            Ok(KVM_EXIT_EXCEPTION) => "KVM_EXIT_EXCEPTION: an exception that KVM cannot inject".to_owned(),
+            Ok(KVM_EXIT_INTERNAL_ERROR) => "KVM_EXIT_INTERNAL_ERROR: KVM cannot emulate an instruction, or cannot deliver an event".to_owned(),
+            Ok(KVM_EXIT_SYSTEM_EVENT) => "KVM_EXIT_SYSTEM_EVENT: the guest asks for a reset".to_owned(),
+            Ok(KVM_EXIT_MEMORY_FAULT) => "KVM_EXIT_MEMORY_FAULT: the host does not provide guest memory".to_owned(),
+            _ => format!("exit reason {reason} of KVM, which nothing here asks for"),
+        },
+        exit => format!("it leaves the guest with {exit:?}"),
+    }
+}
+
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Host(action, error) => write!(f, "cannot {action}: {error}"),
+            Self::Host(action, error) => {
+                write!(f, "cannot {action}: {}", Cause::new(error.raw_os_error(), error))
+            }
             Self::Lacking(what) => {
                 write!(f, "the host's KVM has no {what}: it needs Linux 5.16 or newer")
             }
             Self::NotRunning(exit) => {
-                write!(f, "a virtual processor does not run a simple program: {exit:?}")
+                write!(f, "a vCPU does not run a simple program: {}", cause_of(exit))
             }
             Self::Description(error) => write!(f, "the machine's description is wrong: {error}"),
             Self::Boot(error) => write!(f, "{error}"),
-            Self::Sandbox(refused) => write!(f, "the host lets no process have {refused}"),
+            Self::Sandbox(refused) => write!(f, "the host refuses {refused}"),
             Self::Filter(error) => write!(f, "{error}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Neither an exit of KVM nor an error of the host is a number that the reader has to look up.
+    #[test]
+    fn causes_have_names() {
+        let text = |exit| Error::NotRunning(exit).to_string();
+        assert!(text(Exit::Unknown(17)).contains("KVM_EXIT_INTERNAL_ERROR: KVM cannot emulate"));
+        assert!(text(Exit::HostError(14)).ends_with("KVM_RUN: Bad address (EFAULT)"));
+        let error = Error::host("open /dev/kvm")(io::Error::from_raw_os_error(13));
+        assert_eq!(error.to_string(), "cannot open /dev/kvm: Permission denied (EACCES)");
     }
 }

@@ -277,8 +277,15 @@ fn serve() -> Result<Never, Error> {
         .map_err(Error::host("lay the guest's memory out"))?
 }
 
-/// Gives up names of files, networks and other processes.
+/// Gives up names of files, networks and other processes as far as is wanted, and all capabilities in any case.
 fn shut_in(machine: &Machine) -> Result<(), Error> {
+    let entered = enter_sandbox(machine);
+    let dropped = hosted_jail::drop_capabilities().map_err(io::Error::from);
+    dropped.map_err(Error::host("give up capabilities"))?;
+    entered
+}
+
+fn enter_sandbox(machine: &Machine) -> Result<(), Error> {
     if machine.sandbox == Sandbox::Off {
         return Ok(());
     }
@@ -290,7 +297,7 @@ fn shut_in(machine: &Machine) -> Result<(), Error> {
         return Err(Error::Sandbox(refused));
     }
     if machine.log >= log::INFO {
-        eprintln!("<{}>the host lets no process have {refused}", log::INFO);
+        eprintln!("<{}>the host refuses {refused}", log::INFO);
     }
     Ok(())
 }

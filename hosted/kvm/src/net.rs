@@ -11,6 +11,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use hosted_jail::describe;
 use proto::wedge::{Net as Record, log};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -138,7 +139,7 @@ impl Network {
                     out.taken = out.bytes.len();
                     // A tap device that is down, or does not like a header, loses the frame.
                     if !self.is_tap {
-                        self.end(&error);
+                        self.end(&describe(&error));
                     }
                 }
             }
@@ -150,7 +151,7 @@ impl Network {
     /// The guest's cable is out.
     fn end(&self, error: &dyn std::fmt::Display) {
         if !self.is_down.swap(true, SeqCst) {
-            eprintln!("<{}>{}: the other side has gone ({error})", log::WARN, self.name);
+            eprintln!("<{}>{}: the other side has gone: {error}", log::WARN, self.name);
         }
     }
 }
@@ -200,7 +201,7 @@ impl<'n> Link<'n> {
         let before = if *is_tap { LENGTH } else { 0 };
         let place = self.end + before;
         match { file }.read(&mut self.bytes[place..]) {
-            Ok(0) => self.network.end(&"end of the stream"),
+            Ok(0) => self.network.end(&"it closed its socket"),
             Ok(count) => {
                 if *is_tap {
                     self.bytes[self.end..place].copy_from_slice(&(count as u32).to_be_bytes());
@@ -210,7 +211,7 @@ impl<'n> Link<'n> {
             }
             Err(error) if error.kind() == ErrorKind::Interrupted => return true,
             Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-            Err(error) => self.network.end(&error),
+            Err(error) => self.network.end(&describe(&error)),
         }
         false
     }

@@ -26,6 +26,7 @@ use nix::sys::time::TimeSpec;
 use nix::sys::timer::{Expiration, Timer, TimerSetTimeFlags};
 use nix::time::ClockId;
 use proto::wedge::debug::{HALT, reason, register};
+use proto::wedge::log;
 use rustix::io::Errno;
 use vmm_cpu::walk::CodeView;
 use vmm_cpu::{Access, Backend, Event, Exit, Gpr, Reg, Seg, Segment, Space, TscClock, Window};
@@ -33,13 +34,16 @@ use vmm_mem::GuestMemory;
 use vmm_sys_util::signal::register_signal_handler;
 
 use crate::debug::{self, Stops};
+use crate::error::cause_of;
 use crate::seat::{Seat, tsc};
 use crate::{Error, calls};
 
 /// What makes a thread leave the guest.
 pub const KICK: Signal = Signal::SIGUSR1;
-/// `KVM_EXIT_INTERNAL_ERROR`: KVM cannot emulate what the guest does.
-const INTERNAL_ERROR: u64 = kvm_bindings::KVM_EXIT_INTERNAL_ERROR as u64;
+/// What KVM's exits say that are the guest's fault.
+const NO_ENTRY: &str = "KVM cannot enter the guest with its registers (KVM_EXIT_FAIL_ENTRY)";
+const NO_EMULATION: &str =
+    "KVM cannot emulate what the guest does (KVM_EXIT_INTERNAL_ERROR), suberror";
 
 thread_local! {
     /// `immediate_exit` of the processor that this thread drives.
@@ -521,6 +525,11 @@ impl<'s> KvmVcpu<'s> {
         Some(Exit::Access(Access { space: Space::Port, address, size, value }))
     }
 
+    /// `CR8` of the guest: KVM has put it there when the guest was left.
+    fn present_cr8(&mut self) -> u8 {
+        self.fd.get_kvm_run().cr8 as u8 & 0xf
+    }
+
     /// Enters the guest once. `None`: nothing to tell.
     fn enter(&mut self) -> Option<Exit> {
         self.sregs = None;
@@ -561,8 +570,13 @@ impl<'s> KvmVcpu<'s> {
             }
             Ok(VcpuExit::Hlt) => return self.halted(),
             Ok(VcpuExit::Shutdown) => Some(Exit::Shutdown),
-            Ok(VcpuExit::FailEntry(..)) => Some(Exit::InvalidState),
-            Ok(VcpuExit::InternalError) => Some(Exit::Unknown(INTERNAL_ERROR)),
+            Ok(VcpuExit::FailEntry(code, _)) => Some(Exit::InvalidState { why: NO_ENTRY, code }),
+            Ok(VcpuExit::InternalError) => {
+                // SAFETY: KVM has left for an internal error, so this is what the union has.
+                Some(internal_error(unsafe {
+                    self.fd.get_kvm_run().__bindgen_anon_1.internal.suberror
+                }))
+            }
             // Nothing else is asked for.
             Ok(VcpuExit::Debug(_)) => {
                 self.step = Step::Done;
@@ -571,10 +585,10 @@ impl<'s> KvmVcpu<'s> {
             // The machine's controller may now have an interrupt for it.
             Ok(VcpuExit::SetTpr) => Some(Exit::Recall { events: 0 }),
             Ok(VcpuExit::IrqWindowOpen | VcpuExit::Intr | VcpuExit::Nmi) => None,
-            Ok(_) => Some(Exit::Unknown(self.fd.get_kvm_run().exit_reason.into())),
+            Ok(_) => Some(report(Exit::Unknown(self.fd.get_kvm_run().exit_reason.into()))),
             Err(error) => match Errno::from_raw_os_error(error.errno()) {
                 Errno::INTR | Errno::AGAIN => None,
-                _ => Some(Exit::HostError(error.errno() as u64)),
+                _ => Some(report(Exit::HostError(error.errno() as u64))),
             },
         };
         if let Some((port, next, length, write)) = ports {
@@ -591,6 +605,29 @@ impl Drop for KvmVcpu<'_> {
     fn drop(&mut self) {
         IMMEDIATE_EXIT.set(ptr::null_mut());
     }
+}
+
+/// Whose fault an internal error of KVM's is: the guest's, if it executes something that KVM would have to emulate and cannot (code in a
+/// device's memory, say), or delivers an event through tables that are a device's memory. The rest is KVM's.
+fn internal_error(suberror: u32) -> Exit {
+    use kvm_bindings::{
+        KVM_EXIT_INTERNAL_ERROR, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
+        KVM_INTERNAL_ERROR_SIMUL_EX,
+    };
+    match suberror {
+        KVM_INTERNAL_ERROR_EMULATION
+        | KVM_INTERNAL_ERROR_SIMUL_EX
+        | KVM_INTERNAL_ERROR_DELIVERY_EV => {
+            Exit::InvalidState { why: NO_EMULATION, code: suberror.into() }
+        }
+        _ => report(Exit::Unknown(KVM_EXIT_INTERNAL_ERROR.into())),
+    }
+}
+
+/// Prints why the vCPU cannot go on, which ends the VM with nothing but an exit code.
+fn report(exit: Exit) -> Exit {
+    eprintln!("<{}>a vCPU cannot go on: {}", log::ERROR, cause_of(&exit));
+    exit
 }
 
 /// Whether this processor is QEMU's, which enters guests without the interrupt shadow that they were left in (docs/CAVEATS.md).
@@ -827,8 +864,8 @@ impl Backend for KvmVcpu<'_> {
     const KEEPS_CR8: bool = true;
 
     fn cr8(&mut self) -> u8 {
-        // KVM has put it there when the guest was left.
-        self.fd.get_kvm_run().cr8 as u8 & 0xf
+        self.known_cr8 = self.present_cr8();
+        self.known_cr8
     }
 
     fn set_cr8(&mut self, value: u8) {
@@ -884,7 +921,7 @@ impl Backend for KvmVcpu<'_> {
                 return exit;
             }
             if let Some(error) = self.failed.take() {
-                return Exit::HostError(error.raw_os_error().unwrap_or(0) as u64);
+                return report(Exit::HostError(error.raw_os_error().unwrap_or(0) as u64));
             }
             // From here on a kick is not lost: it comes as a signal, which leaves its mark.
             // One that is asked to stop lets KVM finish an instruction.
@@ -907,7 +944,7 @@ impl Backend for KvmVcpu<'_> {
             if let Some(exit) = exit {
                 return exit;
             }
-            if self.cr8() != self.known_cr8 {
+            if self.present_cr8() != self.known_cr8 {
                 // What waits for the guest may not be for it any longer.
                 return Exit::Recall { events: 0 };
             }
@@ -918,6 +955,13 @@ impl Backend for KvmVcpu<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn internal_errors_are_the_guests_fault_or_kvms() {
+        let fault = |suberror| matches!(internal_error(suberror), Exit::InvalidState { .. });
+        assert_eq!([0, 1, 2, 3, 4, 5].map(fault), [false, true, true, true, false, false]);
+        assert_eq!(internal_error(4), Exit::Unknown(17));
+    }
 
     #[test]
     fn segments_come_back() {

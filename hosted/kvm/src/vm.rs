@@ -136,7 +136,7 @@ impl Vm {
 
 /// Tells KVM what `CPUID` says to processor `index`. What depends on `CR4` and `XCR0` KVM fills in.
 pub fn set_cpuid(vcpu: &VcpuFd, index: usize, table: &CpuidTable) -> Result<(), Error> {
-    let view = CpuView { apic_id: index as u32, cr4: 0, xcr0: 1 };
+    let view = CpuView { apic_id: index as u32, cr4: 0, xcr0: 1, apic: true };
     let entry = |number: u32, subleaf: u32, flags: u32| {
         let (values, patch) = table.lookup(number, subleaf);
         let [eax, ebx, ecx, edx] = table.patch(values, patch, view);

@@ -11,7 +11,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use wedge_afterburn::{Error, Pad, assembler};
+use wedge_afterburn::{Error, Exceptions, Pad, assembler};
 
 #[derive(Debug, Subcommand)]
 pub enum AfterburnCommand {
@@ -55,14 +55,26 @@ gcc passes no options to it, so they come in the environment:
     #[command(after_help = "\
 Example: parador afterburn verify vmlinux
 
-Exit codes: 0 nothing is missed, no site is wrong, no pad overlaps; 1 otherwise; 65 no ELF file, damaged,
-no table of sites, or one of another version; 66 no such file.")]
+All bytes of executable sections are judged as 64-bit code. What is none has to be named; the entry in the PVH note is
+known. The report lists what was excepted. Bytes that may be sensitive instructions or data count as unjudged.
+
+Exit codes: 0 nothing is missed or unjudged, no site is wrong, no pad overlaps; 1 otherwise; 64 an exception names no
+symbol of the code; 65 no ELF file, damaged, no table of sites, or one of another version; 66 no such file.")]
     Verify {
         /// The kernel or module.
         file: PathBuf,
         /// Print the report as JSON.
         #[arg(long)]
         json: bool,
+        /// Entry of 16-bit code; followed as far as near branches lead. Can be given several times.
+        #[arg(long, value_name = "SYMBOL")]
+        code16: Vec<String>,
+        /// Entry of 32-bit code, as --code16.
+        #[arg(long, value_name = "SYMBOL")]
+        code32: Vec<String>,
+        /// Data between instructions: all bytes of the symbol. Can be given several times.
+        #[arg(long, value_name = "SYMBOL")]
+        data: Vec<String>,
     },
     /// Make an image that behaves as a kernel does, but goes through a stub at every sensitive instruction.
     #[command(after_help = "\
@@ -100,7 +112,9 @@ pub fn run(command: AfterburnCommand) -> Result<u8, Failure> {
             write(output.as_deref(), rewritten.text.as_ref().unwrap_or(&text))?;
             Ok(0)
         }
-        AfterburnCommand::Verify { file, json } => verify(&file, json),
+        AfterburnCommand::Verify { file, json, code16, code32, data } => {
+            verify(&file, json, &Exceptions { code16, code32, data })
+        }
         AfterburnCommand::Null { file, output, count } => {
             let null = wedge_afterburn::null(&file, &read(&file)?, count)?;
             write(Some(&output), &null.file)?;
@@ -113,8 +127,8 @@ pub fn run(command: AfterburnCommand) -> Result<u8, Failure> {
 /// Exit code if a verified file is not as it should be.
 const NOT_VERIFIED: u8 = 1;
 
-fn verify(file: &Path, json: bool) -> Result<u8, Failure> {
-    let report = wedge_afterburn::verify(file, &read(file)?)?;
+fn verify(file: &Path, json: bool, exceptions: &Exceptions) -> Result<u8, Failure> {
+    let report = wedge_afterburn::verify(file, &read(file)?, exceptions)?;
     let text = match json {
         true => serde_json::to_string_pretty(&report).map_err(|error| {
             Failure::new(failure::INTERNAL, format!("cannot write JSON: {error}"))

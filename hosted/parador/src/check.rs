@@ -4,6 +4,7 @@
 //! - a channel connects two different virtual machines (`channels`);
 //! - a device has one owner; a console has one client, or all of its clients share it;
 //! - CPUs that are named exist, and without `share_cpus` every vCPU has a CPU of its own;
+//! - no CPU is promised more than once (`cpu_time`);
 //! - guests, boot files and Parador itself fit into the machine's memory;
 //! - a kernel is whole, and its guest has the memory that it needs.
 //!
@@ -12,6 +13,7 @@
 
 use crate::attach::{Bus, Device, Disk, MachineDisk, MachineNet, Net, chosen_mac};
 use crate::channels;
+use crate::cpu_time::{Budget, Promises};
 use crate::description::{
     self, Board, Console, Cpus, Description, Log, OnReset, Restart, ServerKind, Size,
 };
@@ -127,6 +129,8 @@ pub struct Server {
     pub restart: Restart,
     /// 0 to [`compiled::MAX_PRIORITY`].
     pub priority: u8,
+    /// Its CPU time, if it has a budget.
+    pub cpu_time: Option<compiled::CpuTime>,
 }
 
 impl Server {
@@ -152,6 +156,8 @@ pub struct Task {
     cpu: u32,
     /// 0 to [`compiled::MAX_PRIORITY`].
     pub priority: u8,
+    /// Its CPU time, if it has a budget.
+    pub cpu_time: Option<compiled::CpuTime>,
     essential: bool,
     /// Index of its console server.
     pub console: Option<u8>,
@@ -179,6 +185,8 @@ pub struct Vm {
     vmm: Option<Spanned<String>>,
     /// 0 to [`compiled::MAX_PRIORITY`].
     pub priority: u8,
+    /// Its CPU time, if it has a budget.
+    pub cpu_time: Option<compiled::CpuTime>,
     /// Which ends start it again.
     pub restart: Restart,
     on_reset: OnReset,
@@ -328,6 +336,7 @@ impl Checker<'_> {
             nets,
             source,
         };
+        self.promises(&plan);
         let files = plan.visible_files();
         plan.file_problems(&files, &mut self.problems);
         plan
@@ -384,6 +393,7 @@ impl Checker<'_> {
                 program: server.program,
                 restart: server.restart.unwrap_or(Restart::OnCrash),
                 priority: self.priority(server.priority, DEFAULT_SERVER_PRIORITY),
+                cpu_time: self.cpu_time(server.cpu.as_ref()),
             });
         }
         let has_console = servers.iter().any(|server| server.kind == ServerKind::Console);
@@ -399,6 +409,7 @@ impl Checker<'_> {
                 program: None,
                 restart: Restart::OnCrash,
                 priority: DEFAULT_SERVER_PRIORITY,
+                cpu_time: None,
             });
         }
         servers
@@ -442,11 +453,13 @@ impl Checker<'_> {
             let message = format!("a task has at most {} arguments", compiled::MAX_ARGUMENTS);
             self.problems.push(Problem::new(argument.span(), message));
         }
+        let cpu = task.cpu.unwrap_or_default();
         Task {
             name: task.name.into_inner(),
             arguments: task.args.into_iter().map(Spanned::into_inner).collect(),
-            cpu: task.cpu.as_ref().map_or(0, |cpu| *cpu.get_ref()),
+            cpu: cpu.number.unwrap_or(0),
             priority: self.priority(task.priority, DEFAULT_PRIORITY),
+            cpu_time: self.cpu_time(cpu.budget.as_ref()),
             essential: task.essential.unwrap_or(true),
             console: console.filter(|_| uses_console(task.console.as_ref())),
             manage: task.manage,
@@ -513,6 +526,7 @@ impl Checker<'_> {
             console: console.filter(|_| uses_console(vm.console.as_ref())),
             vmm: vm.vmm,
             priority: self.priority(vm.priority, DEFAULT_PRIORITY),
+            cpu_time: self.cpu_time(vm.cpu.as_ref()),
             restart: vm.restart,
             on_reset: vm.on_reset,
             kvmclock: vm.kvmclock.unwrap_or(true),
@@ -550,6 +564,30 @@ impl Checker<'_> {
                 default
             }
         }
+    }
+
+    fn cpu_time(&mut self, given: Option<&Budget>) -> Option<compiled::CpuTime> {
+        given?.check(&mut self.problems)
+    }
+
+    /// Adds up what is promised of each CPU, as root places it.
+    fn promises(&mut self, plan: &Plan) {
+        let mut promises = Promises::default();
+        for server in &plan.servers {
+            promises.add(0, &server.name, server.cpu_time);
+        }
+        for task in &plan.tasks {
+            promises.add(task.cpu, &task.name, task.cpu_time);
+        }
+        for (index, vm) in plan.vms.iter().enumerate().filter(|(_, vm)| !vm.template) {
+            let count = plan.cpus.unwrap_or(MAX_CPUS).max(1);
+            for vcpu in 0..vm.vcpus {
+                let chosen = (index as u32 + vcpu) % count;
+                let cpu = vm.pins.get(vcpu as usize).copied().unwrap_or(chosen);
+                promises.add(cpu, &vm.name, vm.cpu_time);
+            }
+        }
+        promises.check(&mut self.problems);
     }
 
     fn cpus(&mut self, requests: &[CpuRequest], tasks: &[Task], cpus: Option<u32>, share: bool) {
@@ -1153,6 +1191,7 @@ impl Plan {
             },
             binary: server.binary(),
             priority: server.priority,
+            cpu_time: server.cpu_time,
             restart: compile_restart(server.restart),
         });
         let tasks = self.tasks.iter().map(|task| compiled::Task {
@@ -1161,6 +1200,7 @@ impl Plan {
             arguments: task.arguments.iter().map(String::as_str).collect(),
             cpu: task.cpu,
             priority: task.priority,
+            cpu_time: task.cpu_time,
             essential: task.essential,
             console: task.console,
             manage: task.manage,
@@ -1176,6 +1216,7 @@ impl Plan {
             command_line: &vm.command_line,
             console: vm.console,
             priority: vm.priority,
+            cpu_time: vm.cpu_time,
             restart: compile_restart(vm.restart),
             on_reset: match vm.on_reset {
                 OnReset::Exit => compiled::OnReset::Exit,
@@ -1249,7 +1290,7 @@ impl Vm {
             Err(error) => {
                 let message = format!("{}: {error}", path.display());
                 problems.push(Problem::new(span, message).help(
-                    "give a whole bzImage for x86-64 (vmlinuz), a PVH ELF file, or \"debian\"",
+                    "give a whole bzImage for x86-64 (vmlinuz), a PVH or Multiboot kernel, or \"debian\"",
                 ));
             }
             Ok(kernel) => {

@@ -11,7 +11,7 @@ use crate::graph::{self, Graph};
 use crate::image::{self, Image};
 use crate::kernel::{self, KernelCommand};
 use crate::output::print;
-use crate::programs::Programs;
+use crate::programs::{Named, Programs};
 use crate::rootfs;
 use crate::run;
 use crate::steps::Steps;
@@ -106,9 +106,14 @@ Called again, it leaves the disk as it is. Packages are kept for the next disk."
         /// Debian's release.
         #[arg(long, default_value = "bookworm")]
         suite: String,
-        /// Where packages come from.
+        /// Where packages and their updates come from: a mirror of Debian, whose signature is
+        /// verified.
         #[arg(long, value_name = "URL", default_value = "http://deb.debian.org/debian")]
         mirror: String,
+        /// Where security updates come from; `none`: nowhere [default: `debian-security` beside a
+        /// mirror that ends in `debian`].
+        #[arg(long, value_name = "URL")]
+        security_mirror: Option<String>,
         /// Make the disk anew; what is on it is lost.
         #[arg(long)]
         force: bool,
@@ -122,9 +127,8 @@ enum SystemCommand {
     Check {
         /// The description, a TOML file.
         file: PathBuf,
-        /// Folder of finished programs [default: those built in the source tree, if any].
-        #[arg(long, value_name = "FOLDER", env = "PARADOR_ARTIFACTS")]
-        artifacts: Option<PathBuf>,
+        #[command(flatten)]
+        programs: Named,
     },
     /// Draw who holds which capability to what.
     #[command(after_help = "\
@@ -241,14 +245,13 @@ struct Place {
     /// Folder for the image [default: target/images/NAME in a source tree].
     #[arg(short, long, value_name = "FOLDER")]
     output: Option<PathBuf>,
-    /// Folder of finished programs, instead of building them.
-    #[arg(long, value_name = "FOLDER", env = "PARADOR_ARTIFACTS")]
-    artifacts: Option<PathBuf>,
+    #[command(flatten)]
+    programs: Named,
 }
 
 impl Place {
     fn options(self, iso: Option<PathBuf>) -> image::Options {
-        image::Options { output: self.output, artifacts: self.artifacts, iso }
+        image::Options { output: self.output, programs: self.programs, iso }
     }
 }
 
@@ -273,9 +276,19 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
             ssh_key,
             suite,
             mirror,
+            security_mirror,
             force,
         }) => {
-            let options = rootfs::Options { output, size, include, ssh_key, suite, mirror, force };
+            let options = rootfs::Options {
+                output,
+                size,
+                include,
+                ssh_key,
+                suite,
+                mirror,
+                security_mirror,
+                force,
+            };
             rootfs::debian(&options, &Steps::new())?;
             print(format!("{}\n", options.output.display()))?;
             Ok(0)
@@ -285,14 +298,16 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
 
 fn system(command: SystemCommand) -> Result<u8, Failure> {
     match command {
-        SystemCommand::Check { file, artifacts } => {
+        SystemCommand::Check { file, programs: named } => {
             let plan = check::check(&file, Overrides::default())?;
             // A description can be judged where Parador itself is not, or not yet; but a folder that was
             // named exists.
-            let programs = match (Programs::find(artifacts.as_deref()), artifacts) {
-                (Ok(programs), _) => programs.finished(),
-                (Err(failure), Some(_)) => return Err(failure),
-                (Err(_), None) => None,
+            let programs = match Programs::find(&named) {
+                Ok(programs) => programs.finished(),
+                Err(failure) if named.is_some() || failure.code() != failure::MISSING_FILE => {
+                    return Err(failure);
+                }
+                Err(_) => None,
             };
             programs.iter().try_for_each(|folder| plan.check_programs(folder))?;
             let state = match programs {

@@ -314,12 +314,16 @@ fn pty() -> Result<(OwnedFd, OwnedFd, String), Errno> {
 /// Makes a socket, for the user alone. `what` completes "cannot make …".
 pub fn listen(path: &Path, what: &str) -> Result<UnixListener, Failure> {
     remove_stale(path, what)?;
-    // The socket has its mode from the beginning.
+    let made = bind(path).and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
+    made.map_err(|error| Failure::file(&format!("make {what}"), path, &error))
+}
+
+/// Binds a socket that is the user's alone, whatever the user's umask is: it has its mode from the beginning.
+pub fn bind(path: &Path) -> io::Result<UnixListener> {
     let former = rustix::process::umask(Mode::from_raw_mode(0o177));
     let bound = UnixListener::bind(path);
     rustix::process::umask(former);
-    let made = bound.and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
-    made.map_err(|error| Failure::file(&format!("make {what}"), path, &error))
+    bound
 }
 
 /// Removes a socket whose owner is gone.

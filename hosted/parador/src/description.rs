@@ -2,6 +2,7 @@
 //!
 //! This module only says what may be written; `check` says what makes sense.
 
+use crate::cpu_time::{Budget, TaskCpu};
 use crate::keyvalue;
 use crate::problem::Problem;
 use schemars::JsonSchema;
@@ -103,6 +104,8 @@ pub struct Server {
     pub restart: Option<Restart>,
     /// 0 to 63.
     pub priority: Option<Spanned<u32>>,
+    /// Its CPU time.
+    pub cpu: Option<Budget>,
 }
 
 /// What a server serves.
@@ -128,8 +131,8 @@ pub struct Task {
     /// Its arguments.
     #[serde(default)]
     pub args: Vec<Spanned<String>>,
-    /// CPU of its first thread.
-    pub cpu: Option<Spanned<u32>>,
+    /// CPU of its first thread, or its CPU time, or both.
+    pub cpu: Option<TaskCpu>,
     /// 0 to 63.
     pub priority: Option<Spanned<u32>>,
     /// The system waits for its end.
@@ -166,6 +169,8 @@ pub struct Vm {
     pub vmm: Option<Spanned<String>>,
     /// 0 to 63.
     pub priority: Option<Spanned<u32>>,
+    /// CPU time of each of its virtual CPUs.
+    pub cpu: Option<Budget>,
     /// Which ends start it again.
     #[serde(default)]
     pub restart: Restart,
@@ -235,7 +240,7 @@ pub enum Restart {
     /// None.
     #[default]
     Never,
-    /// Panic, triple fault, a fault of the VMM.
+    /// Panic, triple fault, reset, a fault of the VMM.
     OnCrash,
     /// Every end.
     Always,

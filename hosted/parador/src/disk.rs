@@ -4,22 +4,20 @@ use crate::device;
 use crate::failure::{self, Failure};
 use crate::keyvalue;
 use crate::machine::Other;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
+
+mod lock;
 
 /// Bytes of a sector.
 const SECTOR: u64 = 512;
-/// How long a file may be in use by others: a machine that has just been killed needs a moment to be gone.
-const PATIENCE: Duration = Duration::from_millis(500);
 /// First bytes of a qcow2 image (QEMU, `docs/interop/qcow2.txt`).
 const QCOW2: [u8; 4] = *b"QFI\xfb";
 /// Bytes that each version's header has.
@@ -100,21 +98,18 @@ impl Description {
     pub fn open(&self, number: usize) -> Result<Disk, Failure> {
         let path = &self.path;
         let failed = |action: &str, error: std::io::Error| Failure::file(action, path, &error);
-        let opened = OpenOptions::new().read(true).write(!self.ro).open(path);
-        let mut file = opened.map_err(|error| {
-            let failure = failed("open disk", error);
-            match failure.code() {
-                failure::PERMISSION if !self.ro => {
-                    failure.help("add ro=on if it is to be read only")
-                }
-                _ => failure,
-            }
-        })?;
+        let is_block_device =
+            path.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device());
+        let is_exclusive = is_block_device && !self.ro;
+        let mut file = self.open_file(is_exclusive)?;
         let kind = file.metadata().map_err(|error| failed("look at disk", error))?.file_type();
+        if kind.is_block_device() != is_block_device {
+            return Err(self.refuse("has been replaced by another file just now"));
+        }
         if !kind.is_file() && !kind.is_block_device() {
             return Err(self.refuse("is no file and no block device"));
         }
-        self.lock(&file)?;
+        lock::lock(&file, path, self.ro)?;
         let is_image = self.is_image();
         if is_image && !kind.is_file() {
             return Err(self.refuse("is no file, so no qcow2 image"));
@@ -196,34 +191,41 @@ impl Description {
         Ok(long(24))
     }
 
-    /// The lock belongs to the open file: it lasts as long as any process of the machine has it.
-    fn lock(&self, file: &File) -> Result<(), Failure> {
-        let how = if self.ro {
-            FlockOperation::NonBlockingLockShared
-        } else {
-            FlockOperation::NonBlockingLockExclusive
-        };
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            match flock(file, how) {
-                Ok(()) => return Ok(()),
-                Err(Errno::INTR) => {}
-                Err(Errno::WOULDBLOCK) if Instant::now() < deadline => {
-                    thread::sleep(Duration::from_millis(20));
+    /// Opens the file; a block device `is_exclusive`, so that it is refused while it is mounted, or the host uses it for swap or as a part
+    /// of another device (open(2), `O_EXCL`).
+    fn open_file(&self, is_exclusive: bool) -> Result<File, Failure> {
+        let flags = if is_exclusive { OFlags::EXCL } else { OFlags::empty() };
+        let mut options = OpenOptions::new();
+        options.read(true).write(!self.ro).custom_flags(flags.bits().cast_signed());
+        options.open(&self.path).map_err(|error| {
+            let failure = Failure::file("open disk", &self.path, &error);
+            match failure.code() {
+                _ if is_exclusive && error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
+                    let text = format!("disk {} is in use by the host", self.path.display());
+                    Failure::new(failure::OS_ERROR, text)
+                        .help("unmount it, or end what else uses it; `lsblk` shows what that is")
                 }
-                Err(Errno::WOULDBLOCK) => {
-                    let text = format!("disk {} is in use by another machine", self.path.display());
-                    return Err(Failure::new(failure::OS_ERROR, text)
-                        .help("a file can be the disk of several machines with ro=on in each"));
+                failure::PERMISSION if !self.ro => {
+                    failure.help("add ro=on if it is to be read only")
                 }
-                Err(error) => return Err(Failure::file("lock disk", &self.path, &error.into())),
+                _ => failure,
             }
-        }
+        })
     }
 
     fn refuse(&self, text: &str) -> Failure {
         Failure::new(failure::BAD_CONFIG, format!("disk {} {text}", Path::display(&self.path)))
     }
+}
+
+/// Closes the disks of a machine that has ended, and waits until the host's kernel has done so, too: it closes the files of io_uring(7) a moment after the
+/// process that had it has ended. What a machine only reads is not waited for.
+pub fn release(disks: Vec<Disk>) {
+    let written = disks.iter().filter(|disk| !disk.record.read_only);
+    // One that cannot be opened again cannot be looked at.
+    let again: Vec<File> = written.filter_map(|disk| lock::open_again(&disk.file).ok()).collect();
+    drop(disks);
+    again.iter().for_each(lock::wait_for_writer);
 }
 
 impl Disk {
@@ -243,6 +245,8 @@ impl Disk {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::process::{Command, Stdio};
+    use std::time::{Duration, Instant};
 
     #[test]
     fn descriptions() {
@@ -292,6 +296,7 @@ mod tests {
         let readers = (open(",ro=on").unwrap(), open(",ro=on").unwrap());
         assert!(readers.0.record.read_only);
         drop(readers);
+        locks(&path);
         let mut image = vec![0; 512];
         image[..4].copy_from_slice(&QCOW2);
         std::fs::write(&path, image).unwrap();
@@ -301,6 +306,41 @@ mod tests {
         let folder = parse(folder.path().to_str().unwrap()).unwrap();
         assert!(folder.open(0).is_err());
     }
+
+    /// Nobody opens what a program of QEMU writes, and the other way round.
+    fn locks(path: &Path) {
+        let open = |more: &str| parse(&format!("{}{more}", path.display())).unwrap().open(1);
+        let qemu = |options: &[&str]| {
+            let mut command = Command::new("qemu-io");
+            command.args(["-f", "raw", "-c", "read 0 512"]).args(options).arg(path);
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+            command.spawn().unwrap()
+        };
+        // What it has written shows that it has the file open; then it waits, for so many milliseconds.
+        let mut writer = qemu(&["-c", "write -P 9 0 512", "-c", "sleep 100000"]);
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while std::fs::read(path).unwrap()[0] != 9 {
+            assert!(Instant::now() < deadline, "it writes nothing");
+        }
+        for more in ["", ",ro=on"] {
+            let failure = open(more).unwrap_err();
+            assert_eq!(failure.code(), failure::OS_ERROR, "{more}: {failure}");
+            assert!(failure.to_string().contains("such as QEMU"), "{more}: {failure}");
+        }
+        writer.kill().and_then(|()| writer.wait()).unwrap();
+        // A reader of QEMU's tools lets others write, as it locks nothing but its own reading: one of ours may read beside it.
+        let disk = open(",ro=on").unwrap();
+        assert!(qemu(&["-r"]).wait().unwrap().success());
+        assert!(!qemu(&[]).wait().unwrap().success(), "QEMU writes what we read");
+        drop(disk);
+        let disk = open("").unwrap();
+        let output = qemu(&[]).wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains("lock"), "{said}");
+        drop(disk);
+        assert!(qemu(&[]).wait().unwrap().success(), "it is free again");
+    }
+
     fn images(folder: &Path) {
         let path = folder.join("disk.qcow2");
         let open = |more: &str| parse(&format!("{}{more}", path.display())).unwrap().open(1);

@@ -5,6 +5,7 @@
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use clap::Args;
@@ -16,6 +17,10 @@ use crate::compat;
 use crate::failure::{self, Failure};
 use crate::kvm;
 use crate::output;
+
+mod host;
+mod limits;
+mod passt;
 
 /// Name of the finding that decides about the back end.
 const KVM: &str = "KVM";
@@ -30,6 +35,9 @@ pub struct Options {
     /// Try to run a virtual CPU with KVM, and say how that ends.
     #[arg(long, hide = true)]
     try_kvm: bool,
+    /// Give up what a machine's processes give up, and say what the host refuses.
+    #[arg(long, hide = true)]
+    try_sandbox: bool,
 }
 
 /// What a finding means.
@@ -65,6 +73,11 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     if options.try_kvm {
         return Ok(try_kvm());
     }
+    if options.try_sandbox {
+        let refused = hosted_jail::enter();
+        output::print(Sandbox::of(&refused).lines())?;
+        return Ok(0);
+    }
     let report = examine();
     let text = match options.json {
         true => serde_json::to_string_pretty(&report)
@@ -76,7 +89,8 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
 }
 
 fn examine() -> Report {
-    let findings = vec![
+    let sandbox = Sandbox::tried();
+    let mut findings = vec![
         Finding {
             name: "processor",
             state: State::Ok,
@@ -114,21 +128,13 @@ fn examine() -> Report {
         mappings(),
         large_pages(),
         rings(),
-        present(
-            "user namespaces",
-            number("/proc/sys/user/max_user_namespaces").is_some_and(|most| most > 0)
-                && number("/proc/sys/kernel/unprivileged_userns_clone") != Some(0),
-            State::Absent,
-            "a stricter sandbox",
-        ),
-        present(
-            "Landlock",
-            read("/sys/kernel/security/lsm").is_some_and(|all| all.contains("landlock")),
-            State::Absent,
-            "a stricter sandbox",
-        ),
+        permitted("user namespaces", sandbox.namespaces),
+        permitted("Landlock", sandbox.landlock),
+        passt::finding(),
         system_call(),
     ];
+    findings.extend(limits::findings());
+    findings.push(host::finding());
     let backend =
         if findings.iter().any(|finding| finding.name == KVM && finding.state == State::Ok) {
             Some("kvm")
@@ -143,6 +149,58 @@ fn examine() -> Report {
 fn present(name: &'static str, is: bool, otherwise: State, purpose: &'static str) -> Finding {
     let (state, found) = if is { (State::Ok, "yes") } else { (otherwise, "no") };
     Finding { name, state, found: found.to_owned(), purpose }
+}
+
+/// A part of the sandbox: `None` if the host permits it, else why not.
+fn permitted(name: &'static str, refused: Option<String>) -> Finding {
+    let (state, found) = match refused {
+        None => (State::Ok, "yes, tried".to_owned()),
+        Some(why) => (State::Absent, format!("refused: {why}")),
+    };
+    Finding { name, state, found, purpose: "a stricter sandbox" }
+}
+
+/// What the host refuses of the sandbox, each with the reason. It is tried, in a process of its own (`parador doctor --try-sandbox`): what the
+/// host's settings permit, a security module or a filter of system calls may deny.
+#[derive(Debug, PartialEq, Eq)]
+struct Sandbox {
+    namespaces: Option<String>,
+    landlock: Option<String>,
+}
+
+impl Sandbox {
+    fn of(refused: &hosted_jail::Refused) -> Self {
+        Self { namespaces: refused.namespaces(), landlock: refused.landlock().map(str::to_owned) }
+    }
+
+    /// A line for each, empty where nothing is refused.
+    fn lines(&self) -> String {
+        let [namespaces, landlock] = [&self.namespaces, &self.landlock]
+            .map(|why| why.as_deref().unwrap_or_default().replace('\n', " "));
+        format!("{namespaces}\n{landlock}\n")
+    }
+
+    fn from_lines(text: &str) -> Option<Self> {
+        let mut lines =
+            text.lines().map(|line| Some(line.to_owned()).filter(|why| !why.is_empty()));
+        Some(Self { namespaces: lines.next()?, landlock: lines.next()? })
+    }
+
+    fn tried() -> Self {
+        let tried = Command::new("/proc/self/exe")
+            .args(["doctor", "--try-sandbox"])
+            .stdin(Stdio::null())
+            .stderr(Stdio::null())
+            .output();
+        let why = match tried {
+            Err(error) => failure::describe(&error),
+            Ok(output) => match Self::from_lines(&String::from_utf8_lossy(&output.stdout)) {
+                Some(tried) => return tried,
+                None => format!("the process that tried it ended with {}", output.status),
+            },
+        };
+        Self { namespaces: Some(why.clone()), landlock: Some(why) }
+    }
 }
 
 /// What the wedge asks of the processor, and its extended state.
@@ -286,6 +344,19 @@ mod tests {
         assert_eq!(version("6.1.0-56-cloud-amd64\n"), Some((6, 1)));
         assert_eq!(version("5.10"), Some((5, 10)));
         assert_eq!(version("none"), None);
+    }
+
+    #[test]
+    fn what_is_refused_is_read_again() {
+        let why = || Some("Operation not permitted (EPERM)".to_owned());
+        for (namespaces, landlock) in [(None, None), (why(), None), (None, why()), (why(), why())] {
+            let sandbox = Sandbox { namespaces, landlock };
+            assert_eq!(Sandbox::from_lines(&sandbox.lines()), Some(sandbox));
+        }
+        assert_eq!(Sandbox::from_lines(""), None);
+        let found = permitted("user namespaces", why());
+        assert_eq!(found.state, State::Absent);
+        assert_eq!(found.found, "refused: Operation not permitted (EPERM)");
     }
 
     #[test]

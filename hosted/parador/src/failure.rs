@@ -14,7 +14,7 @@
 //! | 71 | the operating system refused something |
 //! | 77 | permission denied |
 //! | 80 | guest panic |
-//! | 81 | guest triple fault or unhandled fault |
+//! | 81 | guest triple fault, unhandled fault, or the end of a guest process |
 //! | 82 | watchdog |
 //! | 83 | reset by the guest |
 //! | 124 | `--timeout` reached |
@@ -22,6 +22,7 @@
 
 use crate::messages::{self, Level, More};
 use crate::problem::Report;
+use proto::wedge::exit;
 use std::fmt;
 use std::io;
 use std::path::Path;
@@ -41,13 +42,13 @@ pub const OS_ERROR: u8 = 71;
 /// Permission denied.
 pub const PERMISSION: u8 = 77;
 /// A guest ended with a panic.
-pub const GUEST_PANIC: u8 = 80;
+pub const GUEST_PANIC: u8 = exit::PANIC;
 /// A guest ended with a triple fault or a fault that nobody handles.
-pub const GUEST_FAULT: u8 = 81;
+pub const GUEST_FAULT: u8 = exit::FAULT;
 /// A watchdog ended a guest.
 pub const WATCHDOG: u8 = 82;
 /// A guest reset its machine.
-pub const GUEST_RESET: u8 = 83;
+pub const GUEST_RESET: u8 = exit::RESET;
 /// The time limit was reached.
 pub const TIMEOUT: u8 = 124;
 

@@ -3,6 +3,7 @@
 //! The cache has a folder for each package version. Folders appear complete or not at all, so an
 //! interrupted fetch leaves nothing that a later one would trust.
 
+use crate::cache;
 use crate::failure::{self, Failure};
 use crate::guest;
 use crate::interrupt::Interruptible;
@@ -105,11 +106,7 @@ pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Header
 }
 
 /// Debian's current cloud kernel.
-pub fn debian_kernel(
-    cache: &Path,
-    step: &Step,
-    interruptible: &Interruptible,
-) -> Result<Fetched, Failure> {
+pub fn debian_kernel(step: &Step, interruptible: &Interruptible) -> Result<Fetched, Failure> {
     step.now("asking apt");
     let meta = apt_show(KERNEL_PACKAGE)?;
     let image = meta.field("Depends").and_then(|depends| {
@@ -124,29 +121,21 @@ pub fn debian_kernel(
         file if name.starts_with("boot") && file.starts_with("vmlinuz-") => Some("vmlinuz"),
         file => MODULES.into_iter().find(|module| *module == file),
     };
-    fetch(cache, &package, step, interruptible, pick, "vmlinuz")
+    fetch(&package, step, interruptible, pick, "vmlinuz")
 }
 
 /// The archive with Debian's source of Linux.
-pub fn linux_source(
-    cache: &Path,
-    step: &Step,
-    interruptible: &Interruptible,
-) -> Result<PathBuf, Failure> {
+pub fn linux_source(step: &Step, interruptible: &Interruptible) -> Result<PathBuf, Failure> {
     step.now("asking apt");
     let version = apt_show(SOURCE_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
     let package = Package { name: SOURCE_PACKAGE.to_owned(), version };
     let pick = |name: &Path| (name.file_name()? == SOURCE).then_some(SOURCE);
-    let fetched = fetch(cache, &package, step, interruptible, pick, SOURCE)?;
+    let fetched = fetch(&package, step, interruptible, pick, SOURCE)?;
     Ok(fetched.folder.join(SOURCE))
 }
 
 /// A static busybox: the installed one, else from its package.
-pub fn busybox(
-    cache: &Path,
-    step: &Step,
-    interruptible: &Interruptible,
-) -> Result<(PathBuf, String), Failure> {
+pub fn busybox(step: &Step, interruptible: &Interruptible) -> Result<(PathBuf, String), Failure> {
     let installed = Path::new(INSTALLED_BUSYBOX);
     if fs::read(installed).is_ok_and(|bytes| guest::is_static_program(&bytes)) {
         return Ok((installed.to_owned(), format!("installed {INSTALLED_BUSYBOX}")));
@@ -154,7 +143,7 @@ pub fn busybox(
     let pick = |name: &Path| (name.file_name()? == "busybox").then_some("busybox");
     let version = apt_show(BUSYBOX_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
     let package = Package { name: BUSYBOX_PACKAGE.to_owned(), version };
-    let fetched = fetch(cache, &package, step, interruptible, pick, "busybox")?;
+    let fetched = fetch(&package, step, interruptible, pick, "busybox")?;
     Ok((fetched.folder.join("busybox"), fetched.title))
 }
 
@@ -198,13 +187,13 @@ fn download_package(package: &Package, folder: &Path) -> Result<PathBuf, Failure
 
 /// Fetches a package. `pick` names the files to keep; `must` has to be among them.
 fn fetch(
-    cache: &Path,
     package: &Package,
     step: &Step,
     interruptible: &Interruptible,
     pick: impl Fn(&Path) -> Option<&'static str>,
     must: &str,
 ) -> Result<Fetched, Failure> {
+    let cache = cache::folder()?;
     let folder = cache.join(format!("{}.{KEPT}", package.file_name()));
     let title = package.title();
     let fetched = |how: &str| Fetched {
@@ -219,9 +208,8 @@ fn fetch(
     let create = |path: &Path| {
         fs::create_dir_all(path).map_err(|error| Failure::file("make the folder", path, &error))
     };
-    create(cache)?;
-    let work = TempDir::with_prefix_in(".fetch-", cache)
-        .map_err(|error| Failure::file("make a folder in", cache, &error))?;
+    let work = TempDir::with_prefix_in(".fetch-", &cache)
+        .map_err(|error| cache::failed(&cache, &error))?;
     interruptible.remove_on_signal(work.path());
     step.now(format!("fetching {title}"));
     let archive = download_package(package, &work.path().join("download"))?;

@@ -13,7 +13,7 @@ pub fn least_memory(kernel: &Kernel<'_>, initrd: u64) -> u64 {
     let least = kernel.memory_needed(initrd.saturating_mul(2));
     match kernel {
         Kernel::BzImage(_) => least.max(LINUX_MINIMUM),
-        Kernel::Pvh(_) => least,
+        Kernel::Pvh(_) | Kernel::Multiboot(_) => least,
     }
 }
 

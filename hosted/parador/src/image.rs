@@ -10,7 +10,7 @@ use crate::fetch::{self, Fetched};
 use crate::initramfs;
 use crate::interrupt::Interruptible;
 use crate::module;
-use crate::programs::{self, Programs};
+use crate::programs::{self, Named, Programs};
 use crate::steps::Steps;
 use crate::supervise::{self, AtEnd};
 use abi::bundle;
@@ -29,8 +29,8 @@ const BUNDLE: &str = "bundle";
 pub struct Options {
     /// Folder for the image.
     pub output: Option<PathBuf>,
-    /// Folder of finished programs.
-    pub artifacts: Option<PathBuf>,
+    /// Where Parador's programs are.
+    pub programs: Named,
     /// CD-ROM image to make.
     pub iso: Option<PathBuf>,
 }
@@ -53,7 +53,7 @@ impl Image {
             Some(folder) => Ok(folder.clone()),
             None => {
                 let stem = file.file_stem().unwrap_or(file.as_os_str());
-                Ok(Programs::find(options.artifacts.as_deref())?.output_folder().join(stem))
+                Ok(Programs::find(&options.programs)?.output_folder().join(stem))
             }
         }
     }
@@ -78,12 +78,12 @@ pub fn build(
     steps: &Steps,
 ) -> Result<Image, Failure> {
     let interruptible = Interruptible::new()?;
-    let programs = Programs::find(options.artifacts.as_deref())?;
+    let programs = Programs::find(&options.programs)?;
     let artifacts = steps.run("programs", |step| programs.build(step))?;
     plan.check_programs(&artifacts)?;
 
     let staging = stage(folder, &interruptible)?;
-    let files = boot_files(plan, &programs, &artifacts, staging.path(), steps, &interruptible)?;
+    let files = boot_files(plan, &artifacts, staging.path(), steps, &interruptible)?;
     plan.check_files(&files)?;
 
     let kernel = staging.path().join(programs::KERNEL);
@@ -126,7 +126,6 @@ fn stage(folder: &Path, interruptible: &Interruptible) -> Result<TempDir, Failur
 /// Finds, fetches and makes the files that the virtual machines boot from.
 fn boot_files(
     plan: &Plan,
-    programs: &Programs,
     artifacts: &Path,
     staging: &Path,
     steps: &Steps,
@@ -134,9 +133,8 @@ fn boot_files(
 ) -> Result<Vec<VmFiles>, Failure> {
     let needs_debian = plan.vms.iter().any(|vm| *vm.kernel.get_ref() == KernelSource::Debian);
     let debian: Option<Fetched> = if needs_debian {
-        let cache = programs.cache_folder()?;
         Some(steps.run("Debian kernel", |step| {
-            let fetched = fetch::debian_kernel(&cache, step, interruptible)?;
+            let fetched = fetch::debian_kernel(step, interruptible)?;
             let title = fetched.title.clone();
             Ok((fetched, title))
         })?)
@@ -148,19 +146,15 @@ fn boot_files(
     });
     // A guest without channels does not load the driver, so all have the same RAM disk.
     let driver = match &debian {
-        Some(kernel) if needs_busybox && !plan.channels.is_empty() => {
-            let cache = programs.cache_folder()?;
-            Some(steps.run("channel driver", |step| {
-                module::channels(kernel, &cache, step, interruptible)
-            })?)
-        }
+        Some(kernel) if needs_busybox && !plan.channels.is_empty() => Some(
+            steps.run("channel driver", |step| module::channels(kernel, step, interruptible))?,
+        ),
         _ => None,
     };
     let ram_disk = staging.join("initramfs");
     if needs_busybox {
-        let cache = programs.cache_folder()?;
         steps.run("RAM disk", |step| {
-            let (busybox, title) = fetch::busybox(&cache, step, interruptible)?;
+            let (busybox, title) = fetch::busybox(step, interruptible)?;
             // Modules fit the kernel that they come with; `/init` loads none if they do not.
             let mut modules = debian.as_ref().map(Fetched::modules).unwrap_or_default();
             modules.extend(driver);

@@ -54,8 +54,18 @@ case " $line" in
     command=${line#*parador.run=}
     case $command in
     \"*)
-        command=${command#\"}
-        command=${command%%\"*}
+        # Up to the quote that no backslash is before; those with one are the command's.
+        rest=${command#\"}
+        command=
+        while :; do
+            part=${rest%%\"*}
+            case $part in
+            "$rest") break ;;
+            *\\) command=$command${part%\\}\"; rest=${rest#*\"} ;;
+            *) break ;;
+            esac
+        done
+        command=$command$part
         ;;
     *) command=${command%% *} ;;
     esac

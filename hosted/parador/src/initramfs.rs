@@ -12,6 +12,23 @@ use std::path::{Path, PathBuf};
 
 /// The guest's first program.
 const INIT: &str = include_str!("init.sh");
+/// What busybox' client of DHCP executes.
+const LEASE: &str = include_str!("lease.sh");
+/// Folders, parents first.
+const FOLDERS: [&str; 12] = [
+    "bin",
+    "dev",
+    "etc",
+    "etc/udhcpc",
+    "lib",
+    "lib/modules",
+    "mnt",
+    "proc",
+    "root",
+    "sbin",
+    "sys",
+    "tmp",
+];
 
 const FOLDER: u32 = 0o040_755;
 const EXECUTABLE: u32 = 0o100_755;
@@ -22,9 +39,10 @@ const CHARACTER_DEVICE: u32 = 0o020_600;
 pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result<Vec<u8>, Failure> {
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
     let mut archive = Archive::new();
-    for folder in ["bin", "dev", "lib", "lib/modules", "proc", "root", "sbin", "sys", "tmp"] {
+    for folder in FOLDERS {
         archive.add(folder, FOLDER, (0, 0), &[]);
     }
+    archive.add("etc/udhcpc/default.script", EXECUTABLE, (0, 0), LEASE.as_bytes());
     // The kernel opens it before `/init` can mount anything.
     archive.add("dev/console", CHARACTER_DEVICE, (5, 1), &[]);
     archive.add("bin/busybox", EXECUTABLE, (0, 0), &read(busybox)?);
@@ -143,13 +161,17 @@ mod tests {
         let expected = [
             "bin",
             "dev",
+            "etc",
+            "etc/udhcpc",
             "lib",
             "lib/modules",
+            "mnt",
             "proc",
             "root",
             "sbin",
             "sys",
             "tmp",
+            "etc/udhcpc/default.script",
             "dev/console",
             "bin/busybox",
             "sbin/machine-exit",

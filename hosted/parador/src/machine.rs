@@ -9,6 +9,7 @@ use crate::failure::{self, Failure};
 use crate::interrupt::ENDING;
 use crate::messages::{self, Heard, Level};
 use crate::profile;
+use crate::remains;
 use crate::terminal::{Keys, Raw};
 use hosted_jail::READY;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -128,7 +129,7 @@ impl Other {
                 (failure::BAD_CONFIG, text)
             }
             Ok(status) => (failure::INTERNAL, format!("its process has ended ({status}) {text}")),
-            Err(error) => (failure::INTERNAL, error.to_string()),
+            Err(error) => (failure::INTERNAL, failure::describe(&error)),
         };
         Failure::new(code, format!("{}: {}", self.name, text.trim()))
     }
@@ -145,6 +146,7 @@ impl Drop for Other {
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
+        remains::wait(id);
     }
 }
 
@@ -163,6 +165,7 @@ impl Drop for Machine {
         // Fails if it has ended, which is what is wanted.
         let _ = self.child.kill();
         let _ = self.child.wait();
+        remains::wait(Pid::from_child(&self.child));
     }
 }
 

@@ -7,6 +7,7 @@
 mod afterburn;
 mod api;
 mod attach;
+mod cache;
 mod channels;
 mod check;
 mod commands;
@@ -14,6 +15,7 @@ mod compat;
 mod config;
 mod console;
 mod control;
+mod cpu_time;
 mod ctl;
 mod debugger;
 mod description;
@@ -44,6 +46,8 @@ mod perf;
 mod problem;
 mod profile;
 mod programs;
+mod relay;
+mod remains;
 mod rootfs;
 mod run;
 mod share;
@@ -54,7 +58,9 @@ mod steps;
 mod supervise;
 mod switch;
 mod terminal;
+mod trust;
 mod vsock;
+mod wedge;
 
 use clap::Parser;
 use clap::error::ErrorKind;
@@ -65,6 +71,7 @@ fn main() -> ExitCode {
     let becomes = supervise::become_other_program()
         .or_else(afterburn::become_assembler)
         .or_else(device::become_device)
+        .or_else(relay::become_relay)
         .or_else(switch::become_switch)
         .or_else(kvm::become_machine);
     if let Some(code) = becomes {

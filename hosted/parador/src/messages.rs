@@ -76,6 +76,18 @@ pub fn set(format: Format) {
     JSON.store(format == Format::Json, Relaxed);
 }
 
+static QUIET: AtomicBool = AtomicBool::new(false);
+
+/// From now on only errors are printed, or all messages.
+pub fn set_quiet(is_quiet: bool) {
+    QUIET.store(is_quiet, Relaxed);
+}
+
+/// Only errors are printed.
+pub fn is_quiet() -> bool {
+    QUIET.load(Relaxed)
+}
+
 /// They are JSON.
 pub fn is_json() -> bool {
     JSON.load(Relaxed)
@@ -103,6 +115,9 @@ pub fn say(level: Level, text: &str) {
 
 /// As [`say`], with more.
 pub fn tell(level: Level, text: &str, more: More<'_>) {
+    if is_quiet() && level != Level::Error {
+        return;
+    }
     if is_json() {
         print(&Record { time: now(), level, source: OWN, message: text, more });
     } else {

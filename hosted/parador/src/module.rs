@@ -3,6 +3,7 @@
 //! Its sources are part of this program, so it can be made anywhere. Headers are unpacked for the time of
 //! the build only; the cache keeps the module, by the kernel's version and the text of the sources.
 
+use crate::cache;
 use crate::failure::{self, Failure};
 use crate::fetch::{self, Fetched};
 use crate::interrupt::Interruptible;
@@ -29,19 +30,19 @@ const ADVICE: &str =
 /// The module for this kernel, and what was done, for people.
 pub fn channels(
     kernel: &Fetched,
-    cache: &Path,
     step: &Step,
     interruptible: &Interruptible,
 ) -> Result<(PathBuf, String), Failure> {
     let mut hasher = DefaultHasher::new();
     SOURCES.hash(&mut hasher);
+    let cache = cache::folder()?;
     let folder = cache.join(format!("parador_com_{}_{:016x}", kernel.version(), hasher.finish()));
     let module = folder.join(MODULE);
     if module.is_file() {
         return Ok((module, "kept from before".to_owned()));
     }
-    let work = TempDir::with_prefix_in(".module-", cache)
-        .map_err(|error| Failure::file("make a folder in", cache, &error))?;
+    let work = TempDir::with_prefix_in(".module-", &cache)
+        .map_err(|error| cache::failed(&cache, &error))?;
     interruptible.remove_on_signal(work.path());
     let headers = work.path().join("headers");
     let packages = fetch::kernel_headers(kernel, &headers, step)?;
@@ -84,9 +85,7 @@ fn run(name: &str, arguments: impl FnOnce(&mut Command) -> &mut Command) -> Resu
     let mut command = supervise::command(OsStr::new(name), AtEnd::Terminate)
         .map_err(|failure| failure.help(ADVICE))?;
     command.env_clear().env("LC_ALL", "C").stdin(Stdio::null());
-    if let Some(path) = env::var_os("PATH") {
-        command.env("PATH", path);
-    }
+    command.env("PATH", env::join_paths(supervise::search_path()).unwrap_or_default());
     let output =
         arguments(&mut command).output().map_err(|error| Failure::program(name, &error))?;
     if output.status.success() {

@@ -37,6 +37,9 @@ pub struct Description {
     /// Ports of the host that lead to the guest: `tcp:2222:22`, or `udp:0.0.0.0:53-:53` to listen at an address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     hostfwd: Vec<Forward>,
+    /// The guest reaches services that listen on the host's loopback address, at the address of its router.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    hostloopback: bool,
     /// Address of the guest's card [default: a random one].
     mac: Option<Mac>,
 }
@@ -134,6 +137,9 @@ impl Description {
         if !self.hostfwd.is_empty() && !matches!(self.kind, Some(Kind::User | Kind::Passt)) {
             return Err("only `user` and `passt` forward ports".to_owned());
         }
+        if self.hostloopback && !matches!(self.kind, Some(Kind::User | Kind::Passt)) {
+            return Err("only `user` and `passt` have `hostloopback`".to_owned());
+        }
         Ok(())
     }
 
@@ -164,7 +170,7 @@ impl Description {
         if self.kind == Some(Kind::None) {
             return Ok(None);
         }
-        let (passt, socket) = Passt::start(&self.hostfwd)?;
+        let (passt, socket) = Passt::start(&self.hostfwd, self.hostloopback)?;
         Ok(Some(Net { descriptor: socket.into(), record: stream, passt: Some(passt) }))
     }
 }
@@ -232,8 +238,14 @@ fn look_at_tap(name: &str) -> Result<u16, Failure> {
 mod tests {
     use super::*;
 
-    const EMPTY: Description =
-        Description { kind: None, tap: None, switch: None, hostfwd: Vec::new(), mac: None };
+    const EMPTY: Description = Description {
+        kind: None,
+        tap: None,
+        switch: None,
+        hostfwd: Vec::new(),
+        hostloopback: false,
+        mac: None,
+    };
 
     #[test]
     fn descriptions() {
@@ -245,6 +257,12 @@ mod tests {
         assert_eq!(parse("tap=tap0").unwrap(), Description { tap, ..EMPTY });
         let switch = Some("a=b".into());
         assert_eq!(parse("switch=a=b").unwrap(), Description { switch, ..EMPTY });
+        for (text, hostloopback) in
+            [("user,hostloopback=on", true), ("user,hostloopback=off", false)]
+        {
+            let wanted = Description { hostloopback, ..kind(Kind::User) };
+            assert_eq!(parse(text).unwrap(), wanted);
+        }
         let forward = |text| Forward::parse(text).unwrap();
         let wanted = Description {
             hostfwd: vec![forward("tcp:2222:22"), forward("udp:0.0.0.0:53-:53")],
@@ -274,6 +292,8 @@ mod tests {
             ("user,hostfwd=tcp:0:22", "`tcp:0:22`"),
             ("tap=a,hostfwd=tcp:1:22", "forward"),
             ("none,hostfwd=tcp:1:22", "forward"),
+            ("user,hostloopback=yes", "`on` or `off`"),
+            ("switch=a,hostloopback=on", "only `user` and `passt` have `hostloopback`"),
         ] {
             let failure = parse(text).unwrap_err();
             assert_eq!(failure.code(), failure::BAD_CONFIG, "{text}");

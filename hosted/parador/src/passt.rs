@@ -4,6 +4,7 @@
 
 use crate::failure::{self, Failure};
 use crate::net::STREAM_MTU;
+use crate::relay;
 use crate::supervise::{self, AtEnd};
 use command_fds::{CommandFdExt, FdMapping};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -12,6 +13,7 @@ use rustix::net::sockopt::set_socket_send_buffer_size;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsStr;
+use std::fs;
 use std::io::{self, PipeReader, Read, Write};
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::unix::net::UnixStream;
@@ -20,7 +22,7 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 /// The program.
-const PROGRAM: &str = "passt";
+pub const PROGRAM: &str = "passt";
 /// Its number of the socket.
 const SOCKET: i32 = 3;
 /// Bytes for frames on their way from it.
@@ -106,19 +108,24 @@ impl From<Forward> for String {
 pub struct Passt {
     child: Child,
     messages: PipeReader,
+    /// What is between it and the machine, unless the guest may reach the host's loopback address.
+    relay: Option<Child>,
 }
 
 impl Drop for Passt {
     fn drop(&mut self) {
         // Fails if it has ended, which is what is wanted.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        for child in [Some(&mut self.child), self.relay.as_mut()].into_iter().flatten() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
     }
 }
 
 impl Passt {
-    /// Starts it; gives the socket with its frames.
-    pub fn start(forwards: &[Forward]) -> Result<(Self, UnixStream), Failure> {
+    /// Starts it; gives the socket with its frames. Only with `hostloopback` does the guest reach services on the host's loopback
+    /// address.
+    pub fn start(forwards: &[Forward], hostloopback: bool) -> Result<(Self, UnixStream), Failure> {
         let failed = |error: io::Error| Failure::os("make a socket", &error);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         // Frames for which there is no room are lost, and it is slow to send them again. The host gives what it allows.
@@ -132,6 +139,9 @@ impl Passt {
         let mtu = STREAM_MTU.to_string();
         command.args(["--foreground", "--quiet", "--mtu", &mtu, "--fd", &SOCKET.to_string()]);
         command.args(forwards.iter().flat_map(Forward::arguments));
+        if !hostloopback {
+            command.args(without_loopback());
+        }
         command
             .fd_mappings(vec![FdMapping { parent_fd: theirs.into(), child_fd: SOCKET }])
             .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
@@ -142,7 +152,14 @@ impl Passt {
             .stderr(writer)
             .spawn()
             .map_err(|error| Failure::program(PROGRAM, &error))?;
-        Ok((Self { child, messages }, ours))
+        let mut passt = Self { child, messages, relay: None };
+        if hostloopback {
+            return Ok((passt, ours));
+        }
+        let (machine, theirs) = UnixStream::pair().map_err(failed)?;
+        let _ = set_socket_send_buffer_size(&theirs, BUFFER);
+        passt.relay = Some(relay::start(theirs, ours)?);
+        Ok((passt, machine))
     }
 
     /// Waits until it answers: it is asked for the address of a neighbour, in the place of all of whom it answers (RFC 826, with no
@@ -209,9 +226,40 @@ impl Passt {
     }
 }
 
+/// Name servers of the host, and those that systemd-resolved asks, which stands for them at a loopback address.
+const RESOLVERS: [&str; 2] = ["/etc/resolv.conf", "/run/systemd/resolve/resolv.conf"];
+
+/// Arguments by which the router's address does not lead to the host. Without that, a name server on the host's loopback address is not
+/// to be had; the guest is told of those that it asks itself, where that is known.
+fn without_loopback() -> Vec<String> {
+    let [own, upstream] = RESOLVERS.map(|file| {
+        // A host without the file has no name servers.
+        resolvers(&fs::read_to_string(file).unwrap_or_default())
+    });
+    let is_hidden = !own.is_empty() && own.iter().all(IpAddr::is_loopback);
+    let others = upstream.iter().filter(|address| is_hidden && !address.is_loopback());
+    let others = others.flat_map(|address| ["--dns".to_owned(), address.to_string()]);
+    std::iter::once("--no-map-gw".to_owned()).chain(others).collect()
+}
+
+/// Addresses of name servers in a file as resolv.conf(5) has them.
+fn resolvers(text: &str) -> Vec<IpAddr> {
+    let lines = text.lines().filter_map(|line| line.strip_prefix("nameserver"));
+    lines.filter_map(|rest| rest.split_whitespace().next()?.parse().ok()).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn name_servers() {
+        let text = "# nameserver 1.1.1.1\nnameserver 127.0.0.53\nnameserver\t::1 \nsearch a\nnameserver x\n";
+        let found = resolvers(text);
+        assert_eq!(found.iter().map(IpAddr::to_string).collect::<Vec<_>>(), ["127.0.0.53", "::1"]);
+        assert!(found.iter().all(IpAddr::is_loopback));
+        assert_eq!(without_loopback()[0], "--no-map-gw");
+    }
 
     #[test]
     fn forwards() {

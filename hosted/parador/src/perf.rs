@@ -4,7 +4,7 @@
 //! All processes of a machine have the kernel at the same addresses, so all maps are one file with a name for each process, none of which
 //! replaces anything of others. The names go with the machine.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, describe};
 use crate::messages::{Level, say};
 use hosted_vmm::Image;
 use rustix::process::geteuid;
@@ -52,7 +52,8 @@ impl Maps {
                 Ok(()) => drop(self.paths.insert(path)),
                 Err(error) if !self.told => {
                     self.told = true;
-                    let text = format!("no map for perf, {}: {error}", path.display());
+                    let cause = describe(&error);
+                    let text = format!("no map for perf, {}: {cause}", path.display());
                     say(Level::Warn, &text);
                 }
                 Err(_) => {}

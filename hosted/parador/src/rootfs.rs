@@ -7,14 +7,15 @@
 use crate::description::Size;
 use crate::failure::{self, Failure};
 use crate::interrupt::Interruptible;
-use crate::programs;
 use crate::steps::{Step, Steps};
 use crate::supervise::{self, AtEnd};
+use crate::trust;
 use std::collections::VecDeque;
+use std::env;
 use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs::{self, DirBuilder, File};
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt, lchown};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, lchown};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use tempfile::TempDir;
@@ -28,6 +29,8 @@ const RECORD: &str = "made-with";
 
 /// What [`RECORD`] begins with; changes when disks are made otherwise than before.
 const VERSION: &str = "parador rootfs 1";
+/// Where packages are kept.
+const ARCHIVES: &str = "/var/cache/parador/packages";
 /// Always installed: a stock kernel and its RAM disk, systemd with logins and network, ssh.
 const PACKAGES: [&str; 11] = [
     "linux-image-cloud-amd64",
@@ -45,13 +48,26 @@ const PACKAGES: [&str; 11] = [
 /// What is done in the tree after debootstrap.
 const SCRIPT: &str = include_str!("rootfs.sh");
 /// Programs that are needed, and their packages.
-const NEEDED: [(&str, &str); 5] = [
+const NEEDED: [(&str, &str); 6] = [
     ("debootstrap", "debootstrap"),
+    ("gpgv", "gpgv"),
     ("mke2fs", "e2fsprogs"),
     ("ssh-keygen", "openssh-client"),
     ("unshare", "util-linux"),
     ("chroot", "coreutils"),
 ];
+/// Debian's public keys, by which the index of a mirror is verified, and their package.
+const KEYRING: (&str, &str) =
+    ("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring");
+/// Variables of the environment that programs get which run as root: how to reach a mirror. Others
+/// could change what they execute, as `DEBOOTSTRAP_DIR` does.
+const PASSED: [&str; 6] =
+    ["http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "HTTPS_PROXY", "NO_PROXY"];
+/// What a mirror's URL ends with, and the same of security updates, which mirrors have beside it.
+const MIRROR: &str = "/debian";
+const SECURITY: &str = "/debian-security";
+/// Name of a mirror for security updates: leave them out.
+const NO_SECURITY: &str = "none";
 /// Lines of a failed program that are shown.
 const SHOWN_LINES: usize = 12;
 
@@ -74,8 +90,11 @@ pub struct Options {
     pub ssh_key: Option<PathBuf>,
     /// Debian's release.
     pub suite: String,
-    /// Where packages come from.
+    /// Where packages and their updates come from.
     pub mirror: String,
+    /// Where security updates come from; `None`: `debian-security` beside the mirror,
+    /// [`NO_SECURITY`]: nowhere.
+    pub security_mirror: Option<String>,
     /// Replace a disk that is there.
     pub force: bool,
 }
@@ -101,10 +120,12 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
             && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"+-.:=~/_".contains(&byte))
     };
     let words = options.include.iter().chain([&options.suite, &options.mirror]);
+    let words = words.chain(&options.security_mirror);
     if let Some(wrong) = words.into_iter().find(|word| !is_word(word)) {
         let message = format!("`{wrong}` is no name of a package, release or mirror");
         return Err(Failure::new(failure::USAGE, message));
     }
+    security_mirror(options)?;
     let key = options.ssh_key.as_deref().map(public_key).transpose()?;
     let record = record(options, key.as_deref());
     if is_there(options, &record)? {
@@ -119,6 +140,9 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     };
     let failed = |path: &Path, error| Failure::file("make the folder", path, &error);
     fs::create_dir_all(parent).map_err(|error| failed(parent, error))?;
+    // Root works there: nobody but root and who called sudo may change what the path leads to.
+    let caller = env::var("SUDO_UID").ok().and_then(|number| number.parse().ok());
+    let parent = &trust::check_for(parent, caller)?;
     let interruptible = Interruptible::new()?;
     let work =
         TempDir::with_prefix_in(".partial-", parent).map_err(|error| failed(parent, error))?;
@@ -139,14 +163,31 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     put(&result, output)
 }
 
+/// The mirror for security updates, if any.
+fn security_mirror(options: &Options) -> Result<Option<String>, Failure> {
+    let Options { mirror, security_mirror, .. } = options;
+    match (security_mirror.as_deref(), mirror.trim_end_matches('/').strip_suffix(MIRROR)) {
+        (Some(NO_SECURITY), _) => Ok(None),
+        (Some(url), _) => Ok(Some(url.to_owned())),
+        (None, Some(beside)) => Ok(Some(format!("{beside}{SECURITY}"))),
+        (None, None) => {
+            let text = format!("the mirror {mirror} does not say where its security updates are");
+            Err(Failure::new(failure::USAGE, text)
+                .help("name them with --security-mirror URL, or `--security-mirror none`"))
+        }
+    }
+}
+
 /// Everything that the result depends on, as text.
 fn record(options: &Options, key: Option<&str>) -> String {
     let Options { size, include, suite, mirror, .. } = options;
     let mut include = include.clone();
     include.sort();
     include.dedup();
+    let security = options.security_mirror.as_deref();
     format!(
-        "{VERSION}\nsize {size}\nsuite {suite}\nmirror {mirror}\ninclude {}\nkey {}\n",
+        "{VERSION}\nsize {size}\nsuite {suite}\nmirror {mirror}\n{}include {}\nkey {}\n",
+        security.map(|url| format!("security mirror {url}\n")).unwrap_or_default(),
         include.join(","),
         key.unwrap_or("made here").trim(),
     )
@@ -178,13 +219,16 @@ fn is_there(options: &Options, record: &str) -> Result<bool, Failure> {
     }
 }
 
-/// What is needed of the host.
+/// Packages that are needed and missing.
+fn missing(is_there: impl Fn(&Path) -> bool) -> Vec<&'static str> {
+    let all = NEEDED.into_iter().chain([KEYRING]);
+    all.filter(|(file, _)| !is_there(Path::new(file))).map(|(_, package)| package).collect()
+}
+
+/// Checks what is needed of the host.
 fn check_host() -> Result<(), Failure> {
-    let missing: Vec<&str> = NEEDED
-        .iter()
-        .filter(|(program, _)| supervise::find(Path::new(program)).is_none())
-        .map(|(_, package)| *package)
-        .collect();
+    // The keyring has a path, programs have names.
+    let missing = missing(|file| supervise::find(file).is_some());
     if !missing.is_empty() {
         let message = format!("a disk cannot be made without {}", missing.join(", "));
         return Err(Failure::new(failure::UNAVAILABLE, message)
@@ -232,8 +276,9 @@ fn make(
 
     steps.run("base system", |step| {
         let mut command = contained("debootstrap")?;
-        command.arg("--variant=minbase").arg("--cache-dir").arg(&archives);
-        command.arg(suite).arg(&tree).arg(mirror);
+        // Without the second it only warns where it has no keyring.
+        command.args(["--variant=minbase", "--force-check-gpg", "--keyring", KEYRING.0]);
+        command.arg("--cache-dir").arg(&archives).arg(suite).arg(&tree).arg(mirror);
         run(&mut command, "debootstrap", step, interruptible)
             .map_err(|error| error.help(network))?;
         Ok(((), format!("Debian {suite} from {mirror}")))
@@ -243,6 +288,7 @@ fn make(
         command.args(["-c", SCRIPT, "parador-rootfs"]).args(PACKAGES).args(include);
         command.env("TREE", &tree).env("ARCHIVES", &archives).env("KEY", &key_file);
         command.env("SUITE", suite).env("MIRROR", mirror);
+        command.env("SECURITY_MIRROR", security_mirror(options)?.unwrap_or_default());
         run(&mut command, "apt-get", step, interruptible)
             .map_err(|error| error.help("is each package's name right, and the disk not full?"))?;
         Ok(((), format!("{} and what they need", PACKAGES.len() + include.len())))
@@ -269,13 +315,16 @@ fn make(
     })
 }
 
-/// The folder where packages are kept for the next disk.
+/// The folder where packages are kept for the next disk: root's own, whoever called sudo. What is
+/// in there is installed with root's rights.
 fn archives() -> Result<PathBuf, Failure> {
-    let cache = programs::cache_folder()?;
-    let archives = cache.join("packages");
-    fs::create_dir_all(&archives)
-        .and_then(|()| archives.canonicalize())
-        .map_err(|error| Failure::file("make the folder", &archives, &error))
+    let folder = Path::new(ARCHIVES);
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o755)
+        .create(folder)
+        .map_err(|error| Failure::file("make the folder", folder, &error))?;
+    trust::check(folder)
 }
 
 /// A key pair; returns the public key's file.
@@ -299,7 +348,9 @@ fn new_key(path: &Path) -> Result<PathBuf, Failure> {
 fn contained(program: &str) -> Result<Command, Failure> {
     let mut command = supervise::command(OsStr::new("unshare"), AtEnd::Kill)?;
     command.args(["--mount", "--propagation", "private", "--pid", "--kill-child", "--", program]);
-    command.env("LC_ALL", "C").stdin(Stdio::null());
+    command.env_clear().env("LC_ALL", "C").stdin(Stdio::null());
+    command.env("PATH", env::join_paths(supervise::search_path()).unwrap_or_default());
+    command.envs(PASSED.iter().filter_map(|name| Some((name, env::var_os(name)?))));
     Ok(command)
 }
 
@@ -321,7 +372,10 @@ fn run(
     for line in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
         let line = String::from_utf8_lossy(&line).trim().to_owned();
         if !line.is_empty() {
-            step.now(line.strip_prefix("I: ").unwrap_or(&line));
+            match line.strip_prefix("W: ") {
+                Some(warning) => step.warn(&format!("{name}: {warning}")),
+                None => step.now(line.strip_prefix("I: ").unwrap_or(&line)),
+            }
             if last.len() == SHOWN_LINES {
                 last.pop_front();
             }
@@ -399,6 +453,7 @@ mod tests {
             ssh_key: None,
             suite: "bookworm".into(),
             mirror: "http://deb.debian.org/debian".into(),
+            security_mirror: None,
             force: false,
         }
     }
@@ -442,6 +497,29 @@ mod tests {
         let missing = refused(|options| options.ssh_key = Some("/nowhere".into()));
         assert_eq!(missing, failure::MISSING_FILE);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn without_keys_there_is_no_disk() {
+        assert_eq!(missing(|_| true), [""; 0]);
+        assert_eq!(missing(|file| file != Path::new(KEYRING.0)), ["debian-archive-keyring"]);
+        assert_eq!(missing(|file| file != Path::new("gpgv")), ["gpgv"]);
+    }
+
+    #[test]
+    fn the_mirror_has_security_updates_too() {
+        let security = |mirror: &str, security: Option<&str>| {
+            let mut options = options(PathBuf::new());
+            options.mirror = mirror.to_owned();
+            options.security_mirror = security.map(str::to_owned);
+            security_mirror(&options).map_err(|failure| failure.code())
+        };
+        let beside = Ok(Some("http://mirror/debian-security".to_owned()));
+        assert_eq!(security("http://mirror/debian", None), beside);
+        assert_eq!(security("http://mirror/debian/", None), beside);
+        assert_eq!(security("http://mirror/other", None), Err(failure::USAGE));
+        assert_eq!(security("http://mirror/other", Some("file:/s")), Ok(Some("file:/s".into())));
+        assert_eq!(security("http://mirror/debian", Some("none")), Ok(None));
     }
 
     #[test]

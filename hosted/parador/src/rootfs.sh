@@ -1,7 +1,8 @@
 # Makes a fresh debootstrap tree a Debian that boots as a guest. Runs in mount and process namespaces of its own, so that
 # mounts and processes are gone when it ends, however it ends.
 #
-# Environment: TREE, the tree; ARCHIVES, where packages are kept; SUITE and MIRROR; KEY, a file with a public key.
+# Environment: TREE, the tree; ARCHIVES, where packages are kept; SUITE and MIRROR;
+# SECURITY_MIRROR, empty for none; KEY, a file with a public key.
 # Arguments: packages.
 set -eu
 
@@ -18,8 +19,10 @@ cat /etc/resolv.conf >"$TREE/etc/resolv.conf"
 cat >"$TREE/etc/apt/sources.list" <<END
 deb $MIRROR $SUITE main
 deb $MIRROR $SUITE-updates main
-deb http://deb.debian.org/debian-security $SUITE-security main
 END
+if [ -n "$SECURITY_MIRROR" ]; then
+    echo "deb $SECURITY_MIRROR $SUITE-security main" >>"$TREE/etc/apt/sources.list"
+fi
 apt() {
     chroot "$TREE" apt-get -q -y -o APT::Keep-Downloaded-Packages=true \
         -o Binary::apt-get::APT::Keep-Downloaded-Packages=true "$@"

@@ -14,6 +14,7 @@ use crate::failure::{self, Failure};
 use crate::fetch;
 use crate::initramfs;
 use crate::interrupt::Interruptible;
+use crate::kernel::{self, Held};
 use crate::kvm;
 use crate::machine::{self, End, Machine, Second};
 use crate::messages::{self, Level, More, say};
@@ -21,16 +22,17 @@ use crate::net::{self, Net};
 use crate::output::print;
 use crate::perf::Maps;
 use crate::profile;
-use crate::programs::Programs;
+use crate::programs::Named;
+use crate::remains;
 use crate::share::{self, Share};
 use crate::steps::Steps;
-use crate::supervise::{self, AtEnd};
 use crate::vsock::Vsock;
+use crate::wedge::{self, Wedge};
 use clap::Args;
 use command_fds::{CommandFdExt, FdMapping};
 use hosted_vmm::{Error, Image, Prepared};
 use proto::system::MAX_VCPUS;
-use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, layout, log, option};
+use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, exit, layout, log, option};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::Signal;
 use signal_hook::consts::{SIGUSR1, SIGXFSZ};
@@ -48,8 +50,6 @@ use std::sync::Arc;
 use std::time::Instant;
 use vmm_mem::large::Large;
 
-/// The program that is the wedge, among Parador's own.
-const WEDGE: &str = "parador-wedge";
 /// Page size.
 const PAGE: u64 = 4096;
 /// Memory if nothing is said of it.
@@ -60,8 +60,10 @@ const LEAST_MEMORY: u64 = 64 << 20;
 const KVM_COMMAND_LINE: &str = "panic=-1";
 /// What a kernel is told before what the user says, behind its consoles: time comes from the counter that the wedge has no part in; what defends a kernel against its programs on a processor that it does not own is of no use; and large pages of programs are one fault and one
 /// mapping of the host each (Linux has them with 512 MiB or more).
-const COMMAND_LINE: &str = "panic=-1 mitigations=off transparent_hugepage=always";
+pub const COMMAND_LINE: &str = "panic=-1 mitigations=off transparent_hugepage=always";
 
+/// Most bytes of a command line: Linux cuts off what is behind them (`COMMAND_LINE_SIZE`, with the zero at its end).
+const MOST_COMMAND_LINE: usize = 2047;
 /// What is added to it where the host has no 32-bit programs.
 const NO_COMPAT: &str = "ia32_emulation=off";
 
@@ -73,8 +75,9 @@ const KEYS: &str = "Ctrl-A X ends the machine; all other keys go to the guest";
 /// Options of `parador run`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Kernel: the pre-virtualized `vmlinux` that `parador kernel build` makes; with KVM also any bzImage, and any ELF file with PVH entry.
-    #[arg(value_name = "KERNEL", required_unless_present_any = ["kernel", "file"], conflicts_with = "kernel")]
+    /// Kernel: the pre-virtualized `vmlinux` that `parador kernel build` makes; with KVM also any bzImage, and any PVH or Multiboot kernel.
+    /// [default: the kernel of `parador kernel build` in the cache]
+    #[arg(value_name = "KERNEL", conflicts_with = "kernel")]
     positional: Option<PathBuf>,
     /// Description of the machine, a TOML file with the keys of these options, which override it; `-d` adds to its disks.
     #[arg(long = "config", value_name = "FILE")]
@@ -87,9 +90,11 @@ pub struct Options {
     /// Check everything, but do not start.
     #[arg(long)]
     dry_run: bool,
-    /// Folder of finished programs [default: those built in the source tree, if any].
-    #[arg(long, value_name = "FOLDER", env = "PARADOR_ARTIFACTS")]
-    artifacts: Option<PathBuf>,
+    /// Print nothing but errors and what the guest prints.
+    #[arg(short, long)]
+    quiet: bool,
+    #[command(flatten)]
+    programs: Named,
 }
 
 impl Options {
@@ -246,15 +251,18 @@ fn runner<'a>(config: &Config, bytes: &'a [u8], kernel: &Path) -> Result<Runner<
 pub fn run(options: &Options) -> Result<u8, Failure> {
     let config = options.merged()?;
     messages::set(config.vm.log_format.unwrap_or_default());
+    messages::set_quiet(options.quiet);
+    // A limit of the size of files is an error then, not the end; who asks for statistics that nobody prints ends nothing.
+    for signal in [SIGXFSZ, SIGUSR1] {
+        flag::register(signal, Arc::default())
+            .map_err(|error| Failure::os("listen to signals", &error))?;
+    }
     if options.dump_config {
         print(config.to_toml()?)?;
         return Ok(0);
     }
+    remains::adopt()?;
     let vm = &config.vm;
-    let Some(kernel) = &vm.kernel else {
-        let failure = Failure::new(failure::BAD_CONFIG, "no kernel is named");
-        return Err(failure.help("write `kernel = \"FILE\"` below [vm], or name it as KERNEL"));
-    };
     let memory = vm.memory.map_or(MEMORY, |size| size.0);
     if memory < LEAST_MEMORY || !memory.is_multiple_of(PAGE) {
         let text = format!("{memory} bytes of memory are too few, or no whole pages");
@@ -278,6 +286,9 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let text = "--wait-boot: nobody could say when";
         return Err(Failure::new(failure::USAGE, text).help("name an --api-socket, too"));
     }
+    // A kernel of the cache stays there until the machine has ended: a new start reads it again.
+    let (kernel, _held) = kernel_file(vm.kernel.as_deref())?;
+    let kernel = kernel.as_path();
     let disks = open_disks(&config.disk)?;
     let shares = open_shares(&config.share)?;
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
@@ -291,20 +302,17 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Some(path) => read(path).map(Some),
     };
     let (target, second) = lines(vm)?;
-    let log = match vm.log.unwrap_or_default() {
+    let log = match vm.log.unwrap_or(if options.quiet { Log::Error } else { Log::default() }) {
         Log::Error => log::ERROR,
         Log::Warn => log::WARN,
         Log::Info => log::INFO,
     };
     let records: Vec<_> = disks.iter().map(|disk| disk.record).collect();
     let share_records: Vec<_> = shares.iter().map(|share| share.record).collect();
-    // A limit of the size of files is an error then, not the end.
-    flag::register(SIGXFSZ, Arc::default())
-        .map_err(|error| Failure::os("listen to signals", &error))?;
     let deadline = machine::deadline(vm.timeout.map(|time| time.0));
     let program = match runner {
         Runner::Kvm(_) => Program::Kvm,
-        Runner::Process(_) => Program::Wedge(wedge(options.artifacts.as_deref())?),
+        Runner::Process(_) => Program::Wedge(Wedge::find(&options.programs)?),
     };
     let (keys, open) = match runner {
         Runner::Kvm(_) => (false, None),
@@ -327,6 +335,14 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Some(more) => format!("{consoles} {line} {more}"),
         None => format!("{consoles} {line}"),
     };
+    if matches!(runner, Runner::Process(_)) && line.len() > MOST_COMMAND_LINE {
+        let text = format!(
+            "the kernel's command line has {} bytes; Linux takes {MOST_COMMAND_LINE}",
+            line.len()
+        );
+        return Err(Failure::new(failure::BAD_CONFIG, text)
+            .help("say less with --cmdline; a script on a --share or disk can have the rest"));
+    }
     let prepare = |runner: &Runner<'_>| {
         let mut nets = open_nets(&config.net)?;
         let net_records: Vec<_> = nets.iter().map(|net| net.record).collect();
@@ -437,7 +453,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let start = Instant::now();
         let asked = asked.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
         if let Some(end) = control.await_boot(&woken, deadline, asked)? {
-            let (code, text) = judge(&end);
+            let (code, text) = judge(&end, &program);
             say_end(code, &text, start);
             control.ended(code, &text);
             write_metrics();
@@ -520,7 +536,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             fs::write(path, profile).map_err(|error| Failure::file("write", path, &error))?;
         }
         messages.print();
-        let (code, text) = judge(&end);
+        let (code, text) = judge(&end, &program);
         if code == failure::GUEST_PANIC {
             control.panicked();
         }
@@ -538,6 +554,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         control.ended(code, &text);
         write_metrics();
         drop((server, debugger));
+        disk::release(disks);
         return Ok(code);
     }
 }
@@ -552,7 +569,7 @@ enum Program {
     /// This one, as a machine of KVM.
     Kvm,
     /// The wedge.
-    Wedge(PathBuf),
+    Wedge(Wedge),
 }
 
 impl Program {
@@ -568,15 +585,18 @@ impl Program {
     fn name(&self) -> &'static str {
         match self {
             Self::Kvm => "kvm",
-            Self::Wedge(_) => WEDGE,
+            Self::Wedge(_) => wedge::NAME,
         }
     }
 
+    /// To start it, without the environment, which the guest could read in its processes.
     fn command(&self) -> Result<Command, Failure> {
-        match self {
+        let mut command = match self {
             Self::Kvm => kvm::command(),
-            Self::Wedge(path) => supervise::command(path.as_os_str(), AtEnd::Kill),
-        }
+            Self::Wedge(wedge) => wedge.command(),
+        }?;
+        command.env_clear();
+        Ok(command)
     }
 
     /// Reads a kernel once more, for as long as `then` needs it.
@@ -685,8 +705,8 @@ fn open_shares(shares: &[share::Description]) -> Result<Vec<Share>, Failure> {
     Ok(opened)
 }
 
-/// What an end means.
-fn judge(end: &End) -> (u8, String) {
+/// Exit code and text of an end (`docs/spec/exit-codes.md`). What a guest says or does is never 82, 124 or 128 and more.
+fn judge(end: &End, program: &Program) -> (u8, String) {
     let text = |code, text: &str| (code, text.to_owned());
     match end {
         End::Timeout => text(failure::TIMEOUT, "the time limit was reached"),
@@ -696,54 +716,66 @@ fn judge(end: &End) -> (u8, String) {
         End::Reset => text(failure::GUEST_RESET, "reset by request"),
         End::OutputClosed => text(128 + Signal::PIPE.as_raw() as u8, "nobody reads the console"),
         End::Other(name, status) => {
-            let code = status.signal().map_or(failure::INTERNAL, |signal| 128 + signal as u8);
+            let code = status.signal().map_or(failure::INTERNAL, code_of_signal);
             (code, format!("the process of {name} has ended ({status})"))
         }
         End::Exited(status) => match (status.code(), status.signal()) {
-            (Some(code), _) => {
-                let code = code as u8;
-                match code.checked_sub(128) {
-                    Some(signal) if signal != 0 => {
-                        (code, format!("a process of the machine was killed by signal {signal}"))
-                    }
-                    _ => (code, failure::meaning_of_end(code)),
-                }
-            }
+            (Some(code), _) => judge_code(code as u8, program),
             (None, signal) => {
                 let signal = signal.unwrap_or(0);
-                (128 + signal as u8, format!("the machine was killed by signal {signal}"))
+                (code_of_signal(signal), format!("the machine was killed by signal {signal}"))
             }
         },
     }
 }
 
+/// The same of the exit code of a machine's first process. That of KVM may be a guest's doing altogether; the device process says what
+/// has ended one of the others.
+fn judge_code(code: u8, program: &Program) -> (u8, String) {
+    let is_said = match program {
+        Program::Wedge(_) => !matches!(code, failure::WATCHDOG | failure::TIMEOUT | 128),
+        Program::Kvm => exit::is_of_guest(code) || (failure::USAGE..exit::PANIC).contains(&code),
+    };
+    if !is_said {
+        let text = format!("the machine's first process has ended with status {code}");
+        return (failure::INTERNAL, text);
+    }
+    match code.checked_sub(128) {
+        Some(signal) => (code, format!("a process of the machine was killed by signal {signal}")),
+        None => (code, failure::meaning_of_end(code)),
+    }
+}
+
+/// What the end of one of Parador's own processes by a signal means: somebody has sent it, or the process is wrong.
+fn code_of_signal(signal: i32) -> u8 {
+    match exit::OWN_DOING.contains(&(signal as u32)) {
+        true => failure::INTERNAL,
+        false => 128 + signal as u8,
+    }
+}
+
+/// The kernel that was named, else the one in the cache; and what keeps it there.
+fn kernel_file(named: Option<&Path>) -> Result<(PathBuf, Held), Failure> {
+    let keep = |path: &Path| kernel::hold(path.parent().unwrap_or(Path::new("")));
+    match named {
+        Some(path) => Ok((path.to_owned(), keep(path))),
+        None => {
+            let cached = kernel::cached()?;
+            let path = cached.vmlinux();
+            let held = keep(&path);
+            Ok((path, held))
+        }
+    }
+}
+
 /// The RAM disk with a shell, in which the modules and files that the user names are.
 fn busybox() -> Result<Vec<u8>, Failure> {
-    let cache = crate::programs::cache_folder()?;
     let interruptible = Interruptible::new()?;
     let (busybox, _) = Steps::new().run("RAM disk", |step| {
-        let (path, title) = fetch::busybox(&cache, step, &interruptible)?;
+        let (path, title) = fetch::busybox(step, &interruptible)?;
         Ok(((path, ()), title))
     })?;
     initramfs::busybox(&busybox, &[], &[])
-}
-
-/// The wedge's program, built if this is a source tree.
-fn wedge(named: Option<&Path>) -> Result<PathBuf, Failure> {
-    let programs = Programs::find(named)?;
-    let folder = match programs.finished() {
-        Some(folder) if folder.join(WEDGE).is_file() => folder,
-        _ => {
-            let steps = Steps::new();
-            steps.run("Building Parador's programs", |step| programs.build(step))?
-        }
-    };
-    let wedge = folder.join(WEDGE);
-    if !wedge.is_file() {
-        let text = format!("no program {}", wedge.display());
-        return Err(Failure::new(failure::MISSING_FILE, text).help("run `cargo xtask build`"));
-    }
-    Ok(wedge)
 }
 
 pub fn refused(error: &Error, kernel: &Path) -> Failure {
@@ -764,5 +796,53 @@ pub fn refused(error: &Error, kernel: &Path) -> Failure {
     match error.help() {
         Some(help) => failure.help(help),
         None => failure,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::ExitStatus;
+
+    const KVM: Program = Program::Kvm;
+
+    fn wedge() -> Program {
+        Program::Wedge(Wedge::Copy)
+    }
+
+    /// As wait(2) has it: an exit, a signal.
+    fn exited(code: u8) -> End {
+        End::Exited(ExitStatus::from_raw(i32::from(code) << 8))
+    }
+
+    fn killed(signal: i32) -> End {
+        End::Exited(ExitStatus::from_raw(signal))
+    }
+
+    #[test]
+    fn guests_have_their_codes_and_no_others() {
+        for program in [wedge(), KVM] {
+            for code in 0..=u8::MAX {
+                let is_signal = code > 128 && matches!(program, Program::Wedge(_));
+                let is_own = matches!(code, 0..=81 | 83) || is_signal || {
+                    matches!(program, Program::Wedge(_)) && !matches!(code, 82 | 124 | 128)
+                };
+                let wanted = if is_own { code } else { failure::INTERNAL };
+                assert_eq!(judge(&exited(code), &program).0, wanted, "{code}");
+            }
+        }
+    }
+
+    #[test]
+    fn signals_that_others_send_have_their_codes() {
+        for program in [wedge(), KVM] {
+            for (signal, code) in [(9, 137), (15, 143), (31, 70), (11, 70), (6, 70)] {
+                assert_eq!(judge(&killed(signal), &program).0, code, "{signal}");
+                let other = End::Other("a disk".to_owned(), ExitStatus::from_raw(signal));
+                assert_eq!(judge(&other, &program).0, code, "{signal}");
+            }
+        }
+        assert_eq!(judge(&End::Timeout, &KVM).0, 124);
+        assert_eq!(judge(&End::Signal(15), &KVM).0, 143);
     }
 }

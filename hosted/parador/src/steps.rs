@@ -22,7 +22,7 @@ pub struct Step {
 impl Steps {
     /// Progress for the current standard error.
     pub fn new() -> Self {
-        Self { terminal: stderr().is_terminal() && !messages::is_json() }
+        Self { terminal: stderr().is_terminal() && !messages::is_json() && !messages::is_quiet() }
     }
 
     /// Does a step. What `work` returns beside its value is printed as the step's result.
@@ -39,7 +39,7 @@ impl Steps {
         let seconds = start.elapsed().as_secs_f64();
         if messages::is_json() {
             messages::say(Level::Info, &format!("{name}: {result} ({seconds:.1} s)"));
-        } else {
+        } else if !messages::is_quiet() {
             eprintln!("  {name:<NAME_WIDTH$} {result} ({seconds:.1} s)");
         }
         Ok(value)
@@ -63,5 +63,10 @@ impl Step {
     /// Says what the step does right now.
     pub fn now(&self, what: impl Into<String>) {
         self.bar.set_message(what.into());
+    }
+
+    /// Prints a warning above the line that moves.
+    pub fn warn(&self, text: &str) {
+        self.bar.suspend(|| messages::say(Level::Warn, text));
     }
 }

@@ -5,15 +5,22 @@
 //! itself again, makes the request and becomes the other program.
 
 use crate::failure::{self, Failure};
+use crate::wedge;
+use proto::errno::Cause;
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
 use std::env;
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 /// First argument of a second start.
 const MARK: &str = "--become";
+
+/// In the place of a program's path: the wedge's program that this one contains. A path that was found has a slash.
+const COPY: &str = "copy";
 
 /// Exit code if a program was found but could not be started. It is even, so QEMU's reports from inside a
 /// machine, which are odd, cannot be mistaken for it.
@@ -34,13 +41,27 @@ pub fn command(program: &OsStr, at_end: AtEnd) -> Result<Command, Failure> {
         let name = Path::new(program).display();
         Failure::new(failure::UNAVAILABLE, format!("no program {name}"))
     })?;
+    let mut command = again(at_end);
+    command.arg(found);
+    Ok(command)
+}
+
+/// A command that runs the wedge's program of which this one contains a copy.
+pub fn copied(at_end: AtEnd) -> Command {
+    let mut command = again(at_end);
+    command.arg(COPY);
+    command
+}
+
+/// This program, to become another one.
+fn again(at_end: AtEnd) -> Command {
     let mut command = Command::new("/proc/self/exe");
     let signal = match at_end {
         AtEnd::Terminate => "terminate",
         AtEnd::Kill => "kill",
     };
-    command.arg(MARK).arg(signal).arg(std::process::id().to_string()).arg(found);
-    Ok(command)
+    command.arg(MARK).arg(signal).arg(std::process::id().to_string());
+    command
 }
 
 /// Where a program is: what is no path is looked up in `PATH`.
@@ -48,8 +69,18 @@ pub fn find(name: &Path) -> Option<PathBuf> {
     if name.components().count() > 1 {
         return Some(name.to_owned()).filter(|path| path.is_file());
     }
-    let path = env::var_os("PATH")?;
-    env::split_paths(&path).map(|folder| folder.join(name)).find(|path| path.is_file())
+    search_path().map(|folder| folder.join(name)).find(|path| path.is_file())
+}
+
+/// Folders of `PATH`. A relative or empty one means the current folder or one below it, in which
+/// others may have put programs: it is left out.
+pub fn search_path() -> impl Iterator<Item = PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    absolute_folders(&path).into_iter()
+}
+
+fn absolute_folders(path: &OsStr) -> Vec<PathBuf> {
+    env::split_paths(path).filter(|folder| folder.is_absolute()).collect()
 }
 
 /// Becomes another program if this process was started by [`command`]. Returns the exit code if
@@ -77,12 +108,36 @@ fn exec(mut arguments: impl Iterator<Item = OsString>) -> Option<String> {
     let parent = arguments.next()?.to_str()?.parse().ok().and_then(Pid::from_raw)?;
     let program = arguments.next()?;
     if let Err(error) = set_parent_process_death_signal(Some(signal)) {
-        return Some(format!("cannot ask for a signal: {error}"));
+        let cause = Cause::new(Some(error.raw_os_error()), &error);
+        let text = "cannot request a signal at the parent's end (prctl PR_SET_PDEATHSIG)";
+        return Some(format!("{text}: {cause}"));
     }
     // The parent may have ended before the request.
     if getppid() != Some(parent) {
         return Some("parador has ended".to_owned());
     }
-    let error = Command::new(&program).args(arguments).exec();
+    let (program, error) = if program == COPY {
+        let become_copy = |file: File| {
+            // The descriptor is closed when the program in it has been loaded.
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+            Command::new(path).arg0(wedge::NAME).args(arguments).exec()
+        };
+        (wedge::NAME.into(), wedge::copy().map_or_else(|error| error, become_copy))
+    } else {
+        let error = Command::new(&program).args(arguments).exec();
+        (program, error)
+    };
     Some(format!("cannot start {}: {}", program.display(), failure::describe(&error)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_current_folder_has_no_programs() {
+        let folders = |path: &str| absolute_folders(OsStr::new(path));
+        assert_eq!(folders(":.:bin:/usr/bin::/bin:"), ["/usr/bin", "/bin"].map(PathBuf::from));
+        assert_eq!(folders(""), [""; 0].map(PathBuf::from));
+    }
 }

@@ -1,17 +1,23 @@
-//! A switch between machines of this host that name the same socket.
+//! A switch between machines of one user that name the same socket.
 //!
-//! It is a process of its own: whichever machine comes first starts it, it belongs to none of them, and it ends when the last one has gone, with
-//! the file of its socket. A machine is a connection, which carries frames in both directions, each behind its length as 32 bits, big-endian
-//! (what QEMU calls `-netdev stream`).
+//! It consists of two processes: whichever machine comes first starts it, it belongs to none of them, and it ends when the last one has gone. The
+//! *keeper* removes the socket's file then, and does nothing else; the *server*, which the keeper has started, carries frames and
+//! can do nothing else. A machine is a connection, which carries frames in both directions, each behind its length as 32 bits, big-endian
+//! (what QEMU calls `-netdev stream`). The socket is its user's alone, and both sides of a connection check that the other one is the same user's.
 //!
-//! Who makes, joins or ends a switch holds a lock of the socket's folder meanwhile, so a machine never joins one that is about to end. The
-//! switch believes nothing of what machines send: a connection whose lengths make no sense is closed, addresses that a machine claims are bounded,
+//! Who makes, joins or ends a switch holds a lock of the socket's folder meanwhile, so a machine never joins one that is about to end: server and
+//! keeper have one open file of the folder, so that what the server locks before it ends stays locked until the keeper has ended. The
+//! server believes nothing of what machines send: a connection whose lengths make no sense is closed, addresses that a machine claims are bounded,
 //! frames for a machine that does not take them are lost, as with any switch.
 
+use crate::console::bind;
 use crate::failure::{self, Failure};
+use crate::supervise::{self, AtEnd};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{AtFlags, FlockOperation, flock, statat, unlinkat};
 use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::{Uid, geteuid};
 use std::collections::{BTreeMap, HashMap};
 use std::env;
 use std::ffi::OsStr;
@@ -24,10 +30,14 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
-/// First argument of a start as a switch.
+/// First argument of a start as the keeper of a switch.
 const MARK: &str = "--switch";
+/// First argument of a start as the server of a switch.
+const SERVE: &str = "--switch-server";
+/// The server's descriptor of the socket's folder: standard output.
+const FOLDER: u32 = 1;
 /// Bytes of a frame's length.
-const LENGTH: usize = 4;
+pub const LENGTH: usize = 4;
 /// Bytes of a frame: an Ethernet header at least.
 const FRAME: std::ops::RangeInclusive<usize> = 14..=0xffff;
 /// Bytes that are read at once.
@@ -57,7 +67,7 @@ pub fn join(path: &Path) -> Result<UnixStream, Failure> {
     flock(&folder, FlockOperation::LockExclusive)
         .map_err(|error| failed("lock the folder of switch", error.into()))?;
     match UnixStream::connect(path) {
-        Ok(socket) => return Ok(socket),
+        Ok(socket) => return check_user(&socket, path).map(|()| socket),
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
             // A switch that was killed has left it.
@@ -70,12 +80,13 @@ pub fn join(path: &Path) -> Result<UnixStream, Failure> {
         }
         Err(error) => return Err(failed("connect to switch", error)),
     }
-    let listener = UnixListener::bind(path).map_err(|error| failed("make switch", error))?;
+    let listener = bind(path).map_err(|error| failed("make switch", error))?;
     let socket = UnixStream::connect(path).map_err(|error| failed("connect to switch", error))?;
     Command::new("/proc/self/exe")
         .arg(MARK)
         .arg(name)
         .current_dir("/")
+        .env_clear()
         // Keys of this terminal are not for it.
         .process_group(0)
         .stdin(OwnedFd::from(listener))
@@ -86,30 +97,72 @@ pub fn join(path: &Path) -> Result<UnixStream, Failure> {
     Ok(socket)
 }
 
-/// Becomes a switch if this process was started as one. Returns the exit code, `None` if this is an ordinary start.
-pub fn become_switch() -> Option<ExitCode> {
-    let mut arguments = env::args_os().skip(1);
-    if arguments.next()? != MARK {
-        return None;
-    }
-    let code = match arguments.next().map(|name| serve(&name)) {
-        Some(Ok(())) => 0,
-        Some(Err(_)) => failure::OS_ERROR,
-        None => failure::USAGE,
-    };
-    Some(ExitCode::from(code))
+/// Whether the other side of a connection is this user's.
+fn is_of_user(socket: &UnixStream, user: Uid) -> io::Result<bool> {
+    Ok(socket_peercred(socket)?.uid == user)
 }
 
-/// Serves the socket `name` until nobody is connected any more. Standard input is where connections come, standard output the
-/// socket's folder.
-fn serve(name: &OsStr) -> io::Result<()> {
-    let listener = UnixListener::from(io::stdin().as_fd().try_clone_to_owned()?);
+/// Refuses a switch that another user serves.
+fn check_user(socket: &UnixStream, path: &Path) -> Result<(), Failure> {
+    match is_of_user(socket, geteuid()) {
+        Ok(true) => Ok(()),
+        Ok(false) => {
+            let text = format!("the switch {} is another user's", path.display());
+            let help = "name a socket in a folder that only you can write to";
+            Err(Failure::new(failure::PERMISSION, text).help(help))
+        }
+        Err(error) => Err(Failure::file("look at switch", path, &error)),
+    }
+}
+
+/// Becomes a switch, or its server, if this process was started as one. Returns the exit code, `None` if this is an ordinary start.
+pub fn become_switch() -> Option<ExitCode> {
+    let mut arguments = env::args_os().skip(1);
+    let first = arguments.next()?;
+    let done = match (first.to_str()?, arguments.next()) {
+        (MARK, Some(name)) => keep(&name),
+        (MARK, None) => return Some(ExitCode::from(failure::USAGE)),
+        (SERVE, _) => serve(),
+        _ => return None,
+    };
+    Some(ExitCode::from(if done.is_ok() { 0 } else { failure::OS_ERROR }))
+}
+
+/// Has the socket `name` served until nobody is connected any more, and removes it. Standard input is where connections come, standard
+/// output the socket's folder.
+fn keep(name: &OsStr) -> io::Result<()> {
     let folder = io::stdout().as_fd().try_clone_to_owned()?;
-    listener.set_nonblocking(true)?;
     let own = || statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW).map(|file| file.st_ino);
     let inode = own()?;
-    hosted_vmm::confine_switch().map_err(|error| io::Error::other(error.to_string()))?;
-    let mut switch = Switch::default();
+    let failed = |failure: Failure| io::Error::other(failure.to_string());
+    let mut server = supervise::command(OsStr::new("/proc/self/exe"), AtEnd::Kill)
+        .map_err(failed)?
+        .arg(SERVE)
+        .spawn()?;
+    // Only the server has it: when that has ended, nobody waits for it in vain.
+    rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
+    server.wait()?;
+    // The server has locked the folder, unless it has been killed.
+    flock(&folder, FlockOperation::LockExclusive)?;
+    // The user may have removed it, and there may be another one.
+    match own() {
+        Ok(found) if found == inode => Ok(unlinkat(&folder, name, AtFlags::empty())?),
+        _ => Ok(()),
+    }
+}
+
+/// Carries frames until nobody is connected any more, and leaves the folder locked.
+fn serve() -> io::Result<()> {
+    let listener = UnixListener::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let folder = io::stdout();
+    listener.set_nonblocking(true)?;
+    // As far as the host has it. Without namespaces: in one of its own, nobody else's number could be told.
+    let _ = hosted_jail::forbid_files();
+    hosted_jail::drop_capabilities()?;
+    // The filter does not let it ask later.
+    let mut switch = Switch::new(geteuid());
+    let filtered = hosted_vmm::confine_switch(FOLDER);
+    filtered.map_err(|error| io::Error::other(error.to_string()))?;
     let mut buffer = vec![0; LENGTH + FRAME.end() + PIECE];
     loop {
         switch.accept(&listener);
@@ -117,11 +170,7 @@ fn serve(name: &OsStr) -> io::Result<()> {
             flock(&folder, FlockOperation::LockExclusive)?;
             switch.accept(&listener);
             if switch.peers.is_empty() {
-                // The user may have removed it, and there may be another one.
-                return match own() {
-                    Ok(found) if found == inode => Ok(unlinkat(&folder, name, AtFlags::empty())?),
-                    _ => Ok(()),
-                };
+                return Ok(());
             }
             flock(&folder, FlockOperation::Unlock)?;
         }
@@ -135,8 +184,9 @@ fn serve(name: &OsStr) -> io::Result<()> {
 }
 
 /// Who is connected, and who has which address.
-#[derive(Default)]
 struct Switch {
+    /// Whose machines there are.
+    user: Uid,
     peers: BTreeMap<u64, Peer>,
     /// Number of the next one.
     next: u64,
@@ -155,10 +205,15 @@ struct Peer {
 }
 
 impl Switch {
-    /// Takes everybody in who wants to connect.
+    fn new(user: Uid) -> Self {
+        Self { user, peers: BTreeMap::new(), next: 0, addresses: HashMap::new() }
+    }
+
+    /// Takes every machine of the same user in that wants to connect.
     fn accept(&mut self, listener: &UnixListener) {
         while let Ok((socket, _)) = listener.accept() {
-            if self.peers.len() < MACHINES && socket.set_nonblocking(true).is_ok() {
+            let is_own = is_of_user(&socket, self.user).unwrap_or(false);
+            if is_own && self.peers.len() < MACHINES && socket.set_nonblocking(true).is_ok() {
                 self.peers.insert(self.next, Peer::new(socket));
                 self.next += 1;
             }
@@ -201,21 +256,20 @@ impl Switch {
             }
         };
         let mut rest = &buffer[..begun + received];
-        while let Some((length, frame)) = rest.split_first_chunk() {
-            let length = u32::from_be_bytes(*length) as usize;
-            if !FRAME.contains(&length) {
-                // Nobody knows where the next frame is.
-                if let Some(peer) = self.peers.get_mut(&number) {
-                    peer.is_closed = true;
+        loop {
+            match split_frame(rest) {
+                Ok(Some((frame, after))) => {
+                    self.forward(number, frame);
+                    rest = after;
                 }
-                return;
+                Ok(None) => break,
+                Err(_) => {
+                    if let Some(peer) = self.peers.get_mut(&number) {
+                        peer.is_closed = true;
+                    }
+                    return;
+                }
             }
-            if frame.len() < length {
-                break;
-            }
-            let (frame, after) = rest.split_at(LENGTH + length);
-            self.forward(number, frame);
-            rest = after;
         }
         if let Some(peer) = self.peers.get_mut(&number) {
             peer.begun.clear();
@@ -298,6 +352,20 @@ impl Peer {
     }
 }
 
+/// Splits the first frame, with its length before it, from what has been received; `None`: its end
+/// has not come.
+///
+/// # Errors
+/// The length is no frame's, so nobody knows where the next frame is.
+pub fn split_frame(received: &[u8]) -> io::Result<Option<(&[u8], &[u8])>> {
+    let Some(length) = received.first_chunk::<LENGTH>() else { return Ok(None) };
+    let length = u32::from_be_bytes(*length) as usize;
+    match FRAME.contains(&length) {
+        true => Ok(received.split_at_checked(LENGTH + length)),
+        false => Err(ErrorKind::InvalidData.into()),
+    }
+}
+
 /// Receiver and sender of a frame (IEEE 802.3).
 fn addresses(frame: &[u8]) -> Option<(Mac, Mac)> {
     let (to, rest) = frame.split_first_chunk()?;
@@ -316,7 +384,7 @@ mod tests {
 
     /// A switch with three connections, and their other ends.
     fn switch() -> (Switch, Vec<UnixStream>) {
-        let mut switch = Switch::default();
+        let mut switch = Switch::new(geteuid());
         let mut ends = Vec::new();
         for number in 0..3 {
             let (ours, theirs) = UnixStream::pair().unwrap();
@@ -404,6 +472,13 @@ mod tests {
         let peer = &switch.peers[&1];
         assert!(peer.waiting.len() - peer.sent <= WAITING);
         assert!(peer.waiting.len() <= 2 * WAITING + long.len());
+    }
+
+    #[test]
+    fn others_are_not_taken_in() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        assert!(is_of_user(&ours, geteuid()).unwrap());
+        assert!(!is_of_user(&ours, Uid::from_raw(geteuid().as_raw() + 1)).unwrap());
     }
 
     #[test]

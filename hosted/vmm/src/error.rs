@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 
+use proto::errno::Cause;
 use vmm_boot::BootError;
 
 /// Why a machine cannot be started.
@@ -52,7 +53,9 @@ impl fmt::Display for Error {
                 write!(f, "the kernel cannot be moved: {name} does not fit at {address:#x}")
             }
             Self::Boot(error) => write!(f, "{error}"),
-            Self::Host(action, error) => write!(f, "cannot {action}: {error}"),
+            Self::Host(action, error) => {
+                write!(f, "cannot {action}: {}", Cause::new(error.raw_os_error(), error))
+            }
             Self::TooMuchMemory { wanted, available } => {
                 let (wanted, available) = (wanted >> 20, available >> 20);
                 write!(f, "{wanted} MiB of memory are more than the {available} MiB of this host")

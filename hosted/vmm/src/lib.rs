@@ -11,6 +11,6 @@ mod prepare;
 pub mod symbols;
 
 pub use error::Error;
-pub use filters::{confine, confine_switch};
+pub use filters::{confine, confine_relay, confine_switch};
 pub use image::Image;
 pub use prepare::{Machine, Prepared, check_host, check_memory, empty, has_keys, prepare};

@@ -1,6 +1,7 @@
-//! ELF64 little-endian executables (System V ABI, "Object Files" and "Program Loading").
+//! ELF little-endian executables (System V ABI, "Object Files" and "Program Loading"): 64-bit ones, and where a caller
+//! takes them ([`Elf::parse_any`]) 32-bit ones.
 //!
-//! [`Elf::parse`] checks everything that a loader relies on, so that the iterators after it
+//! Parsing checks everything that a loader relies on, so that the iterators after it
 //! cannot fail: every loadable segment lies inside the file, is not smaller in memory than in
 //! the file, and ends below 2^64.
 
@@ -10,10 +11,15 @@ use core::ops::Range;
 const HEADER_LENGTH: usize = 64;
 const PROGRAM_HEADER_LENGTH: usize = 56;
 
+const HEADER_LENGTH_32: usize = 52;
+const PROGRAM_HEADER_LENGTH_32: usize = 32;
+
+const CLASS_32: u8 = 1;
 const CLASS_64: u8 = 2;
 const DATA_LITTLE_ENDIAN: u8 = 1;
 const TYPE_EXECUTABLE: u16 = 2;
 const TYPE_SHARED: u16 = 3;
+const MACHINE_X86: u16 = 3;
 const MACHINE_X86_64: u16 = 62;
 const MACHINE_AARCH64: u16 = 183;
 const SEGMENT_LOAD: u32 = 1;
@@ -34,11 +40,11 @@ pub enum ElfError {
     Truncated,
     /// No ELF magic.
     NotElf,
-    /// Not 64-bit little-endian.
+    /// Not little-endian, or not 64-bit where it has to be.
     BadClass,
     /// Neither an executable nor position-independent.
     NotExecutable,
-    /// Not for x86-64 or AArch64.
+    /// Not for a processor that is known.
     BadMachine,
     /// Program headers of a wrong size.
     BadProgramHeaders,
@@ -49,6 +55,8 @@ pub enum ElfError {
 /// The processor that an executable is for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Machine {
+    /// x86 with 32 bits: in 32-bit files only.
+    X86,
     /// x86-64.
     X86_64,
     /// AArch64.
@@ -109,6 +117,8 @@ pub struct Note<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct Elf<'a> {
     bytes: &'a [u8],
+    /// 64-bit.
+    wide: bool,
     /// The program headers, a multiple of their length.
     headers: &'a [u8],
     machine: Machine,
@@ -116,8 +126,16 @@ pub struct Elf<'a> {
 }
 
 impl<'a> Elf<'a> {
-    /// Checks the headers of the executable `file`.
+    /// Checks the headers of the 64-bit executable `file`.
     pub fn parse(file: &'a [u8]) -> Result<Self, ElfError> {
+        match file.get(4) {
+            Some(&CLASS_32) if file.starts_with(b"\x7fELF") => Err(ElfError::BadClass),
+            _ => Self::parse_any(file),
+        }
+    }
+
+    /// Checks the headers of the executable `file`, which has 64 or 32 bits.
+    pub fn parse_any(file: &'a [u8]) -> Result<Self, ElfError> {
         if !file.starts_with(b"\x7fELF") {
             return Err(if b"\x7fELF".starts_with(file) {
                 ElfError::Truncated
@@ -125,30 +143,38 @@ impl<'a> Elf<'a> {
                 ElfError::NotElf
             });
         }
-        let header = file.get(..HEADER_LENGTH).ok_or(ElfError::Truncated)?;
-        if header[4] != CLASS_64 || header[5] != DATA_LITTLE_ENDIAN {
+        let class = *file.get(4).ok_or(ElfError::Truncated)?;
+        let wide = class != CLASS_32;
+        let length = if wide { HEADER_LENGTH } else { HEADER_LENGTH_32 };
+        let header = file.get(..length).ok_or(ElfError::Truncated)?;
+        if !matches!(class, CLASS_32 | CLASS_64) || header[5] != DATA_LITTLE_ENDIAN {
             return Err(ElfError::BadClass);
         }
         let half = |at| bytes::u16(header, at).ok_or(ElfError::Truncated);
-        let word = |at| bytes::u64(header, at).ok_or(ElfError::Truncated);
+        let word = |at| address(header, at, wide).ok_or(ElfError::Truncated);
         if !matches!(half(16)?, TYPE_EXECUTABLE | TYPE_SHARED) {
             return Err(ElfError::NotExecutable);
         }
         let machine = match half(18)? {
+            MACHINE_X86 if !wide => Machine::X86,
             MACHINE_X86_64 => Machine::X86_64,
             MACHINE_AARCH64 => Machine::Aarch64,
             _ => return Err(ElfError::BadMachine),
         };
         let entry = word(24)?;
-        let count = usize::from(half(56)?);
-        if count != 0 && usize::from(half(54)?) != PROGRAM_HEADER_LENGTH {
+        let (place, size_at, size) = match wide {
+            true => (word(32)?, 54, PROGRAM_HEADER_LENGTH),
+            false => (word(28)?, 42, PROGRAM_HEADER_LENGTH_32),
+        };
+        let count = usize::from(half(size_at + 2)?);
+        if count != 0 && usize::from(half(size_at)?) != size {
             return Err(ElfError::BadProgramHeaders);
         }
-        let headers = usize::try_from(word(32)?)
+        let headers = usize::try_from(place)
             .ok()
-            .and_then(|at| bytes::slice(file, at, count * PROGRAM_HEADER_LENGTH))
+            .and_then(|at| bytes::slice(file, at, count * size))
             .ok_or(ElfError::Truncated)?;
-        let elf = Self { bytes: file, headers, machine, entry };
+        let elf = Self { bytes: file, wide, headers, machine, entry };
         for segment in elf.segments() {
             if segment.filesz > segment.memsz
                 || segment.paddr.checked_add(segment.memsz).is_none()
@@ -195,17 +221,22 @@ impl<'a> Elf<'a> {
     }
 
     fn of_type(&self, kind: u32) -> impl Iterator<Item = Segment> + use<'a> {
-        self.headers.chunks_exact(PROGRAM_HEADER_LENGTH).filter_map(move |header| {
+        let wide = self.wide;
+        let size = if wide { PROGRAM_HEADER_LENGTH } else { PROGRAM_HEADER_LENGTH_32 };
+        self.headers.chunks_exact(size).filter_map(move |header| {
             if bytes::u32(header, 0)? != kind {
                 return None;
             }
+            // Flags, and the place of the rest, in order.
+            let (flags, first, each) = if wide { (4, 8, 8) } else { (24, 4, 4) };
+            let word = |index: usize| address(header, first + each * index, wide);
             Some(Segment {
-                flags: bytes::u32(header, 4)?,
-                offset: bytes::u64(header, 8)?,
-                vaddr: bytes::u64(header, 16)?,
-                paddr: bytes::u64(header, 24)?,
-                filesz: bytes::u64(header, 32)?,
-                memsz: bytes::u64(header, 40)?,
+                flags: bytes::u32(header, flags)?,
+                offset: word(0)?,
+                vaddr: word(1)?,
+                paddr: word(2)?,
+                filesz: word(3)?,
+                memsz: word(4)?,
             })
         })
     }
@@ -213,6 +244,11 @@ impl<'a> Elf<'a> {
     fn contents(&self, offset: u64, length: u64) -> Option<&'a [u8]> {
         bytes::slice(self.bytes, usize::try_from(offset).ok()?, usize::try_from(length).ok()?)
     }
+}
+
+/// An address or length: 8 bytes, in 32-bit files 4.
+fn address(bytes: &[u8], at: usize, wide: bool) -> Option<u64> {
+    if wide { bytes::u64(bytes, at) } else { bytes::u32(bytes, at).map(u64::from) }
 }
 
 /// Notes of one segment. Name and contents are each padded to four bytes, which is what tools
@@ -286,6 +322,57 @@ mod tests {
         assert_eq!(elf.data(&segments[0]), b"code");
         let notes: Vec<_> = elf.notes().collect();
         assert_eq!(notes, [Note { name: b"Xen", kind: 18, desc: &[0, 0, 0x10, 0] }]);
+    }
+
+    /// The same file with 32 bits.
+    fn narrow(segments: &[(u32, u32, u32, u32, u32)], contents: &[u8]) -> Vec<u8> {
+        let mut file = vec![0; HEADER_LENGTH_32];
+        file[..6].copy_from_slice(b"\x7fELF\x01\x01");
+        file[16..18].copy_from_slice(&TYPE_EXECUTABLE.to_le_bytes());
+        file[18..20].copy_from_slice(&MACHINE_X86.to_le_bytes());
+        file[24..28].copy_from_slice(&0x10_0020u32.to_le_bytes());
+        file[28..32].copy_from_slice(&(HEADER_LENGTH_32 as u32).to_le_bytes());
+        file[42..44].copy_from_slice(&(PROGRAM_HEADER_LENGTH_32 as u16).to_le_bytes());
+        file[44..46].copy_from_slice(&(segments.len() as u16).to_le_bytes());
+        let data = (HEADER_LENGTH_32 + segments.len() * PROGRAM_HEADER_LENGTH_32) as u32;
+        for &(kind, offset, address, filesz, memsz) in segments {
+            for word in [kind, data + offset, address + 1, address, filesz, memsz, FLAG_READ, 4096]
+            {
+                file.extend(word.to_le_bytes());
+            }
+        }
+        file.extend(contents);
+        file
+    }
+
+    #[test]
+    fn files_of_32_bits() {
+        let note = b"\x04\0\0\0\x04\0\0\0\x12\0\0\0Xen\0\0\0\x10\0";
+        let contents = [&b"code"[..], note].concat();
+        let good =
+            narrow(&[(SEGMENT_LOAD, 0, 0x10_0000, 4, 64), (SEGMENT_NOTE, 4, 0, 20, 20)], &contents);
+        let elf = Elf::parse_any(&good).unwrap();
+        assert_eq!((elf.machine(), elf.entry()), (Machine::X86, 0x10_0020));
+        let segments: Vec<_> = elf.segments().collect();
+        assert_eq!((segments.len(), segments[0].physical()), (1, 0x10_0000..0x10_0040));
+        assert_eq!((segments[0].vaddr, segments[0].flags), (0x10_0001, FLAG_READ));
+        assert_eq!(elf.data(&segments[0]), b"code");
+        assert_eq!(elf.notes().next().unwrap().desc, [0, 0, 0x10, 0]);
+        // Only for whom it is meant.
+        assert_eq!(Elf::parse(&good).err(), Some(ElfError::BadClass));
+        for length in 0..good.len() - note.len() {
+            assert_eq!(
+                Elf::parse_any(&good[..length]).err(),
+                Some(ElfError::Truncated),
+                "{length}"
+            );
+        }
+        let mut other = good.clone();
+        other[18] = 40;
+        assert_eq!(Elf::parse_any(&other).err(), Some(ElfError::BadMachine));
+        let mut other = good;
+        other[42] = 56;
+        assert_eq!(Elf::parse_any(&other).err(), Some(ElfError::BadProgramHeaders));
     }
 
     #[test]

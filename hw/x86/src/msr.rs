@@ -7,6 +7,14 @@ pub const TSC: u32 = 0x10;
 pub const APIC_BASE: u32 = 0x1b;
 /// Memory-type range registers: how many there are. APM vol. 2 §7.7.
 pub const MTRR_CAP: u32 = 0xfe;
+/// Machine check: how many banks there are (7:0). APM vol. 2 §9.3.1.
+pub const MCG_CAP: u32 = 0x179;
+/// Machine check: state of the processor when it came. APM vol. 2 §9.3.1.
+pub const MCG_STATUS: u32 = 0x17a;
+/// Machine check: status of bank 0, [`mc_status`]; that of bank `n` is `4 * n` further. APM vol. 2 §9.3.2.
+pub const MC0_STATUS: u32 = 0x401;
+/// Machine check: address of bank 0.
+pub const MC0_ADDR: u32 = 0x402;
 /// Page attribute table. APM vol. 2 §7.8.
 pub const PAT: u32 = 0x277;
 /// Default memory type. APM vol. 2 §7.7.
@@ -45,6 +53,14 @@ pub const DEBUG_CTL: u32 = 0x1d9;
 pub const VM_CR: u32 = 0xc001_0114;
 /// Physical address of the host save area. APM vol. 2 §15.30.4.
 pub const VM_HSAVE_PA: u32 = 0xc001_0117;
+
+/// Bits of [`MC0_STATUS`].
+pub mod mc_status {
+    /// The bank holds an error.
+    pub const VAL: u64 = 1 << 63;
+    /// The bank holds its address.
+    pub const ADDRV: u64 = 1 << 58;
+}
 
 /// Bits of [`APIC_BASE`].
 pub mod apic_base {

@@ -154,6 +154,20 @@ const _: () = {
     assert!(offset_of!(SaveArea, g_pat) == 0x268);
 };
 
+/// Bits of [`ControlArea::intercept_cr`] (offset 000h).
+pub mod intercept_cr {
+    /// Writes of CR8.
+    pub const WRITE_CR8: u32 = 1 << (16 + 8);
+}
+
+/// Bits of [`ControlArea::intercept_exceptions`] (offset 008h).
+#[allow(missing_docs, reason = "the manual's names")]
+pub mod intercept_exceptions {
+    pub const DB: u32 = 1 << 1;
+    pub const AC: u32 = 1 << 17;
+    pub const MC: u32 = 1 << 18;
+}
+
 /// Bits of [`ControlArea::intercept3`] (offset 00Ch).
 #[allow(missing_docs, reason = "the manual's names")]
 pub mod intercept3 {
@@ -164,6 +178,7 @@ pub mod intercept3 {
     pub const VINTR: u32 = 1 << 4;
     pub const RDPMC: u32 = 1 << 15;
     pub const CPUID: u32 = 1 << 18;
+    pub const IRET: u32 = 1 << 20;
     pub const INVD: u32 = 1 << 22;
     pub const HLT: u32 = 1 << 24;
     pub const INVLPGA: u32 = 1 << 26;
@@ -204,6 +219,8 @@ pub mod tlb_control {
 
 /// Fields of [`ControlArea::v_intr`] (APM vol. 2, section 15.21).
 pub mod v_intr {
+    /// V_TPR: the guest's task priority, as CR8 has it.
+    pub const TPR: u64 = 0xf;
     /// V_IRQ: a virtual interrupt is pending.
     pub const IRQ: u64 = 1 << 8;
     /// V_INTR_PRIO, lowest bit.
@@ -245,6 +262,8 @@ pub mod exit {
     pub const DR15_WRITE: u64 = 0x3f;
     pub const EXCEPTION_BASE: u64 = 0x40;
     pub const EXCEPTION_LAST: u64 = 0x5f;
+    /// A machine check, intercepted.
+    pub const MACHINE_CHECK: u64 = EXCEPTION_BASE + 18;
     pub const INTR: u64 = 0x60;
     pub const NMI: u64 = 0x61;
     pub const SMI: u64 = 0x62;
@@ -287,6 +306,8 @@ pub mod exit {
     pub const RDPRU: u64 = 0x8e;
     pub const NPF: u64 = 0x400;
     pub const INVALID: u64 = u64::MAX;
+    /// The same of QEMU's processor, which writes the lower half only.
+    pub const INVALID_LOW: u64 = u32::MAX as u64;
 }
 
 /// `EXITINFO1` of an IOIO exit (APM vol. 2, section 15.10.2).

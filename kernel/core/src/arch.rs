@@ -104,8 +104,9 @@ pub trait Arch: Sized + 'static {
 
     /// Appends text to the kernel log.
     fn log(text: core::fmt::Arguments<'_>);
-    /// Appends a task's text to the kernel log; control bytes do no harm there.
-    fn log_text(text: &[u8]);
+    /// Appends a task's text to the kernel log; control bytes do no harm there. Returns the number of bytes in the log's
+    /// buffer that wait to be sent.
+    fn log_text(text: &[u8]) -> usize;
     /// Resets the machine.
     fn reset() -> !;
 }

@@ -21,7 +21,7 @@ pub mod tree;
 use core::cell::Cell;
 
 use arch::Arch;
-use object::{Irq, Space, Task, Vm};
+use object::{Irq, Space, Task, Thread, Vm};
 use pool::{Handle, Memory};
 use sched::Cpu;
 
@@ -85,6 +85,12 @@ pub struct Kernel<A: Arch> {
     irqs: [Cell<Option<Handle<Irq<A>>>>; IRQ_VECTORS],
     /// CPUs that must drop translations before this entry of the kernel ends.
     flush: Cell<u64>,
+    /// Time, in ticks, at which [`FAULT_LINES`](thread::FAULT_LINES) lines about faults may be logged at once again.
+    fault_lines: Cell<u64>,
+    /// Faults that the next such line counts.
+    faults_not_logged: Cell<u64>,
+    /// Stopped threads whose callers are still to be told.
+    stopping: Cell<Option<Handle<Thread<A>>>>,
     dying_tasks: Cell<Option<Handle<Task<A>>>>,
     dying_vms: Cell<Option<Handle<Vm<A>>>>,
 }
@@ -99,6 +105,9 @@ impl<A: Arch> Kernel<A> {
             platform_caps: Cell::new(0),
             irqs: [const { Cell::new(None) }; IRQ_VECTORS],
             flush: Cell::new(0),
+            fault_lines: Cell::new(0),
+            faults_not_logged: Cell::new(0),
+            stopping: Cell::new(None),
             dying_tasks: Cell::new(None),
             dying_vms: Cell::new(None),
         }
@@ -142,7 +151,7 @@ impl<A: Arch> Kernel<A> {
     /// Whether [`Kernel::finish`] has anything to do.
     #[inline(always)]
     pub fn has_work(&self, cpu: usize) -> bool {
-        self.flush.get() != 0 || self.memory.has_retired() || self.cpus[cpu].resched.get()
+        self.flush.get() != 0 || self.memory.has_work() || self.cpus[cpu].resched.get()
     }
 
     /// Ends an entry of the kernel: flushes, reuses freed memory, chooses who runs.
@@ -151,11 +160,27 @@ impl<A: Arch> Kernel<A> {
         if self.flush.get() != 0 {
             self.commit_flush(cpu);
         }
-        if self.memory.has_retired() {
-            self.memory.reclaim();
+        if self.memory.has_work() {
+            return self.finish_work(cpu);
         }
         if self.cpus[cpu].resched.get() {
             self.schedule(cpu);
+        }
+    }
+
+    /// The rest of [`Kernel::finish`] where something was put off. If it is too much, the timer is to come at once: who is
+    /// chosen goes on first.
+    #[cold]
+    #[inline(never)]
+    fn finish_work(&mut self, cpu: usize) {
+        let more = self.abort_calls();
+        self.memory.reclaim();
+        if self.cpus[cpu].resched.get() {
+            self.schedule(cpu);
+        }
+        if more {
+            self.memory.request_work();
+            self.cpus[cpu].interrupt_at_once();
         }
     }
 }

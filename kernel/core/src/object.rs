@@ -121,15 +121,17 @@ pub struct Node<A: Arch> {
     pub depth: u8,
     /// Whence it was delegated.
     pub parent: Link<Node<A>>,
-    /// Head of the list of children.
-    pub child: Link<Node<A>>,
-    /// Next sibling.
-    pub next: Link<Node<A>>,
-    /// Previous sibling.
-    pub prev: Link<Node<A>>,
+    /// What was delegated from it.
+    pub children: Tree<Node<A>, OfParent>,
+    /// Links in the parent's tree of children.
+    pub siblings: Links<Node<A>>,
     /// Links in the space's tree.
     pub links: Links<Node<A>>,
 }
+
+/// Order of the children of a [`Node`]: by what they map. Every mapping is a block, aligned to its size, so two of
+/// them are apart or one contains the other.
+pub struct OfParent;
 
 impl<A: Arch> Keyed for Node<A> {
     type Key = u64;
@@ -138,6 +140,17 @@ impl<A: Arch> Keyed for Node<A> {
     }
     fn links(&self) -> &Links<Self> {
         &self.links
+    }
+}
+
+impl<A: Arch> Keyed<OfParent> for Node<A> {
+    type Key = (u64, u8, u64);
+    fn key(&self, handle: Handle<Self>) -> (u64, u8, u64) {
+        (self.physical, self.order, handle.id())
+    }
+    #[expect(clippy::misnamed_getters, reason = "these are the links in this order")]
+    fn links(&self) -> &Links<Self> {
+        &self.siblings
     }
 }
 
@@ -245,6 +258,12 @@ pub struct Thread<A: Arch> {
     pub sched: Link<SchedContext<A>>,
     /// Server: who lent `sched`, one of those that wait for it; `None` if it is the server's own.
     pub lender: Link<Thread<A>>,
+    /// Stopped: on the list of those whose callers are still to be told.
+    pub stopping: Cell<bool>,
+    /// Next in that list.
+    pub stopping_next: Link<Thread<A>>,
+    /// Its last capability is gone; it is freed when its callers have been told.
+    pub ended: Cell<bool>,
     /// Server: who waits for the reply.
     pub caller: Link<Thread<A>>,
     /// Server: first of the callers that wait to be served.

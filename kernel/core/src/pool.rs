@@ -87,13 +87,27 @@ impl<T> Handle<T> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Frame(u32);
 
-/// Quota of kernel memory, in frames, and the slabs bought from it.
+/// Most CPU time of a factory: more CPUs than any machine has.
+const MAX_SHARE: u64 = 4096 * abi::SHARE_OF_CPU;
+
+/// Most factories above one.
+const MAX_DEPTH: u8 = 16;
+
+/// Quota of kernel memory, in frames, and the slabs bought from it; and of CPU time.
 pub struct Factory {
     quota: Cell<u32>,
     used: Cell<u32>,
     /// Highest priority of scheduling contexts made from it.
     pub max_priority: u64,
+    /// CPU time set aside for it, in units of 1 / [`abi::SHARE_OF_CPU`] of a CPU; 0: it uses its parent's.
+    share: u64,
+    /// Part of the share that is not in use.
+    free_share: Cell<u64>,
+    /// The nearest factory above with a share of its own. It lives as long: this one's memory comes from it.
+    bank: Option<Handle<Factory>>,
     parent: Option<Handle<Factory>>,
+    /// How many factories are above this one: as many may end with it.
+    depth: u8,
     /// Number of capabilities to this factory.
     pub caps: Cell<u32>,
     partial: [Cell<u32>; SIZES],
@@ -104,12 +118,23 @@ impl Object for Factory {
 }
 
 impl Factory {
-    const fn new(quota: u32, max_priority: u64, parent: Option<Handle<Factory>>) -> Self {
+    const fn new(
+        quota: u32,
+        max_priority: u64,
+        share: u64,
+        parent: Option<Handle<Factory>>,
+        bank: Option<Handle<Factory>>,
+        depth: u8,
+    ) -> Self {
         Self {
             quota: Cell::new(quota),
             used: Cell::new(0),
             max_priority,
+            share,
+            free_share: Cell::new(share),
+            bank,
             parent,
+            depth,
             caps: Cell::new(0),
             partial: [const { Cell::new(NONE) }; SIZES],
         }
@@ -158,10 +183,27 @@ impl<T> Slot<T> {
     const SIZE: u8 = size_of::<Self>().next_power_of_two().trailing_zeros() as u8;
 }
 
-/// Where the table of frames is: behind the classes of all frames, one byte each, which are apart so
+/// Where the map of free frames is, a bit each: behind the classes of all frames, one byte each, which are apart so
 /// that [`Memory::get`] finds them by the frame's number alone.
+const fn map_offset(frames: usize) -> usize {
+    frames.next_multiple_of(align_of::<u64>())
+}
+
+/// Words of the map of free frames.
+const fn map_words(frames: usize) -> usize {
+    frames.div_ceil(64)
+}
+
+/// Where the table of frames is: behind the map of free ones.
 const fn table_offset(frames: usize) -> usize {
-    frames.next_multiple_of(align_of::<FrameInfo>())
+    const { assert!(align_of::<FrameInfo>() <= align_of::<u64>()) };
+    map_offset(frames) + 8 * map_words(frames)
+}
+
+/// The first of `count` set bits in a row, if the word has them.
+fn first_run(word: u64, count: u32) -> Option<u32> {
+    let runs = (1..count).fold(word, |runs, shift| runs & word >> shift);
+    (runs != 0).then(|| runs.trailing_zeros())
 }
 
 /// The kernel's memory.
@@ -174,8 +216,8 @@ pub struct Memory {
     generation: Cell<u64>,
     retired: Cell<u32>,
     retired_raw: Cell<u32>,
-    /// Either list has something.
-    has_retired: Cell<bool>,
+    /// Either list has something, or somebody has asked for it.
+    has_work: Cell<bool>,
     ended: Cell<u64>,
     root: Factory,
 }
@@ -192,9 +234,9 @@ impl Memory {
             generation: Cell::new(1),
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
-            has_retired: Cell::new(false),
+            has_work: Cell::new(false),
             ended: Cell::new(0),
-            root: Factory::new(0, u64::MAX, None),
+            root: Factory::new(0, u64::MAX, 0, None, None, 0),
         }
     }
 
@@ -211,6 +253,12 @@ impl Memory {
         if count < fixed + 8 {
             return None;
         }
+        for index in 0..map_words(count) {
+            // SAFETY: as below, for the map.
+            unsafe {
+                base.add(map_offset(count)).cast::<Cell<u64>>().add(index).write(Cell::new(0));
+            }
+        }
         for index in 0..count {
             let class = if index < fixed { CLASS_FIXED } else { CLASS_FREE };
             // SAFETY: the caller gives us the range; classes and table fit its `fixed` first frames.
@@ -226,7 +274,7 @@ impl Memory {
             }
         }
         let free = (count - fixed) as u32;
-        Some(Self {
+        let memory = Self {
             base,
             physical,
             count: count as u32,
@@ -235,10 +283,14 @@ impl Memory {
             generation: Cell::new(1),
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
-            has_retired: Cell::new(false),
+            has_work: Cell::new(false),
             ended: Cell::new(0),
-            root: Factory::new(free, u64::MAX, None),
-        })
+            root: Factory::new(free, u64::MAX, 0, None, None, 0),
+        };
+        for index in fixed..count {
+            memory.set_free(index as u32, true);
+        }
+        Some(memory)
     }
 
     /// Frames not in use.
@@ -269,6 +321,36 @@ impl Memory {
         unsafe { &*self.base.add(frame as usize).cast() }
     }
 
+    /// Which frames are free, a bit each.
+    fn map(&self) -> &[Cell<u64>] {
+        let count = self.count as usize;
+        if count == 0 {
+            return &[];
+        }
+        // SAFETY: the words that `new` initialised; nothing but this map is there.
+        unsafe {
+            let words = self.base.add(map_offset(count)).cast::<Cell<u64>>();
+            core::slice::from_raw_parts(words, map_words(count))
+        }
+    }
+
+    fn set_free(&self, frame: u32, free: bool) {
+        let word = &self.map()[frame as usize / 64];
+        let bit = 1 << (frame % 64);
+        word.set(if free { word.get() | bit } else { word.get() & !bit });
+    }
+
+    /// `count` free frames in a row, all in one word of the map.
+    fn find_free(&self, count: u32) -> Option<u32> {
+        let map = self.map();
+        let start = (self.hint.get() as usize / 64).min(map.len());
+        let (before, after) = map.split_at(start);
+        let places = (start..).zip(after).chain((0..).zip(before));
+        places
+            .filter(|(_, word)| word.get() != 0)
+            .find_map(|(index, word)| Some(64 * index as u32 + first_run(word.get(), count)?))
+    }
+
     fn owner(&self, frame: u32) -> &Factory {
         self.info(frame).owner.get().and_then(|handle| self.get(handle)).unwrap_or(&self.root)
     }
@@ -280,7 +362,7 @@ impl Memory {
         }
     }
 
-    /// Finds `frames` free frames in a row, marks them and charges `factory`.
+    /// Finds `frames` free frames in a row, at most 64, marks them and charges `factory`.
     fn take_frames(
         &self,
         factory: Option<Handle<Factory>>,
@@ -289,35 +371,27 @@ impl Memory {
     ) -> Result<u32, Status> {
         let account = self.factory(factory)?;
         account.buy(frames)?;
-        let mut run = 0;
-        let start = self.hint.get();
-        for step in 0..self.count + frames {
-            let index = (start + step) % self.count;
-            if index == 0 {
-                run = 0;
-            }
-            run = if self.class(index).get() == CLASS_FREE { run + 1 } else { 0 };
-            if run == frames {
-                let first = index + 1 - frames;
-                for frame in first..=index {
-                    let info = self.info(frame);
-                    self.class(frame).set(class);
-                    info.owner.set(factory);
-                    info.used.set(0);
-                }
-                self.free.set(self.free.get() - frames);
-                self.hint.set((index + 1) % self.count);
-                return Ok(first);
-            }
+        let Some(first) = self.find_free(frames) else {
+            account.sell(frames);
+            return Err(Status::NoQuota);
+        };
+        for frame in first..first + frames {
+            let info = self.info(frame);
+            self.class(frame).set(class);
+            self.set_free(frame, false);
+            info.owner.set(factory);
+            info.used.set(0);
         }
-        account.sell(frames);
-        Err(Status::NoQuota)
+        self.free.set(self.free.get() - frames);
+        self.hint.set(first);
+        Ok(first)
     }
 
     fn release_frame(&self, frame: u32) {
         self.owner(frame).sell(1);
         let info = self.info(frame);
         self.class(frame).set(CLASS_FREE);
+        self.set_free(frame, true);
         info.owner.set(None);
         self.free.set(self.free.get() + 1);
         self.hint.set(frame.min(self.hint.get()));
@@ -341,7 +415,7 @@ impl Memory {
             assert!(self.class(frame).get() == CLASS_RAW);
             self.class(frame).set(CLASS_RAW_RETIRED);
             info.next.set(self.retired_raw.replace(frame));
-            self.has_retired.set(true);
+            self.has_work.set(true);
         }
     }
 
@@ -493,7 +567,7 @@ impl Memory {
         let slot = self.slot::<T>(index);
         slot.name.set(0);
         slot.link.set(self.retired.replace(index));
-        self.has_retired.set(true);
+        self.has_work.set(true);
         self.ended.set(self.ended.get() + 1);
     }
 
@@ -503,21 +577,60 @@ impl Memory {
         self.ended.get()
     }
 
-    /// Makes a factory with `quota` frames taken from `parent`, and a highest priority of at most that of the parent
-    /// (`BadRights`).
+    /// Makes a factory with `quota` frames taken from `parent`, a highest priority of at most that of the parent
+    /// (`BadRights`), and CPU time of its own (0: none; else it is taken from where the parent's is, `NoQuota`).
+    /// `Overflow`: there are too many factories above it.
     pub fn new_factory(
         &self,
         parent: Option<Handle<Factory>>,
         quota: u32,
         max_priority: u64,
+        share: u64,
     ) -> Result<Handle<Factory>, Status> {
         let account = self.factory(parent)?;
         if max_priority > account.max_priority {
             return Err(Status::BadRights);
         }
+        if share > MAX_SHARE {
+            return Err(Status::BadArgument);
+        }
+        if account.depth >= MAX_DEPTH {
+            return Err(Status::Overflow);
+        }
+        let bank = self.bank(parent);
         account.buy(quota)?;
-        let factory = Factory::new(quota, max_priority, parent);
-        self.alloc(parent, factory).inspect_err(|_| account.sell(quota))
+        let factory = Factory::new(quota, max_priority, share, parent, bank, account.depth + 1);
+        self.exchange_share(bank, 0, share)
+            .and_then(|()| {
+                self.alloc(parent, factory).inspect_err(|_| self.return_share(bank, share))
+            })
+            .inspect_err(|_| account.sell(quota))
+    }
+
+    /// The factory whose share of CPU time counts what is made from this one; `None`: nobody counts.
+    pub(crate) fn bank(&self, factory: Option<Handle<Factory>>) -> Option<Handle<Factory>> {
+        let account = factory.and_then(|handle| self.get(handle))?;
+        if account.share != 0 { factory } else { account.bank }
+    }
+
+    /// Gives `old` parts of CPU time back and takes `new`; `NoQuota` and no change if that is too much.
+    pub(crate) fn exchange_share(
+        &self,
+        bank: Option<Handle<Factory>>,
+        old: u64,
+        new: u64,
+    ) -> Result<(), Status> {
+        let Some(bank) = bank.and_then(|handle| self.get(handle)) else { return Ok(()) };
+        let left = (bank.free_share.get() + old).checked_sub(new).ok_or(Status::NoQuota)?;
+        bank.free_share.set(left);
+        Ok(())
+    }
+
+    /// Gives `share` parts of CPU time back.
+    pub(crate) fn return_share(&self, bank: Option<Handle<Factory>>, share: u64) {
+        if let Some(bank) = bank.and_then(|handle| self.get(handle)) {
+            bank.free_share.set(bank.free_share.get() + share);
+        }
     }
 
     /// Ends a factory that nobody names any more, once everything bought from it is gone:
@@ -531,6 +644,7 @@ impl Memory {
             }
             let quota = factory.quota.get();
             next = factory.parent;
+            self.return_share(factory.bank, factory.share);
             self.free(handle);
             if let Ok(parent) = self.factory(next) {
                 parent.sell(quota);
@@ -540,7 +654,7 @@ impl Memory {
 
     /// Makes retired memory usable again.
     pub fn reclaim(&mut self) {
-        self.has_retired.set(false);
+        self.has_work.set(false);
         while self.retired_raw.get() != NONE {
             let frame = self.retired_raw.get();
             self.retired_raw.set(self.info(frame).next.get());
@@ -585,9 +699,14 @@ impl Memory {
         }
     }
 
-    /// Whether anything waits for [`Memory::reclaim`].
-    pub fn has_retired(&self) -> bool {
-        self.has_retired.get()
+    /// Whether anything waits for [`Memory::reclaim`], or [`Memory::request_work`] was called since.
+    pub fn has_work(&self) -> bool {
+        self.has_work.get()
+    }
+
+    /// Something else is to be done before the kernel is left.
+    pub fn request_work(&self) {
+        self.has_work.set(true);
     }
 }
 
@@ -680,7 +799,7 @@ mod tests {
     fn quota_is_exact_and_comes_back() {
         let mut memory = testing::memory(64);
         let before = memory.free_frames();
-        let factory = memory.new_factory(None, 5, 63).unwrap();
+        let factory = memory.new_factory(None, 5, 63, 0).unwrap();
         memory.at(factory).caps.set(1);
         let handles: Vec<_> = (0..)
             .map_while(|_| memory.alloc(Some(factory), Large([const { Cell::new(0) }; 300])).ok())
@@ -702,9 +821,9 @@ mod tests {
     #[test]
     fn factory_lives_until_its_objects_are_gone() {
         let mut memory = testing::memory(64);
-        let parent = memory.new_factory(None, 20, 63).unwrap();
+        let parent = memory.new_factory(None, 20, 63, 0).unwrap();
         memory.at(parent).caps.set(1);
-        let child = memory.new_factory(Some(parent), 10, 63).unwrap();
+        let child = memory.new_factory(Some(parent), 10, 63, 0).unwrap();
         let raw = memory.alloc_raw(Some(child), 3).unwrap();
         memory.end_factory(child);
         assert!(memory.get(child).is_some(), "frames are still out");
@@ -717,7 +836,7 @@ mod tests {
     #[test]
     fn random_objects_against_a_map() {
         let mut memory = testing::memory(256);
-        let factory = memory.new_factory(None, 100, 63).unwrap();
+        let factory = memory.new_factory(None, 100, 63, 0).unwrap();
         memory.at(factory).caps.set(1);
         let mut model: Vec<(Handle<Small>, u64)> = Vec::new();
         let mut seed = 1u64;

@@ -7,22 +7,29 @@
 //!   is the CPU's `current`, and the field is brought up to date when it stops: calls and replies are frequent.
 //! * On every CPU the queued context of the highest priority that has budget runs, first come
 //!   first served; a context that has used up its budget goes to the tail of its priority (round robin) or
-//!   waits for the start of its next period.
+//!   waits until time that it used comes back ([`refills`]).
+//! * A server whose lender has used up its budget goes on with its own time, if it has any.
 
 use core::cell::Cell;
 
-use abi::Status;
+use abi::{SHARE_OF_CPU, Status};
 
 use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::object::{Task, Thread, ThreadState};
-use crate::pool::Handle;
+use crate::pool::{Factory, Handle};
 use crate::tree::{Keyed, Links, Tree};
+
+use refills::Refills;
+
+pub mod refills;
 
 /// Number of priorities.
 pub const PRIORITIES: usize = 64;
 /// Shortest budget and period: below this the timer would take all the time. In nanoseconds.
 pub const MIN_BUDGET_NS: u64 = 20_000;
+/// Timeouts and refills that one interrupt of the timer takes care of.
+const DUE: u32 = 8;
 /// Longest period. In nanoseconds.
 pub const MAX_PERIOD_NS: u64 = 10_000_000_000;
 
@@ -37,7 +44,7 @@ pub enum SchedState {
     Queued,
     /// Chosen by its CPU.
     Running,
-    /// Waits for its next period.
+    /// Waits for time that it used to come back.
     Depleted,
 }
 
@@ -53,14 +60,18 @@ pub struct SchedContext<A: Arch> {
     pub budget: Cell<u64>,
     /// Period, in ticks; 0: round robin with `budget` as time slice.
     pub period: Cell<u64>,
-    /// What is left of the budget.
+    /// Ticks until its turn or run ends.
     pub left: Cell<u64>,
     /// Time used in all, in ticks.
     used: Cell<u64>,
-    /// Start of the current period.
-    pub started: Cell<u64>,
-    /// Depleted: when it is refilled.
+    /// With a period: the part of `used` that has been taken from the refills.
+    settled: Cell<u64>,
+    /// With a period: its time, and when it may use it.
+    refills: Refills,
+    /// Depleted: when it has time again.
     pub refill: Cell<u64>,
+    /// The factory whose share of CPU time it takes part of; `None`: nobody counts.
+    pub bank: Option<Handle<Factory>>,
     /// CPU of the thread that it is bound to.
     pub cpu: Cell<usize>,
     /// Thread that it is bound to.
@@ -75,6 +86,33 @@ pub struct SchedContext<A: Arch> {
     pub prev: Link<SchedContext<A>>,
     /// Links in the CPU's tree of refills.
     pub links: Links<SchedContext<A>>,
+}
+
+impl<A: Arch> SchedContext<A> {
+    /// With a period: what was used since the last time is taken from the refills.
+    #[inline(always)]
+    fn settle(&self) {
+        if self.period.get() != 0 {
+            self.end_run();
+        }
+    }
+
+    #[inline(never)]
+    fn end_run(&self) {
+        let used = self.used.get().wrapping_sub(self.settled.replace(self.used.get()));
+        if used != 0 {
+            self.refills.end(used, self.period.get());
+        }
+    }
+
+    /// Sets what is left: a new turn, or what may be used now.
+    #[inline(never)]
+    fn renew(&self, now: u64) {
+        self.left.set(match self.period.get() {
+            0 => self.budget.get(),
+            _ => self.refills.begin(now),
+        });
+    }
 }
 
 impl<A: Arch> Keyed for SchedContext<A> {
@@ -132,6 +170,11 @@ impl<A: Arch> Cpu<A> {
         }
     }
 
+    /// The timer is to interrupt this CPU as soon as it can.
+    pub(crate) fn interrupt_at_once(&self) {
+        self.next_event.set(0);
+    }
+
     /// When the timer must interrupt this CPU at the latest.
     #[inline(always)]
     pub fn deadline(&self) -> u64 {
@@ -167,25 +210,43 @@ impl<A: Arch> Kernel<A> {
         Ok((priority as usize, A::ticks(budget), A::ticks(period)))
     }
 
-    /// A scheduling context that belongs to nobody yet.
+    /// The part of a CPU that a budget (ticks) per period is, in units of 1 / [`SHARE_OF_CPU`], rounded up;
+    /// a whole one for round robin.
+    fn share(budget: u64, period: u64) -> u64 {
+        match period {
+            0 => SHARE_OF_CPU,
+            _ => {
+                (u128::from(budget) * u128::from(SHARE_OF_CPU)).div_ceil(u128::from(period)) as u64
+            }
+        }
+    }
+
+    /// A scheduling context that belongs to nobody yet, made from a factory. `BadRights`: above its highest priority;
+    /// `NoQuota`: more than is left of its share of CPU time.
     pub fn new_sched(
+        &self,
+        factory: Option<Handle<Factory>>,
         priority: u64,
         budget: u64,
         period: u64,
-        max_priority: u64,
-    ) -> Result<SchedContext<A>, Status> {
+    ) -> Result<Handle<SchedContext<A>>, Status> {
+        let account = self.memory.factory(factory)?;
         let (priority, budget, period) =
-            Self::sched_parameters(priority, budget, period, max_priority)?;
-        Ok(SchedContext {
+            Self::sched_parameters(priority, budget, period, account.max_priority)?;
+        let (share, bank) = (Self::share(budget, period), self.memory.bank(factory));
+        self.memory.exchange_share(bank, 0, share)?;
+        let sched = SchedContext {
             caps: Cell::new(0),
             priority: Cell::new(priority),
-            max_priority,
+            max_priority: account.max_priority,
             budget: Cell::new(budget),
             period: Cell::new(period),
-            left: Cell::new(budget),
+            left: Cell::new(0),
             used: Cell::new(0),
-            started: Cell::new(0),
+            settled: Cell::new(0),
+            refills: Refills::new(budget, A::now()),
             refill: Cell::new(0),
+            bank,
             cpu: Cell::new(0),
             owner: Cell::new(None),
             holder: Cell::new(None),
@@ -193,7 +254,9 @@ impl<A: Arch> Kernel<A> {
             next: Cell::new(None),
             prev: Cell::new(None),
             links: Links::new(),
-        })
+        };
+        let made = self.memory.alloc(factory, sched);
+        made.inspect_err(|_| self.memory.return_share(bank, share))
     }
 
     /// CPU time used so far, in ticks.
@@ -205,7 +268,8 @@ impl<A: Arch> Kernel<A> {
         sched.used.get()
     }
 
-    /// Changes the parameters; a new period begins.
+    /// Changes the parameters. What has been used stays used, whatever they were before. `NoQuota`: more than is left of
+    /// the share of CPU time.
     pub fn change_sched(
         &self,
         handle: Handle<SchedContext<A>>,
@@ -216,6 +280,12 @@ impl<A: Arch> Kernel<A> {
         let sched = self.memory.at(handle);
         let (priority, budget, period) =
             Self::sched_parameters(priority, budget, period, sched.max_priority)?;
+        let (before, old) = (sched.period.get(), sched.budget.get());
+        self.memory.exchange_share(
+            sched.bank,
+            Self::share(old, before),
+            Self::share(budget, period),
+        )?;
         let state = sched.state.get();
         if state == SchedState::Running {
             // The time until now is not the new budget's.
@@ -224,11 +294,22 @@ impl<A: Arch> Kernel<A> {
         if matches!(state, SchedState::Queued | SchedState::Depleted) {
             self.unready(handle);
         }
+        let now = A::now();
+        sched.settle();
+        match (before, period) {
+            (_, 0) => {}
+            // Nobody has counted what it used in its turns: all of it.
+            (0, _) => {
+                sched.refills.change((sched.refills.total(), 0), (0, 0), now);
+                sched.refills.change((0, budget), (period, period), now);
+                sched.settled.set(sched.used.get());
+            }
+            _ => sched.refills.change((old, budget), (before, period), now),
+        }
         sched.priority.set(priority);
         sched.budget.set(budget);
         sched.period.set(period);
-        sched.left.set(budget);
-        sched.started.set(A::now());
+        sched.renew(now);
         match state {
             SchedState::Idle => {}
             SchedState::Running => self.request_schedule(sched.cpu.get()),
@@ -321,14 +402,11 @@ impl<A: Arch> Kernel<A> {
             return;
         }
         let now = A::now();
-        if sched.period.get() != 0 && now.wrapping_sub(sched.started.get()) >= sched.period.get() {
-            sched.started.set(now);
-            sched.left.set(sched.budget.get());
+        if sched.left.get() == 0 || sched.period.get() != 0 {
+            sched.renew(now);
         }
-        if sched.left.get() == 0 && sched.period.get() == 0 {
-            sched.left.set(sched.budget.get());
-        } else if sched.left.get() == 0 {
-            self.deplete(handle);
+        if sched.left.get() == 0 {
+            self.deplete(handle, sched);
             return;
         }
         self.push(handle, false);
@@ -349,18 +427,37 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Waits for the next period.
-    fn deplete(&self, handle: Handle<SchedContext<A>>) {
-        let sched = self.memory.at(handle);
-        if sched.period.get() == 0 {
-            sched.left.set(sched.budget.get());
-            self.push(handle, false);
-            return;
-        }
-        sched.refill.set(sched.started.get() + sched.period.get());
+    /// Waits for time to come back.
+    fn deplete(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) {
+        sched.refill.set(sched.refills.next());
         sched.state.set(SchedState::Depleted);
         self.cpus[sched.cpu.get()].refills.insert(&self.memory, handle);
         self.update_next_event(sched.cpu.get());
+    }
+
+    /// The turn or the run of a context that wants to go on has ended.
+    fn end_of_run(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>, now: u64) {
+        sched.settle();
+        sched.renew(now);
+        if sched.left.get() != 0 {
+            self.push(handle, false);
+        } else if !self.give_up(handle, sched) {
+            self.deplete(handle, sched);
+        }
+    }
+
+    /// A server with time of its own goes on without that of a lender who has none left: others wait for it, too.
+    fn give_up(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) -> bool {
+        let Some(name) = sched.holder.get() else { return false };
+        let server = self.memory.at(name);
+        let Some(lender) = server.lender.get() else { return false };
+        if server.own_sched.get().is_none_or(|own| self.memory.get(own).is_none()) {
+            return false;
+        }
+        let _ = Self::fall_back(server);
+        self.hold(handle, lender);
+        self.wake(name);
+        true
     }
 
     /// A context's holder does not want to run any more.
@@ -378,6 +475,7 @@ impl<A: Arch> Kernel<A> {
         if sched.state.get() == SchedState::Running {
             let cpu = &self.cpus[sched.cpu.get()];
             self.charge(sched.cpu.get());
+            sched.settle();
             sched.holder.set(cpu.current.get());
             cpu.sched.set(None);
         }
@@ -396,10 +494,10 @@ impl<A: Arch> Kernel<A> {
         Some(sched)
     }
 
-    /// The running context gives up the rest of its slice.
+    /// The running context gives up the rest of its slice; with a period, that counts as used.
     pub fn yield_now(&self, cpu: usize) {
         if let Some(sched) = self.charge(cpu) {
-            sched.left.set(0);
+            sched.settled.set(sched.settled.get().wrapping_sub(sched.left.take()));
         }
         self.cpus[cpu].resched.set(true);
     }
@@ -409,8 +507,9 @@ impl<A: Arch> Kernel<A> {
         let cpu = &self.cpus[number];
         cpu.resched.set(false);
         self.counters.switches.set(self.counters.switches.get() + 1);
-        let mut willing = None;
+        let (mut willing, mut before) = (None, None);
         if let (Some(sched), Some(handle)) = (self.charge(number), cpu.sched.take()) {
+            before = Some((handle, sched));
             sched.state.set(SchedState::Idle);
             sched.holder.set(cpu.current.get());
             willing = cpu.current.get().filter(|&holder| {
@@ -418,7 +517,7 @@ impl<A: Arch> Kernel<A> {
                 holder.is_some_and(|holder| holder.state.get() == ThreadState::Ready)
             });
             if willing.is_some() && sched.left.get() == 0 {
-                self.deplete(handle);
+                self.end_of_run(handle, sched, cpu.charged.get());
             } else if willing.is_some() {
                 self.push(handle, true);
             }
@@ -438,12 +537,20 @@ impl<A: Arch> Kernel<A> {
             sched.state.set(SchedState::Running);
             cpu.sched.set(Some(handle));
             cpu.current.set(Some(holder));
+            if sched.period.get() != 0 && before.is_none_or(|(before, _)| before != handle) {
+                sched.renew(cpu.charged.get());
+            }
             // Round robin needs the timer only if somebody waits for the turn.
             let contested = cpu.queues[priority].head.get().is_some();
             if sched.period.get() != 0 || contested {
                 cpu.slice_end.set(cpu.charged.get().saturating_add(sched.left.get()));
             }
             break;
+        }
+        if let Some((before, sched)) = before
+            && cpu.sched.get() != Some(before)
+        {
+            sched.settle();
         }
         if let Some(left) = willing.filter(|&left| cpu.current.get() != Some(left)) {
             self.preempted(left);
@@ -494,27 +601,24 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Does what is due on this CPU: timeouts, refills, end of slice.
+    /// Does what is due on this CPU: timeouts, refills, end of slice. If more is due than is done at once, the timer
+    /// interrupts again.
     pub fn timer(&self, number: usize) {
         let cpu = &self.cpus[number];
         let now = A::now();
-        while let Some(handle) = cpu.timeouts.first(&self.memory) {
-            if self.memory.at(handle).deadline.get() > now {
+        for _ in 0..DUE {
+            if let Some(handle) = cpu.timeouts.first(&self.memory)
+                && self.memory.at(handle).deadline.get() <= now
+            {
+                self.time_out(handle);
+            } else if let Some(handle) = cpu.refills.first(&self.memory)
+                && self.memory.at(handle).refill.get() <= now
+            {
+                self.unready(handle);
+                self.ready(handle);
+            } else {
                 break;
             }
-            self.time_out(handle);
-        }
-        while let Some(handle) = cpu.refills.first(&self.memory) {
-            if self.memory.at(handle).refill.get() > now {
-                break;
-            }
-            self.unready(handle);
-            self.memory.at(handle).left.set(0);
-            self.memory
-                .at(handle)
-                .started
-                .set(now.wrapping_sub(self.memory.at(handle).period.get()));
-            self.ready(handle);
         }
         if cpu.slice_end.get() <= now {
             cpu.resched.set(true);
@@ -577,6 +681,8 @@ impl<A: Arch> Kernel<A> {
         {
             self.lost_sched(holder);
         }
+        let share = Self::share(sched.budget.get(), sched.period.get());
+        self.memory.return_share(sched.bank, share);
         self.memory.free(handle);
     }
 }
@@ -631,7 +737,9 @@ mod testing {
                 }
             }
             assert_eq!(sleeping, cpu.timeouts.any().is_some());
-            assert_eq!(cpu.next_event.get(), earliest);
+            // 0: it was told to come at once, and has not yet.
+            let at_once = cpu.next_event.get() == 0;
+            assert!(at_once || cpu.next_event.get() == earliest);
         }
     }
 }

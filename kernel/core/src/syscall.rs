@@ -9,7 +9,8 @@ use abi::{Binding, Item, Kind, Op, PlatformAction, Status, rights};
 use crate::arch::{Arch, Context, IrqSource};
 use crate::object::*;
 use crate::pool::Handle;
-use crate::space::STEPS;
+use crate::space::Delegation;
+use crate::space::work::WORK;
 use crate::{FIRST_IRQ_VECTOR, Kernel, count};
 
 /// How a system call ended that did not fail.
@@ -155,17 +156,25 @@ impl<A: Arch> Kernel<A> {
             Op::Delegate => {
                 let item = Item::unpack(arg(1)).ok_or(Status::BadArgument)?;
                 let to = self.target(thread.task, task, arg(0))?;
-                self.delegate(thread.task, item, arg(2), to, arg(3))?;
+                let (source, destination) = (arg(2), arg(3));
+                let what = Delegation { from: thread.task, item, source, to, destination };
+                let (mut done, mut budget) = (arg(4), WORK);
+                if !self.delegate_part(&what, &mut done, &mut budget)? {
+                    thread.context.set_result(4, done);
+                    return Ok(Done::Again);
+                }
             }
             Op::Unmap => {
                 let item = Item::unpack(arg(0)).ok_or(Status::BadArgument)?;
                 if arg(2) & !abi::ops::UNMAP_SELF != 0 {
                     return Err(Status::BadArgument);
                 }
-                let mut budget = STEPS;
                 let own = arg(2) & abi::ops::UNMAP_SELF != 0;
-                let done = self.unmap(thread.task, item, arg(1), own, &mut budget)?;
-                if !done || !self.reap(&mut budget) {
+                let (mut done, mut budget) = (arg(3), WORK);
+                let range = (item, arg(1));
+                let all = self.unmap(thread.task, range, own, &mut done, &mut budget)?;
+                if !all || !self.reap(&mut budget) {
+                    thread.context.set_result(3, done);
                     return Ok(Done::Again);
                 }
             }
@@ -261,12 +270,10 @@ impl<A: Arch> Kernel<A> {
             }
             Kind::Factory => {
                 let quota = u32::try_from(arg(3)).map_err(|_| Status::NoQuota)?;
-                ObjectRef::Factory(memory.new_factory(factory, quota, arg(4))?)
+                ObjectRef::Factory(memory.new_factory(factory, quota, arg(4), arg(5))?)
             }
             Kind::SchedContext => {
-                let max_priority = memory.factory(factory)?.max_priority;
-                let sched = Self::new_sched(arg(3), arg(4), arg(5), max_priority)?;
-                ObjectRef::SchedContext(memory.alloc(factory, sched)?)
+                ObjectRef::SchedContext(self.new_sched(factory, arg(3), arg(4), arg(5))?)
             }
             Kind::Vm => {
                 if arg(3) != 0 {
@@ -416,7 +423,8 @@ impl<A: Arch> Kernel<A> {
             for (bytes, word) in text.chunks_mut(8).zip(page) {
                 bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
             }
-            A::log_text(&text[..length]);
+            let waiting = A::log_text(&text[..length]);
+            thread.context.set_result(0, waiting as u64);
             Ok(())
         } else if arg(1) == PlatformAction::Reset as u64 {
             self.platform(task, arg(0), rights::MACHINE)?;

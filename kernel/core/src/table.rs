@@ -41,10 +41,20 @@ pub trait Format {
 
 /// Where tables live.
 pub trait Tables {
+    /// The index of the first of the entries `range` of the table at physical address `table` that is not 0.
+    fn first(&self, table: u64, mut range: core::ops::Range<usize>) -> Option<usize> {
+        range.find(|&index| self.read(table, index) != 0)
+    }
     /// Reads entry `index` of the table at physical address `table`.
     fn read(&self, table: u64, index: usize) -> u64;
     /// Writes an entry.
     fn write(&self, table: u64, index: usize, entry: u64);
+    /// Writes `count` entries from `first` on, in order: what `entry` says for 0, 1, ...
+    fn write_all(&self, table: u64, first: usize, count: u64, entry: impl Fn(u64) -> u64) {
+        for number in 0..count {
+            self.write(table, first + number as usize, entry(number));
+        }
+    }
     /// A new zeroed table.
     fn alloc(&self) -> Result<u64, Status>;
     /// Gives a table back; it may still be in use by a walker until the flush.
@@ -77,7 +87,8 @@ fn shape<F: Format>(order: u8) -> (u32, u64) {
 }
 
 /// Maps `2^order` pages from page number `page` on to physical address `physical`. Nothing may be
-/// mapped there. `NoQuota` if a table cannot be had; then nothing is mapped, but empty tables may stay.
+/// mapped there, and nothing left of what was ([`make_room`]). `NoQuota` if a table cannot be had; then nothing is
+/// mapped, but empty tables may stay.
 pub fn map<F: Format>(
     tables: &impl Tables,
     root: u64,
@@ -85,7 +96,7 @@ pub fn map<F: Format>(
     physical: u64,
     order: u8,
     access: Access,
-) -> Result<Flush, Status> {
+) -> Result<(), Status> {
     let (level, entries) = shape::<F>(order);
     let size = abi::PAGE_SIZE << (level * LEVEL_BITS);
     // First all tables, then all entries: an entry that is written can be used at once, by other
@@ -93,24 +104,53 @@ pub fn map<F: Format>(
     for_each_table(page, level, entries, |start, _, _| {
         walk::<F>(tables, root, start, level, true).map(|_| ())
     })?;
-    let mut flush = Flush::NONE;
     for_each_table(page, level, entries, |start, done, count| {
         let table = walk::<F>(tables, root, start, level, false)?;
         let first = index(start, level);
-        for offset in 0..count {
-            let slot = first + offset as usize;
-            let old = tables.read(table, slot);
-            let entry = F::leaf(physical + (done + offset) * size, access, level);
-            tables.write(table, slot, entry);
-            if F::is_present(old) {
-                // Only an empty lower table can be here; walkers may have cached it.
-                free_below::<F>(tables, old, level);
+        debug_assert!(
+            (first..first + count as usize).all(|slot| tables.read(table, slot) == 0),
+            "something is there"
+        );
+        let leaf = |number| F::leaf(physical + (done + number) * size, access, level);
+        tables.write_all(table, first, count, leaf);
+        Ok(())
+    })
+}
+
+/// Number of entries that a mapping of this order has.
+pub fn entries<F: Format>(order: u8) -> u64 {
+    shape::<F>(order).1
+}
+
+/// Frees the empty tables where a mapping is to have leaves, one at a time as long as `may` says so. Returns whether
+/// all are gone, and whether walkers may have cached some that were there.
+pub fn make_room<F: Format>(
+    tables: &impl Tables,
+    root: u64,
+    page: u64,
+    order: u8,
+    may: &mut impl FnMut() -> bool,
+) -> (bool, Flush) {
+    let (level, entries) = shape::<F>(order);
+    let mut flush = Flush::NONE;
+    if level == 0 {
+        return (true, flush);
+    }
+    let done = for_each_table(page, level, entries, |start, _, count| {
+        let Ok(table) = walk::<F>(tables, root, start, level, false) else { return Ok(()) };
+        let first = index(start, level);
+        for slot in first..first + count as usize {
+            while F::is_present(tables.read(table, slot)) {
+                if !may() {
+                    return Err(Status::Busy);
+                }
+                free_lowest::<F>(tables, table, slot, level);
                 flush = Flush(true);
             }
         }
         Ok(())
-    })?;
-    Ok(flush)
+    });
+    (done.is_ok(), flush)
 }
 
 /// Calls `visit(page, entries before, entries)` for the part of a mapping in each table of `level`.
@@ -138,9 +178,7 @@ pub fn unmap<F: Format>(tables: &impl Tables, root: u64, page: u64, order: u8) -
     let cleared = for_each_table(page, level, entries, |start, _, count| {
         let table = walk::<F>(tables, root, start, level, false)?;
         let first = index(start, level);
-        for slot in first..first + count as usize {
-            tables.write(table, slot, 0);
-        }
+        tables.write_all(table, first, count, |_| 0);
         flush = Flush(true);
         Ok(())
     });
@@ -193,44 +231,20 @@ pub fn translate<F: Format>(tables: &impl Tables, root: u64, page: u64) -> Optio
     None
 }
 
-/// Frees the table that `entry` at `level` points to, and all tables below it. It must map nothing.
-fn free_below<F: Format>(tables: &impl Tables, entry: u64, level: u32) {
-    if level == 0 || F::is_leaf(entry, level) {
-        return;
-    }
-    let table = F::address(entry);
-    if level > 1 {
-        for slot in 0..512 {
-            let next = tables.read(table, slot);
-            if F::is_present(next) {
-                free_below::<F>(tables, next, level - 1);
-            }
-        }
-    }
-    tables.free(table);
-}
-
 /// Frees the tables below the entries `range` of the root. They must map nothing.
-/// Returns `false` when `budget` tables were freed and more remain.
+/// One at a time as long as `may` says so; `false` if more remain.
 pub fn clear<F: Format>(
     tables: &impl Tables,
     root: u64,
     range: core::ops::Range<usize>,
-    budget: &mut u32,
+    may: &mut impl FnMut() -> bool,
 ) -> bool {
     // Frees one table per round, lowest first, so that any stop leaves a consistent tree.
-    for slot in range {
-        loop {
-            let entry = tables.read(root, slot);
-            if !F::is_present(entry) {
-                break;
-            }
-            if *budget == 0 {
-                return false;
-            }
-            *budget -= 1;
-            free_lowest::<F>(tables, root, slot, F::ROOT_LEVEL);
+    while let Some(slot) = tables.first(root, range.clone()) {
+        if !may() {
+            return false;
         }
+        free_lowest::<F>(tables, root, slot, F::ROOT_LEVEL);
     }
     true
 }
@@ -239,16 +253,12 @@ fn free_lowest<F: Format>(tables: &impl Tables, mut parent: u64, mut slot: usize
     loop {
         let table = F::address(tables.read(parent, slot));
         level -= 1;
-        let below = (level > 0)
-            .then(|| {
-                (0..512).find(|&index| {
-                    let entry = tables.read(table, index);
-                    F::is_present(entry) && !F::is_leaf(entry, level)
-                })
-            })
-            .flatten();
+        let below = if level > 0 { tables.first(table, 0..512) } else { None };
         match below {
-            Some(index) => (parent, slot) = (table, index),
+            Some(index) => {
+                debug_assert!(!F::is_leaf(tables.read(table, index), level), "it maps nothing");
+                (parent, slot) = (table, index);
+            }
             None => {
                 tables.write(parent, slot, 0);
                 tables.free(table);

@@ -13,7 +13,10 @@ use crate::arch::{Arch, Context, IrqSource};
 use crate::object::*;
 use crate::pool::{self, Factory, Frame, Handle, Memory};
 use crate::sched::{SchedContext, SchedState};
+use crate::space::Delegation;
+use crate::space::work::WORK;
 use crate::table::{self, Access, Format, Tables};
+use crate::tree::Keyed;
 
 /// What the tests set and read; every test has its own, since each runs in its own thread.
 #[derive(Default)]
@@ -192,7 +195,9 @@ impl Arch for Fake {
     fn log(_: core::fmt::Arguments<'_>) {
         machine(|machine| machine.logged.set(machine.logged.get() + 1));
     }
-    fn log_text(_: &[u8]) {}
+    fn log_text(text: &[u8]) -> usize {
+        text.len()
+    }
     fn reset() -> ! {
         panic!("reset");
     }
@@ -223,6 +228,23 @@ pub fn kernel(frames: usize) -> Kernel<Fake> {
         let mut kernel = Kernel::new();
         kernel.memory = pool::testing::memory(frames);
         kernel
+    }
+}
+
+impl Kernel<Fake> {
+    /// A whole delegation, a step at a time.
+    pub fn delegate(
+        &self,
+        from: Handle<Task<Fake>>,
+        item: abi::Item,
+        source: u64,
+        to: SpaceRef<Fake>,
+        destination: u64,
+    ) -> Result<(), Status> {
+        let what = Delegation { from, item, source, to, destination };
+        let mut done = 0;
+        while !self.delegate_part(&what, &mut done, &mut WORK.clone())? {}
+        Ok(())
     }
 }
 
@@ -277,28 +299,32 @@ pub fn check_mappings(kernel: &Kernel<Fake>) {
     let memory = &kernel.memory;
     let mut extents: Vec<(u64, u8, u64, u64)> = Vec::new();
     let mut pages: Vec<(SpaceRef<Fake>, u64)> = Vec::new();
-    for handle in nodes(kernel) {
+    let all = nodes(kernel);
+    for handle in all.iter().copied() {
         let node = memory.at(handle);
         let size = 1u64 << node.order;
-        let mut children = 0;
-        let mut next = node.child.get();
-        let mut before = None;
-        while let Some(child) = next {
-            let below = memory.at(child);
-            assert!(below.parent.get() == Some(handle) && below.prev.get() == before);
-            assert_eq!(below.kind, node.kind);
-            assert_eq!(below.depth, node.depth + 1);
-            assert_eq!(below.rights & !node.rights, 0, "rights only shrink");
+        if let Some(parent) = node.parent.get() {
+            let above = memory.at(parent);
+            let (physical, order, name) = Keyed::<OfParent>::key(node, handle);
+            let found = above.children.at_most(memory, (physical, order, name));
+            assert!(found == Some(handle), "a child is in its parent's tree");
+            assert_eq!(node.kind, above.kind);
+            assert_eq!(node.depth, above.depth + 1);
+            assert_eq!(node.rights & !above.rights, 0, "rights only shrink");
             assert!(
-                below.physical >= node.physical
-                    && below.physical + (1 << below.order) <= node.physical + size,
+                node.physical >= above.physical
+                    && node.physical + size <= above.physical + (1 << above.order),
                 "a child is contained in its parent"
             );
-            before = next;
-            next = below.next.get();
-            children += 1;
-            assert!(children < 1_000_000, "a list without end");
         }
+        let is_block = node.physical & (size - 1) == 0;
+        assert!(is_block || node.kind == abi::ItemKind::Capability, "a mapping is aligned");
+        let depth = node.children.depth(memory);
+        assert!(depth < 64, "a tree is not a list");
+        let members = node.children.count(memory, &|child| {
+            assert!(memory.at(child).parent.get() == Some(handle));
+        });
+        assert!(members <= all.len());
         let space = kernel.space(node.space);
         let name = match node.space {
             SpaceRef::Task(task) => task.id(),
@@ -395,7 +421,8 @@ pub fn check_threads(kernel: &Kernel<Fake>) {
             assert_eq!(waiting.state.get(), ThreadState::Calling);
         }
         if matches!(state, ThreadState::Stopped | ThreadState::Waiting) {
-            assert!(thread.caller.get().is_none() && thread.queue_head.get().is_none());
+            let awaited = thread.caller.get().is_some() || thread.queue_head.get().is_some();
+            assert!(!awaited || state == ThreadState::Stopped && thread.stopping.get());
             assert!(thread.lender.get().is_none());
         }
         // The caller side.
@@ -500,7 +527,7 @@ pub const NORMAL: u64 = 10;
 impl World {
     pub fn new() -> Self {
         let kernel = kernel(4096);
-        let factory = kernel.memory.new_factory(None, 3000, 63).unwrap();
+        let factory = kernel.memory.new_factory(None, 3000, 63, 0).unwrap();
         let task = kernel.new_task(Some(factory), 512).unwrap();
         let mut world = Self { kernel, factory, task, next_page: 0, next_slot: 0 };
         world.give(ObjectRef::Task(task));
@@ -526,7 +553,7 @@ impl World {
     /// Takes the capability at a selector away.
     pub fn drop_slot(&mut self, slot: u64) {
         let item = abi::Item::capability(0);
-        assert_eq!(self.kernel.unmap(self.task, item, slot, true, &mut 1000), Ok(true));
+        assert_eq!(self.kernel.unmap(self.task, (item, slot), true, &mut 0, &mut 1000), Ok(true));
         self.finish();
     }
 
@@ -550,8 +577,7 @@ impl World {
         budget: u64,
         period: u64,
     ) -> (Handle<SchedContext<Fake>>, u64) {
-        let sched = Kernel::<Fake>::new_sched(priority, budget, period, 63).unwrap();
-        let sched = self.kernel.memory.alloc(Some(self.factory), sched).unwrap();
+        let sched = self.kernel.new_sched(Some(self.factory), priority, budget, period).unwrap();
         let slot = self.give(ObjectRef::SchedContext(sched));
         (sched, slot)
     }
@@ -615,6 +641,16 @@ impl World {
         check_threads(&self.kernel);
     }
 
+    /// Ends entries of the kernel, as the timer makes it do, until nothing is put off any more. Returns how many.
+    pub fn finish_all(&mut self) -> u32 {
+        (1..)
+            .find(|_| {
+                self.finish();
+                !self.kernel.has_work(Fake::this_cpu())
+            })
+            .expect("an end")
+    }
+
     pub fn current(&self, cpu: usize) -> Option<Handle<Thread<Fake>>> {
         self.kernel.cpus[cpu].current.get()
     }
@@ -661,10 +697,10 @@ impl World {
             });
             let Some((task, slot)) = capability else { break };
             let item = abi::Item::capability(0);
-            let _ = self.kernel.unmap(task, item, slot, true, &mut 50);
+            let _ = self.kernel.unmap(task, (item, slot), true, &mut 0, &mut 200);
             self.finish();
         }
-        while !self.kernel.reap(&mut 100) {
+        while !self.kernel.reap(&mut WORK.clone()) {
             self.finish();
         }
         self.finish();

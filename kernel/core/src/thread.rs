@@ -8,6 +8,8 @@
 //!   waits for it, so that the way back to the owner is always known. Only callers have time lent: it comes
 //!   back with the reply, or when the caller or anybody on the way is stopped.
 //! * A thread that is ready and has no time gets that of somebody who waits for it, if any has some.
+//! * A stopped thread has no callers, or is on the kernel's list of those whose callers are still to be told: their calls
+//!   are aborted a few at a time ([`ABORTS`]), and a thread that has ended is freed after that.
 //! * A message is taken from the sender when it is delivered, never copied twice.
 
 use core::cell::Cell;
@@ -16,18 +18,30 @@ use core::sync::atomic::Ordering;
 use abi::vcpu::doorbell;
 use abi::{Item, MessagePage, Status, Tag};
 
-use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::object::*;
 use crate::pool::{Factory, Frame, Handle};
 use crate::sched::SchedContext;
+use crate::space::Delegation;
+use crate::space::work::MESSAGE_WORK;
 use crate::tree::Links;
+use crate::{Kernel, count};
 
 /// Word offsets in a [`MessagePage`].
 const ITEMS_AT: usize = core::mem::offset_of!(MessagePage, items) / 8;
 const WINDOWS_AT: usize = core::mem::offset_of!(MessagePage, windows) / 8;
-/// Longest chain of servers without time that a new caller helps.
+/// Lines about faults of threads without a fault gate that are logged at once at most, of all tasks together, and
+/// nanoseconds in which there is one more.
+pub(crate) const FAULT_LINES: u64 = 20;
+const FAULT_LINE_NS: u64 = 100_000_000;
+/// Longest chain of servers without time that a new caller helps; callers that are looked at for one with time.
 const MAX_HELP: u32 = 64;
+/// Most servers that call each other on the time of the first caller.
+const MAX_LENDERS: u32 = 64;
+/// Calls to stopped threads that one entry of the kernel aborts.
+const ABORTS: u32 = 8;
+/// Callers of one server whose messages cannot be delivered, in one entry of the kernel.
+const MAX_REFUSED: u32 = 4;
 
 impl<A: Arch> Kernel<A> {
     // ---- life ----------------------------------------------------------------------------------
@@ -63,6 +77,9 @@ impl<A: Arch> Kernel<A> {
                     own_sched: Cell::new(None),
                     sched: Cell::new(None),
                     lender: Cell::new(None),
+                    stopping: Cell::new(false),
+                    stopping_next: Cell::new(None),
+                    ended: Cell::new(false),
                     caller: Cell::new(None),
                     queue_head: Cell::new(None),
                     queue_tail: Cell::new(None),
@@ -140,22 +157,9 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Stops a thread, whatever it does. Its callers and its own call are aborted.
+    /// Stops a thread, whatever it does. Its callers and its own call are aborted: all but the one being served maybe
+    /// later, but before they could call again.
     pub fn stop_thread(&self, handle: Handle<Thread<A>>) {
-        let faulted = Cell::new(None);
-        self.stop_one(handle, &faulted);
-        self.stop_faulted(&faulted);
-    }
-
-    /// Stops the threads on the list, whose fault handlers have gone, and whoever that adds to it.
-    fn stop_faulted(&self, faulted: &Cell<Option<Handle<Thread<A>>>>) {
-        while let Some(handle) = faulted.get() {
-            faulted.set(self.memory.at(handle).queue_next.take());
-            self.stop_one(handle, faulted);
-        }
-    }
-
-    fn stop_one(&self, handle: Handle<Thread<A>>, faulted: &Cell<Option<Handle<Thread<A>>>>) {
         let thread = self.memory.at(handle);
         match thread.state.get() {
             ThreadState::Stopped | ThreadState::Ready | ThreadState::Waiting => {}
@@ -176,16 +180,13 @@ impl<A: Arch> Kernel<A> {
         if let Some(vcpu) = thread.vcpu.take().and_then(|vcpu| self.memory.get(vcpu)) {
             vcpu.runner.set(None);
         }
-        // Whoever waits for this thread waits in vain.
-        if let Some(caller) = thread.caller.take() {
-            self.abort_call(handle, caller, faulted);
-        }
-        while let Some(caller) = thread.queue_head.get() {
-            self.unqueue(thread, caller);
-            self.abort_call(handle, caller, faulted);
-        }
         thread.fault.set(None);
         self.block(handle, ThreadState::Stopped);
+        // Whoever waits for this thread waits in vain.
+        if let Some(caller) = thread.caller.take() {
+            self.abort_call(handle, caller);
+        }
+        self.abort_later(handle, thread);
         // A thread that runs on another CPU is there until that CPU has come to the kernel.
         if thread.cpu != A::this_cpu() && self.cpus[thread.cpu].current.get() == Some(handle) {
             self.cpus[thread.cpu].current.set(None);
@@ -195,19 +196,52 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
+    /// Puts a stopped thread for which others wait on the list for [`Kernel::abort_calls`].
+    fn abort_later(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+        // What a caller has lent is its own again at once: the thread may end.
+        if let Some(lender) = thread.lender.get() {
+            self.return_sched(thread, lender);
+        }
+        let awaited = thread.caller.get().is_some() || thread.queue_head.get().is_some();
+        if awaited && !thread.stopping.replace(true) {
+            thread.stopping_next.set(self.stopping.replace(Some(handle)));
+            self.memory.request_work();
+        }
+    }
+
+    /// Aborts some of the calls to threads that were stopped. One that was started again meanwhile serves those that
+    /// are left. Returns whether there are more.
+    pub(crate) fn abort_calls(&self) -> bool {
+        for _ in 0..ABORTS {
+            let Some(handle) = self.stopping.get() else { return false };
+            let thread = self.memory.at(handle);
+            let stopped = thread.state.get() == ThreadState::Stopped;
+            let waits = thread.caller.get().or(thread.queue_head.get()).filter(|_| stopped);
+            let Some(caller) = waits else {
+                self.stopping.set(thread.stopping_next.take());
+                thread.stopping.set(false);
+                if thread.ended.get() {
+                    self.memory.free(handle);
+                }
+                continue;
+            };
+            if thread.caller.take().is_none() {
+                self.unqueue(thread, caller);
+            }
+            self.abort_call(handle, caller);
+        }
+        self.stopping.get().is_some()
+    }
+
     /// Ends the call of `caller`, which is no longer linked with the server. A thread that called
-    /// because it faulted goes to the list, to be stopped too.
-    fn abort_call(
-        &self,
-        server: Handle<Thread<A>>,
-        caller: Handle<Thread<A>>,
-        faulted: &Cell<Option<Handle<Thread<A>>>>,
-    ) {
+    /// because it faulted stops.
+    fn abort_call(&self, server: Handle<Thread<A>>, caller: Handle<Thread<A>>) {
         let Some(thread) = self.memory.get(caller) else { return };
         self.return_sched(self.memory.at(server), caller);
         thread.server.set(None);
         if thread.fault.take().is_some() {
-            thread.queue_next.set(faulted.replace(Some(caller)));
+            self.block(caller, ThreadState::Stopped);
+            self.abort_later(caller, thread);
             return;
         }
         thread.context.set_status(Status::Aborted);
@@ -229,6 +263,16 @@ impl<A: Arch> Kernel<A> {
         server.lender.set(Some(name));
     }
 
+    /// Whether so many have lent the time that a thread runs on, one to the next, that it cannot be lent on.
+    #[cold]
+    #[inline(never)]
+    fn is_lent_too_far(&self, thread: &Thread<A>, further: u32) -> bool {
+        let lender =
+            |thread: &&Thread<A>| thread.lender.get().and_then(|name| self.memory.get(name));
+        let chain = core::iter::successors(Some(thread), lender);
+        chain.take((MAX_LENDERS + 1) as usize).count() as u32 + further > MAX_LENDERS + 1
+    }
+
     /// Gives a lent scheduling context back to the caller, if it was this one who lent it.
     fn return_sched(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
         if server.lender.get() != Some(caller) {
@@ -241,12 +285,12 @@ impl<A: Arch> Kernel<A> {
 
     /// A thread that was lent time goes on with its own, if it has any. Returns what was lent and is
     /// still with it.
-    fn fall_back(thread: &Thread<A>) -> Option<Handle<SchedContext<A>>> {
+    pub(crate) fn fall_back(thread: &Thread<A>) -> Option<Handle<SchedContext<A>>> {
         thread.lender.set(None);
         thread.sched.replace(thread.own_sched.get())
     }
 
-    fn hold(&self, sched: Handle<SchedContext<A>>, holder: Handle<Thread<A>>) {
+    pub(crate) fn hold(&self, sched: Handle<SchedContext<A>>, holder: Handle<Thread<A>>) {
         self.unwanted(sched);
         self.memory.at(holder).sched.set(Some(sched));
         if let Some(sched) = self.memory.get(sched) {
@@ -289,12 +333,17 @@ impl<A: Arch> Kernel<A> {
     fn feed(&self, handle: Handle<Thread<A>>) {
         let cpu = self.memory.at(handle).cpu;
         let mut next = Some(handle);
+        let mut looks = 0;
         while let Some(thread) = next.map(|name| self.memory.at(name)) {
             let mut candidate = thread.caller.get().or(thread.queue_head.get());
             while let Some(name) = candidate {
                 let waiting = self.memory.at(name);
                 if waiting.cpu == cpu && waiting.sched.get().is_some() {
                     return self.help(name);
+                }
+                looks += 1;
+                if looks == MAX_HELP {
+                    return;
                 }
                 candidate = if waiting.queued.get() {
                     waiting.queue_next.get()
@@ -321,6 +370,9 @@ impl<A: Arch> Kernel<A> {
             }
             end = name;
             if server.state.get() == ThreadState::Ready {
+                if self.is_lent_too_far(self.memory.at(caller), hops) {
+                    return;
+                }
                 let mut lender = caller;
                 for _ in 0..hops {
                     let thread = self.memory.at(lender);
@@ -375,7 +427,11 @@ impl<A: Arch> Kernel<A> {
             bound.thread.set(None);
         }
         self.memory.free_raw(thread.message, 1);
-        self.memory.free(handle);
+        if thread.stopping.get() {
+            thread.ended.set(true);
+        } else {
+            self.memory.free(handle);
+        }
     }
 
     // ---- calls ---------------------------------------------------------------------------------
@@ -419,13 +475,16 @@ impl<A: Arch> Kernel<A> {
         let server = gate.thread;
         let Some(partner) = self.memory.get(server) else { return Err(Status::Aborted) };
         let here = &self.cpus[cpu];
+        debug_assert!(here.current.get() == Some(handle), "only the current thread calls");
         // The common case: the server waits on this CPU and goes on at once, on the caller's time. It is
         // not the caller, who does not wait.
         if partner.state.get() == ThreadState::Waiting
             && partner.cpu == cpu
-            && here.current.get() == Some(handle)
             && let Some(sched) = thread.sched.get()
         {
+            if thread.lender.get().is_some() && self.is_lent_too_far(thread, 1) {
+                return Err(Status::Overflow);
+            }
             self.deliver(thread, partner, gate.badge)?;
             thread.state.set(ThreadState::Calling);
             thread.server.set(Some(server));
@@ -507,9 +566,7 @@ impl<A: Arch> Kernel<A> {
         caller: Handle<Thread<A>>,
     ) {
         thread.caller.set(None);
-        let faulted = Cell::new(None);
-        self.abort_call(handle, caller, &faulted);
-        self.stop_faulted(&faulted);
+        self.abort_call(handle, caller);
     }
 
     #[inline(always)]
@@ -534,10 +591,10 @@ impl<A: Arch> Kernel<A> {
         thread.caller.set(None);
         partner.server.set(None);
         let here = &self.cpus[cpu];
+        debug_assert!(here.current.get() == Some(handle), "only the current thread replies");
         // The common case: back to the caller on its own time, nothing to choose.
         if thread.lender.get() == Some(caller)
             && resumed
-            && here.current.get() == Some(handle)
             && let Some(sched) = thread.sched.get()
         {
             thread.lender.set(None);
@@ -598,7 +655,8 @@ impl<A: Arch> Kernel<A> {
                 return true;
             }
         }
-        while let Some(caller) = thread.queue_head.get() {
+        for _ in 0..MAX_REFUSED {
+            let Some(caller) = thread.queue_head.get() else { return false };
             let partner = self.memory.at(caller);
             self.unqueue(thread, caller);
             if let Err(status) = self.deliver(partner, thread, partner.badge.get()) {
@@ -613,7 +671,10 @@ impl<A: Arch> Kernel<A> {
             self.wake(handle);
             return true;
         }
-        false
+        // It has replied, and waits again.
+        thread.context.restart();
+        self.wake(handle);
+        true
     }
 
     fn deliver_events(thread: &Thread<A>, bits: u64) {
@@ -677,6 +738,7 @@ impl<A: Arch> Kernel<A> {
             let base = to[at].load(Ordering::Relaxed);
             *window = (base, base.saturating_add(to[at + 1].load(Ordering::Relaxed)));
         }
+        let mut budget = MESSAGE_WORK;
         for index in 0..items {
             let at = ITEMS_AT + 2 * index;
             let item = Item::unpack(from[at].load(Ordering::Relaxed)).ok_or(Status::BadArgument)?;
@@ -688,7 +750,11 @@ impl<A: Arch> Kernel<A> {
             if end > window.1 {
                 return Err(Status::Overflow);
             }
-            self.delegate(sender.task, item, source, SpaceRef::Task(receiver.task), base)?;
+            let (from, target) = (sender.task, SpaceRef::Task(receiver.task));
+            let what = Delegation { from, item, source, to: target, destination: base };
+            if !self.delegate_part(&what, &mut 0, &mut budget)? {
+                return Err(Status::Overflow);
+            }
             window.0 = end;
             to[at].store(item.pack(), Ordering::Relaxed);
             to[at + 1].store(base, Ordering::Relaxed);
@@ -709,15 +775,29 @@ impl<A: Arch> Kernel<A> {
             }
             thread.fault.set(None);
         }
-        A::log(format_args!(
-            "task {:#x}: thread stopped by exception {} (error {:#x}, address {:#x}) at {:#x}",
-            thread.task.id(),
-            words[0],
-            words[1],
-            words[2],
-            words[3],
-        ));
+        self.log_fault(thread, words);
         self.stop_thread(handle);
+    }
+
+    /// Logs the fault of a thread that has no fault gate. A task can make such threads as fast as it likes, so lines beyond
+    /// a limit for all tasks together are only counted.
+    fn log_fault(&self, thread: &Thread<A>, [vector, error, address, ip]: [u64; 4]) {
+        let now = A::now();
+        let interval = A::ticks(FAULT_LINE_NS);
+        let full_at = self.fault_lines.get().max(now);
+        if full_at - now > (FAULT_LINES - 1) * interval {
+            count(&self.faults_not_logged);
+            return;
+        }
+        self.fault_lines.set(full_at.saturating_add(interval));
+        let more = self.faults_not_logged.take();
+        if more != 0 {
+            A::log(format_args!("{more} threads were stopped by exceptions that are not logged"));
+        }
+        A::log(format_args!(
+            "task {:#x}: thread stopped by exception {vector} (error {error:#x}, address {address:#x}) at {ip:#x}",
+            thread.task.id(),
+        ));
     }
 
     // ---- notifications -------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 //!
 //! A treap whose priorities are derived from object identities, which no program can choose, so
 //! depth is logarithmic whatever keys a program picks. It allocates nothing: the links are in
-//! the objects. Used for the mappings of a space (by base) and for timeouts (by deadline).
+//! the objects. Used for the mappings of a space (by base), for those made from a mapping (by what they map) and for
+//! timeouts (by deadline). An object can be in several trees, one for each `Order` that it has links for.
 
 use core::cell::Cell;
+use core::marker::PhantomData;
 
 use crate::pool::{Handle, Memory, Object};
 
@@ -28,7 +30,7 @@ impl<T> Links<T> {
 }
 
 /// An object that can be in a tree. The key must not change while it is, and be unique.
-pub trait Keyed: Object {
+pub trait Keyed<Order = ()>: Object {
     /// Order of the tree.
     type Key: Ord + Copy;
     /// The object's key.
@@ -38,8 +40,9 @@ pub trait Keyed: Object {
 }
 
 /// An ordered set of objects.
-pub struct Tree<T> {
+pub struct Tree<T, Order = ()> {
     root: Cell<Option<Handle<T>>>,
+    order: PhantomData<Order>,
 }
 
 type Link<T> = Option<Handle<T>>;
@@ -53,16 +56,16 @@ fn priority<T>(handle: Handle<T>) -> u64 {
         .wrapping_mul(0xbf58_476d_1ce4_e5b9)
 }
 
-impl<T: Keyed> Default for Tree<T> {
+impl<T: Keyed<Order>, Order> Default for Tree<T, Order> {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl<T: Keyed> Tree<T> {
+impl<T: Keyed<Order>, Order> Tree<T, Order> {
     /// The empty set.
     pub const fn new() -> Self {
-        Self { root: Cell::new(None) }
+        Self { root: Cell::new(None), order: PhantomData }
     }
 
     /// Some element, if there is one.
@@ -153,6 +156,22 @@ impl<T: Keyed> Tree<T> {
         best
     }
 
+    /// The first element whose key is at least `key`.
+    pub fn at_least(&self, memory: &Memory, key: T::Key) -> Link<T> {
+        let mut best = None;
+        let mut next = self.root.get();
+        while let Some(handle) = next {
+            let object = memory.at(handle);
+            next = if object.key(handle) >= key {
+                best = Some(handle);
+                object.links().left.get()
+            } else {
+                object.links().right.get()
+            };
+        }
+        best
+    }
+
     /// The first element.
     pub fn first(&self, memory: &Memory) -> Link<T> {
         let mut best = None;
@@ -162,6 +181,34 @@ impl<T: Keyed> Tree<T> {
             next = memory.at(handle).links().left.get();
         }
         best
+    }
+}
+
+#[cfg(test)]
+impl<T: Keyed<Order>, Order> Tree<T, Order> {
+    /// Longest way down.
+    pub fn depth(&self, memory: &Memory) -> u32 {
+        fn below<T: Keyed<Order>, Order>(memory: &Memory, link: Link<T>) -> u32 {
+            link.map_or(0, |handle| {
+                let links = memory.at(handle).links();
+                let depth = |link: &Cell<Link<T>>| below::<T, Order>(memory, link.get());
+                1 + depth(&links.left).max(depth(&links.right))
+            })
+        }
+        below::<T, Order>(memory, self.root.get())
+    }
+
+    /// Visits all elements; returns how many there are.
+    pub fn count(&self, memory: &Memory, visit: &dyn Fn(Handle<T>)) -> usize {
+        let mut waiting: std::vec::Vec<_> = self.root.get().into_iter().collect();
+        let mut count = 0;
+        while let Some(handle) = waiting.pop() {
+            visit(handle);
+            count += 1;
+            let links = memory.at(handle).links();
+            waiting.extend(links.left.get().into_iter().chain(links.right.get()));
+        }
+        count
     }
 }
 
@@ -210,6 +257,8 @@ mod tests {
             }
             let expected = model.range(..=key).next_back().map(|(_, handle)| *handle);
             assert_eq!(tree.at_most(&memory, key), expected);
+            let expected = model.range(key..).next().map(|(_, handle)| *handle);
+            assert_eq!(tree.at_least(&memory, key), expected);
             assert_eq!(tree.first(&memory), model.values().next().copied());
         }
     }
@@ -222,12 +271,6 @@ mod tests {
             let handle = memory.alloc(None, Item { key, links: Links::new() }).unwrap();
             tree.insert(&memory, handle);
         }
-        fn depth(memory: &Memory, link: Link<Item>) -> u32 {
-            link.map_or(0, |handle| {
-                let links = memory.at(handle).links();
-                1 + depth(memory, links.left.get()).max(depth(memory, links.right.get()))
-            })
-        }
-        assert!(depth(&memory, tree.any()) < 48);
+        assert!(tree.depth(&memory) < 48);
     }
 }

@@ -193,7 +193,7 @@ extern "C" fn boot_main(magic: u32, information: u32) -> ! {
     if let Err(status) = build_address_space(machine) {
         panic!("too little memory below 4 GiB for the kernel's page tables: {status:?}");
     }
-    idt::init(&entry::INTERRUPT_STUBS);
+    idt::init(&entry::INTERRUPT_STUBS, crate::machine_check::entry);
     // SAFETY: CPU 0's area was just mapped; nothing on the old stack is used again.
     unsafe {
         let index = cpu::create(initial_apic_id());

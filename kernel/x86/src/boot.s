@@ -12,6 +12,11 @@
 .set CR0_BITS, 1 << 31 | 1 << 16 | 1 << 5 | 1 << 1 | 1   # PG, WP, NE, MP, PE
 .set CODE64, 0x08
 .set DATA, 0x10
+.set COM1, 0x3f8
+.set COM2, 0x2f8
+.set PVH_COMMAND_LINE, 24             # hvm_start_info.cmdline_paddr
+.set EXIT_PORT, 0xf4                  # QEMU's isa-debug-exit, if the command line names it: as in panic.rs
+.set EXIT_UNAVAILABLE, 69 + 0x10      # exit code 69, as root would report it
 
 .section .boot.header, "a"
 .balign 8
@@ -44,7 +49,7 @@ start32:
     movl %ebx, %edi
     movl $boot_stack_physical, %esp
 
-    # Without long mode and no-execute pages there is nothing to run on, nor to tell it with.
+    # Without long mode and no-execute pages there is nothing to run on.
     movl $0x80000000, %eax
     cpuid
     cmpl $0x80000001, %eax
@@ -87,19 +92,50 @@ start32:
     lgdtl boot_gdt_pointer
     ljmpl $CODE64, $start64
 
-# "No 64" on the first serial port, and stop.
+# Says so on both serial ports, ends an emulated machine (`panic=debug-exit` on the command line), and stops. ESI and EDI are
+# as `start32` has left them.
 unsuitable:
+    movl %esi, %ebx
     movl $unsuitable_text, %esi
-    movl $0x3f8, %edx
 3:  lodsb
-    testb %al, %al
-    jz 4f
+    movl $COM1, %edx
     outb %al, %dx
-    jmp 3b
-4:  hlt
-    jmp 4b
+    movl $COM2, %edx
+    outb %al, %dx
+    cmpb $0, (%esi)
+    jne 3b
+    # EBX: where to look for the words. The command line of PVH ends with a zero; that of multiboot2 is somewhere in its
+    # information, which begins with its size.
+    cmpl $PVH_MAGIC, %ebx
+    movl %edi, %ebx
+    movl (%edi), %edx
+    jne 4f
+    movl PVH_COMMAND_LINE(%edi), %ebx
+    movl %ebx, %edi
+    xorl %eax, %eax
+    movl $4096, %ecx
+    repne scasb
+    movl %edi, %edx
+    subl %ebx, %edx
+4:  addl %ebx, %edx                   # the end
+5:  leal unsuitable_words_length(%ebx), %eax
+    cmpl %edx, %eax
+    ja 6f
+    movl %ebx, %esi
+    movl $unsuitable_words, %edi
+    movl $unsuitable_words_length, %ecx
+    repe cmpsb
+    leal 1(%ebx), %ebx
+    jne 5b
+    movb $EXIT_UNAVAILABLE, %al
+    outb %al, $EXIT_PORT
+6:  hlt
+    jmp 6b
 unsuitable_text:
-    .asciz "kernel: this processor lacks long mode or NX\r\n"
+    .asciz "kernel: this processor has no long mode or no NX (no-execute pages); Parador needs both\r\n"
+unsuitable_words:
+    .ascii "panic=debug-exit"
+.set unsuitable_words_length, . - unsuitable_words
 
 .code64
 start64:

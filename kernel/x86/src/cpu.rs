@@ -4,7 +4,7 @@
 //! points to while the kernel runs.
 
 use crate::features::features;
-use crate::io::{rdmsr, read_cr0, read_cr4, write_cr0, write_cr4, write_xcr0, wrmsr};
+use crate::io::{rdmsr, read_cr0, write_cr0, write_cr4, write_xcr0, wrmsr};
 use crate::memory::{CPU_AREAS, KernelTables};
 use abi::{PAGE_SIZE, Status};
 use core::arch::asm;
@@ -226,6 +226,8 @@ pub unsafe fn activate(index: usize) {
             task = in(reg) selector::TASK_STATE,
         );
         wrmsr(msr::GS_BASE, this as u64);
+        // The bases of tasks, which cannot set them.
+        wrmsr(msr::FS_BASE, 0);
         wrmsr(msr::KERNEL_GS_BASE, 0);
         crate::idt::load();
         set_control_registers();
@@ -239,12 +241,13 @@ unsafe fn set_control_registers() {
     const PAT_RESET: u64 = 0x0007_0406_0007_0406;
     let have = features();
     let when = |present: bool, bits: u64| if present { bits } else { 0 };
-    let new_cr4 = read_cr4() & cr4::MCE
-        | cr4::PAE
+    let new_cr4 = cr4::PAE
         | cr4::PGE
+        // Without it a machine check resets the machine, and nobody learns why.
+        | when(have.mce, cr4::MCE)
         | when(have.fxsr, cr4::OSFXSR | cr4::OSXMMEXCPT)
         | when(have.xsave, cr4::OSXSAVE)
-        | when(have.fsgsbase, cr4::FSGSBASE)
+        // No FSGSBASE: bases of FS and GS are not part of a thread's registers.
         | when(have.umip, cr4::UMIP)
         | when(have.smep, cr4::SMEP)
         | when(have.smap, cr4::SMAP);

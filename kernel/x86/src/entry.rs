@@ -379,6 +379,12 @@ extern "C" fn kernel_exception(vector: u64, error: u64, rip: u64) -> ! {
 extern "C" fn syscall_handler() -> ! {
     let number = cpu::current().id as usize;
     let kernel = run::lock(number);
+    #[cfg(parador_longest_path)]
+    {
+        use kernel_core::arch::Context as _;
+        let caller = kernel.cpus[number].current.get().and_then(|thread| kernel.memory.get(thread));
+        crate::longest::caused_by(caller.map_or(0, |thread| thread.context.operation()));
+    }
     kernel.system_call(number);
     let context = run::leave(kernel, number);
     // SAFETY: a thread's context; the next entry starts on an empty stack.
@@ -390,6 +396,8 @@ extern "C" fn interrupt_handler(vector: u64) -> *const Context {
     let cr2 = read_cr2();
     let number = cpu::current().id as usize;
     let kernel = run::lock(number);
+    #[cfg(parador_longest_path)]
+    crate::longest::caused_by(crate::longest::VECTOR | vector);
     if vector >= crate::idt::FIRST_INTERRUPT as u64 {
         run::handle_vector(&kernel, number, vector as u8);
     } else {

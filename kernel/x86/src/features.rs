@@ -42,6 +42,8 @@ pub struct Features {
     pub umip: bool,
     /// Protection keys of user pages.
     pub pku: bool,
+    /// Machine-check exceptions.
+    pub mce: bool,
     /// FXSAVE and FXRSTOR.
     pub fxsr: bool,
     /// XSAVE.
@@ -106,6 +108,7 @@ impl Features {
             smap: bit(seven.ebx, 20),
             umip: bit(seven.ecx, 2),
             pku: bit(seven.ecx, 3),
+            mce: bit(one.edx, 7),
             fxsr: bit(one.edx, 24),
             xsave: bit(one.ecx, 26),
             xcr0_mask: xcr0::X87 | xcr0::SSE,

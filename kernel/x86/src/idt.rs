@@ -30,8 +30,8 @@ const BY_SOFTWARE: [usize; 2] = [3, 4];
 
 static IDT: Once<[Gate; 256]> = Once::new();
 
-/// Makes the table from one entry point per vector. The first call wins.
-pub fn init(stubs: &[unsafe extern "C" fn(); 256]) {
+/// Makes the table from one entry point per vector, and one that does not return for machine checks. The first call wins.
+pub fn init(stubs: &[unsafe extern "C" fn(); 256], machine_check: unsafe extern "C" fn()) {
     IDT.call_once(|| {
         core::array::from_fn(|vector| {
             let ist = [stack::NMI, stack::DOUBLE_FAULT, stack::MACHINE_CHECK]
@@ -39,7 +39,9 @@ pub fn init(stubs: &[unsafe extern "C" fn(); 256]) {
                 .find(|&&(number, _)| number as usize == vector)
                 .map_or(0, |&(_, index)| index);
             let dpl = if BY_SOFTWARE.contains(&vector) { 3 } else { 0 };
-            Gate::interrupt(stubs[vector] as usize as u64, selector::KERNEL_CODE, ist, dpl)
+            let is_machine_check = vector == stack::MACHINE_CHECK.0 as usize;
+            let entry = if is_machine_check { machine_check } else { stubs[vector] };
+            Gate::interrupt(entry as usize as u64, selector::KERNEL_CODE, ist, dpl)
         })
     });
 }

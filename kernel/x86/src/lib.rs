@@ -16,9 +16,14 @@ pub mod entry;
 pub mod features;
 pub mod format;
 pub mod idt;
+pub mod intercepts;
 pub mod io;
 pub mod ioapic;
 pub mod log;
+#[cfg(parador_longest_path)]
+mod longest;
+#[cfg(target_os = "none")]
+pub mod machine_check;
 pub mod memory;
 #[cfg(target_os = "none")]
 pub mod panic;
@@ -32,3 +37,5 @@ pub mod start;
 #[cfg(target_os = "none")]
 pub mod svm;
 pub mod time;
+pub mod vectors;
+pub mod virq;

@@ -158,8 +158,8 @@ impl<'a> KernelTables<'a> {
             let virtual_address = address + (base - range.base);
             let aligned = (base | virtual_address | 1 << 63).trailing_zeros();
             let order = aligned.min((range.end - base).ilog2()) - abi::PAGE_SHIFT;
-            // Nothing is mapped there yet, so there is nothing to flush.
-            let _ = map::<KernelFormat>(
+            // Nothing is mapped there yet.
+            map::<KernelFormat>(
                 self,
                 self.root,
                 (virtual_address & 0xffff_ffff_ffff) >> abi::PAGE_SHIFT,

@@ -1,4 +1,4 @@
-//! The end: a kernel panic is always a bug of ours. It leaves an epitaph on the log and at the symbol
+//! The end: a kernel panic is always a bug of ours, or an error of the hardware (`machine_check`). It leaves an epitaph on the log and at the symbol
 //! `PARADOR_EPITAPH`, and stops all CPUs.
 
 use crate::boot::image;

@@ -9,7 +9,7 @@ use hw_x86::paging::cr0;
 use kernel_core::arch::{Arch, IrqSource};
 use kernel_core::object::{Irq, Task, Vcpu};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
-use kernel_core::space::STEPS;
+use kernel_core::space::work::WORK;
 use kernel_core::{Kernel, count};
 
 use crate::cpu::{self, MAX_CPUS};
@@ -71,6 +71,8 @@ pub fn lock(number: usize) -> Guard {
     while LOCKED.swap(true, Ordering::Acquire) {
         wait_for_lock(number);
     }
+    #[cfg(parador_longest_path)]
+    crate::longest::begin();
     Guard(())
 }
 
@@ -92,6 +94,8 @@ fn serve_shootdown(number: usize) {
 /// Gives the lock back.
 #[inline(always)]
 pub fn unlock(_guard: Guard) {
+    #[cfg(parador_longest_path)]
+    crate::longest::end();
     LOCKED.store(false, Ordering::Release);
 }
 
@@ -133,6 +137,13 @@ pub fn arm(local: &Local, deadline: u64) {
     }
 }
 
+/// Lets the timer send the rest of the log, if anything waits to be sent.
+fn arm_for_log(number: usize) {
+    if log::is_waiting() {
+        arm(local(number), time::tsc().saturating_add(time::to_ticks(log::PERIOD)));
+    }
+}
+
 // ---- interrupts ------------------------------------------------------------------------------------
 
 /// Handles an interrupt that has been taken.
@@ -143,6 +154,10 @@ pub fn handle_vector(kernel: &Kernel<X86>, number: usize, vector: u8) {
         idt::TIMER => {
             local(number).armed.set(u64::MAX);
             kernel.timer(number);
+            if log::is_waiting() {
+                log::step();
+                arm_for_log(number);
+            }
         }
         // Whoever sent it has changed what this CPU looks at on its way out.
         idt::IPI => {}
@@ -193,9 +208,9 @@ pub fn leave(mut kernel: Guard, number: usize) -> *const Context {
         kernel.finish(number);
         let Some(handle) = kernel.cpus[number].current.get() else {
             // Nobody wants the time: what is left of ended tasks goes first.
-            let mut budget = STEPS;
+            let mut budget = WORK;
             kernel.reap(&mut budget);
-            if budget == STEPS {
+            if budget == WORK {
                 kernel = idle(kernel, number);
             }
             continue;
@@ -365,15 +380,19 @@ impl Arch for X86 {
 
     fn log(text: core::fmt::Arguments<'_>) {
         log::line(text);
+        arm_for_log(Self::this_cpu());
     }
 
-    fn log_text(text: &[u8]) {
-        log::text(text);
+    fn log_text(text: &[u8]) -> usize {
+        let waiting = log::text(text);
+        arm_for_log(Self::this_cpu());
+        waiting
     }
 
     fn reset() -> ! {
         const RESET_CONTROL: u16 = 0xcf9;
         const KEYBOARD: u16 = 0x64;
+        log::flush();
         // SAFETY: both end the machine; where neither exists, the CPU stops.
         unsafe {
             out8(RESET_CONTROL, 0x02);

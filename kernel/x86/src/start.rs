@@ -60,6 +60,7 @@ pub fn bsp_main(machine: &'static mut Machine) -> ! {
     if let Err(complaint) = start_root(&kernel, machine) {
         panic!("root cannot be started: {complaint}");
     }
+    log::buffer();
     run::start(kernel, 0)
 }
 
@@ -96,16 +97,14 @@ fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), Complai
     }
 
     let available = memory.root().available().saturating_sub(KEPT_FRAMES);
-    let factory = memory.new_factory(None, available, MAX_PRIORITY).map_err(quota)?;
+    let factory = memory.new_factory(None, available, MAX_PRIORITY, 0).map_err(quota)?;
     let payer = Some(factory);
     let task = kernel.new_task(payer, ROOT_SLOTS).map_err(quota)?;
     load(kernel, machine, task, file, &elf)?;
     give_stack(kernel, machine, task)?;
 
     let thread = kernel.new_thread(payer, task, 0, boot::ROOT_MESSAGE_PAGE).map_err(quota)?;
-    let sched =
-        Kernel::<X86>::new_sched(ROOT_PRIORITY, ROOT_SLICE_NS, 0, MAX_PRIORITY).map_err(quota)?;
-    let sched = memory.alloc(payer, sched).map_err(quota)?;
+    let sched = kernel.new_sched(payer, ROOT_PRIORITY, ROOT_SLICE_NS, 0).map_err(quota)?;
     for (selector, object) in [
         (slot::TASK, ObjectRef::Task(task)),
         (slot::THREAD, ObjectRef::Thread(thread)),
@@ -239,7 +238,8 @@ fn give_memory(
         let rights = if device { rights::READ | rights::WRITE } else { rights::ALL };
         let (mut at, end) = (range.base >> PAGE_SHIFT, range.end >> PAGE_SHIFT);
         while at < end {
-            let order = (at | 1 << abi::Item::MAX_ORDER).trailing_zeros().min((end - at).ilog2());
+            let largest = 1 << Kernel::<X86>::max_order().min(abi::Item::MAX_ORDER);
+            let order = (at | largest).trailing_zeros().min((end - at).ilog2());
             let extent = Extent {
                 kind: ItemKind::Memory,
                 base: (boot::PHYSICAL_WINDOW >> PAGE_SHIFT) + at,

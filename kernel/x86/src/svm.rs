@@ -20,9 +20,7 @@ use abi::vcpu::{Segment, VcpuState, exit as kernel_exit, gpr, group, window};
 use abi::{ABI_VERSION, Status};
 use hw_x86::msr;
 use hw_x86::paging::{cr0, xcr0};
-use hw_x86::vmcb::{
-    ControlArea, Vmcb, VmcbSegment, event, exit, intercept3, intercept4, npf, tlb_control, v_intr,
-};
+use hw_x86::vmcb::{ControlArea, Vmcb, VmcbSegment, event, exit, npf, tlb_control, v_intr};
 use kernel_core::object::{Notification, Task, Thread, Vcpu, Vm};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
@@ -33,6 +31,7 @@ use crate::features::features;
 use crate::io::{rdmsr, read_cr0, read_xcr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
 use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
+use crate::{vectors, virq};
 
 // ---- permission maps -------------------------------------------------------------------------------
 
@@ -281,35 +280,7 @@ impl VcpuFrames {
         const PAT: u64 = 0x0007_0406_0007_0406;
         const NESTED_PAGING: u64 = 1;
         let Vmcb { control, save } = self.vmcb();
-        // The task priority is the VMM's: reads and writes of CR8.
-        control.intercept_cr = 1 << 8 | 1 << (16 + 8);
-        control.intercept_exceptions = 1 << 18;
-        control.intercept3 = intercept3::INTR
-            | intercept3::NMI
-            | intercept3::SMI
-            | intercept3::INIT
-            | intercept3::RDPMC
-            | intercept3::CPUID
-            | intercept3::INVD
-            | intercept3::HLT
-            | intercept3::INVLPGA
-            | intercept3::IOIO_PROT
-            | intercept3::MSR_PROT
-            | intercept3::TASK_SWITCH
-            | intercept3::FERR_FREEZE
-            | intercept3::SHUTDOWN;
-        control.intercept4 = intercept4::VMRUN
-            | intercept4::VMMCALL
-            | intercept4::VMLOAD
-            | intercept4::VMSAVE
-            | intercept4::STGI
-            | intercept4::CLGI
-            | intercept4::SKINIT
-            | intercept4::WBINVD
-            | intercept4::MONITOR
-            | intercept4::MWAIT
-            | intercept4::XSETBV
-            | intercept4::RDPRU;
+        crate::intercepts::set(control);
         // SAFETY: only the addresses of the maps are taken.
         let (io, msr) = unsafe { (&raw const (*MAPS.0.get()).io, &raw const (*MAPS.0.get()).msr) };
         control.iopm_base_pa = image_physical(io);
@@ -379,23 +350,12 @@ impl VcpuFrames {
         }
     }
 
-    /// Says what happens as soon as the guest can take an interrupt: that is when the processor delivers a virtual one
-    /// (APM vol. 2 §15.21.4).
+    /// Says what happens as soon as the guest can take an interrupt.
     #[cold]
     fn set_window(&self, wanted: u64) {
-        let control = &mut self.vmcb().control;
         self.window.set(wanted);
         self.unclean.set(true);
-        control.v_intr = match wanted {
-            0 => v_intr::INTR_MASKING,
-            // Priorities are the VMM's: it has compared with the task priority.
-            _ => PENDING | (wanted & event::VECTOR) << v_intr::VECTOR_SHIFT,
-        };
-        if wanted & window::TAKE == 0 && wanted != 0 {
-            control.intercept3 |= intercept3::VINTR;
-        } else {
-            control.intercept3 &= !intercept3::VINTR;
-        }
+        virq::set_window(&mut self.vmcb().control, wanted);
     }
 
     /// Gives the guest an event at the next entry. An interrupt is made pending where that is possible: QEMU may deliver one
@@ -406,9 +366,8 @@ impl VcpuFrames {
         let control = &mut self.vmcb().control;
         let is_interrupt =
             event & (event::VALID | event::TYPE_MASK) == event::VALID | event::TYPE_INTR;
-        if is_interrupt && self.window.get() == 0 {
-            let vector = event & event::VECTOR;
-            control.v_intr = PENDING | vector << v_intr::VECTOR_SHIFT;
+        if is_interrupt && virq::is_free(self.window.get()) {
+            virq::offer(control, event, self.window.get());
             self.offered.set(event);
             self.unclean.set(true);
         } else {
@@ -421,8 +380,8 @@ impl VcpuFrames {
     fn take_back(&self) -> u64 {
         let control = &mut self.vmcb().control;
         let offered = self.offered.take();
-        let taken = control.v_intr & v_intr::IRQ == 0;
-        control.v_intr = v_intr::INTR_MASKING;
+        let taken = !virq::is_pending(control);
+        virq::clear(control, self.window.get());
         self.unclean.set(true);
         if taken { 0 } else { offered }
     }
@@ -495,6 +454,12 @@ impl VcpuFrames {
         if dirty & group::TSC != 0 {
             control.tsc_offset = state.tsc_offset;
         }
+        if dirty & group::PRIORITY != 0 {
+            virq::set_priority(control, state.cr8);
+        }
+        if dirty & group::VECTORS != 0 {
+            self.write_vectors(state, is_owner);
+        }
         if dirty & group::XCR0 != 0 {
             let new = state.xcr0;
             let avx512 = new & xcr0::AVX512;
@@ -515,12 +480,37 @@ impl VcpuFrames {
     }
 }
 
+impl VcpuFrames {
+    fn read_vectors(&self, is_owner: bool) {
+        let to = &mut self.state().xmm;
+        if is_owner {
+            vectors::from_cpu(to);
+        } else {
+            // SAFETY: the vCPU's own area, which only the CPU that holds its registers writes, with the lock held.
+            *to = unsafe { vectors::from_area(self.fpu) };
+        }
+    }
+
+    fn write_vectors(&self, state: &VcpuState, is_owner: bool) {
+        if is_owner {
+            vectors::to_cpu(&state.xmm);
+        } else {
+            // SAFETY: as above.
+            unsafe { vectors::to_area(self.fpu, &state.xmm, features().xsave) };
+        }
+    }
+}
+
 /// Copies groups of a vCPU's state to its state page, those too that the CPU holds.
 pub fn read_groups(memory: &Memory, local: &Local, vcpu: &Vcpu<X86>, groups: u64) {
-    if groups & group::XCR0 != 0 {
+    if groups & (group::XCR0 | group::VECTORS) != 0 {
         let owner = local.owner.get().and_then(|owner| memory.get(owner));
-        if owner.is_some_and(|owner| ptr::eq(owner, vcpu)) {
+        let is_owner = owner.is_some_and(|owner| ptr::eq(owner, vcpu));
+        if is_owner {
             vcpu.arch.keep_xcr0();
+        }
+        if groups & group::VECTORS != 0 {
+            vcpu.arch.read_vectors(is_owner);
         }
     }
     vcpu.arch.read_groups(groups);
@@ -749,9 +739,6 @@ fn new_asid(local: &Local, frames: &VcpuFrames, vm: &Vm<X86>) {
 
 // ---- VcpuRun ---------------------------------------------------------------------------------------
 
-/// A virtual interrupt, whatever the guest's task priority.
-const PENDING: u64 =
-    v_intr::INTR_MASKING | v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIFT;
 /// Interrupt shadow in the VMCB (APM vol. 2 §15.21.5).
 const SHADOW: u64 = 1;
 /// Clean bits for a VMCB whose cached parts have not changed: all that are defined (APM vol. 2 §15.15.3).
@@ -899,11 +886,15 @@ pub fn run(
             // QEMU keeps one pending too whose delivery was cut short.
             event => event,
         };
+        state.cr8 = virq::priority(control);
         if frames.window.get() & window::TAKE != 0 {
-            if control.v_intr & v_intr::IRQ == 0 {
+            if !virq::is_pending(control) {
                 // The guest has taken it.
-                frames.window.set(0);
-                state.window = 0;
+                let left = frames.window.get() & window::STANDING;
+                frames.window.set(left);
+                frames.unclean.set(true);
+                virq::clear(control, left);
+                state.window = left;
             } else if (state.inject ^ frames.window.get()) & event::VECTOR == 0 {
                 // QEMU again: it is pending still, and comes that way.
                 state.inject = 0;
@@ -927,8 +918,11 @@ pub fn run(
                 after_interrupt(&kernel, number);
                 None
             }
+            exit::MACHINE_CHECK => {
+                crate::machine_check::stop("while a guest ran", frames.vmcb().save.rip)
+            }
             exit::VINTR => {
-                state.window = 0;
+                state.window &= window::STANDING;
                 Some(give(&kernel, seat, kernel_exit::WINDOW, group::IP))
             }
             exit::HLT
@@ -1130,7 +1124,7 @@ fn give(kernel: &Kernel<X86>, Seat { thread, vcpu, .. }: Seat<'_>, code: u64, gr
     const LOOK: u64 = group::IP | group::CONTROL | group::CODE;
     let (state, vmcb) = (vcpu.arch.state(), vcpu.arch.vmcb());
     state.exit_code = code;
-    state.valid = group::INJECT;
+    state.valid = group::INJECT | group::PRIORITY;
     // Constants make straight code of the frequent cases.
     match groups {
         NEXT_KNOWN => read_code(state, vmcb, NEXT_KNOWN),

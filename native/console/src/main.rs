@@ -10,6 +10,7 @@
 mod cook;
 mod directory;
 mod mux;
+mod output;
 mod ring;
 mod server;
 mod uart;

@@ -4,6 +4,10 @@
 //! kept. *All*: everybody's output is shown line by line behind a prefix `[name] `; see [`crate::cook`] why no
 //! client can forge one. Keys go to the selected client in both.
 //!
+//! In the view of all, each client may have as many bytes waiting to be sent as would still fit, less what the selected
+//! one needs: so one that floods the line has at most a part of it, whatever the others do, and less the more of them
+//! write. Only the selected client waits for room; lines of others that find none are counted instead.
+//!
 //! Invariants: no client makes another one wait, other than by the speed of the line itself while it is the
 //! selected one; memory is fixed; everything is decided by the order of calls.
 
@@ -14,6 +18,7 @@ use proto::console::directory::{LOG_SESSION, SESSIONS};
 use proto::system::MAX_NAME;
 
 use crate::cook::{COLUMNS, Cook, Cooked};
+use crate::output::{Output, Owner};
 use crate::ring::{Kept, Ring};
 
 /// The key after which the next one is a command: Ctrl-].
@@ -25,6 +30,8 @@ const OUTPUT: usize = 16 << 10;
 const RESERVE: usize = 4 << 10;
 /// More than the longest line takes, with what goes before and after it.
 const LINE_ROOM: usize = 4 * COLUMNS;
+/// Room that lines of others leave for the selected client: with nothing waiting, it never has to wait for them.
+const SELECTED_ROOM: usize = 2 << 10;
 /// Bytes that wait to be read, of one client.
 const INPUT: usize = 1 << 10;
 /// Bytes of output that are kept, of one client.
@@ -100,7 +107,9 @@ pub struct Mux {
     /// There is more than one client; else its bytes pass as they are, both ways.
     many: bool,
     clients: [Client; SESSIONS],
-    output: Ring<OUTPUT>,
+    output: Output<OUTPUT>,
+    /// A client waits for room.
+    is_awaited: bool,
     selected: usize,
     keys: Keys,
     typed: String<MAX_NAME>,
@@ -122,7 +131,8 @@ impl Mux {
         Self {
             many: false,
             clients: [Client::UNKNOWN; SESSIONS],
-            output: Ring::new(),
+            output: Output::new(),
+            is_awaited: false,
             selected: 0,
             keys: Keys::Pass,
             typed: String::new(),
@@ -236,10 +246,29 @@ impl Mux {
     /// The next byte for the line.
     pub fn next(&mut self) -> Option<u8> {
         let byte = self.output.take();
-        if self.output.room() == OUTPUT / 2 {
+        if self.is_awaited && self.output.room() >= self.room_to_go_on() {
             self.tell_of_room();
         }
         byte
+    }
+
+    /// Room at which whoever waits for it is told: so much that it can write more than a few bytes.
+    fn room_to_go_on(&self) -> usize {
+        if self.many && self.all {
+            RESERVE + LINE_ROOM + 2 * self.output.waiting(Owner::client(self.selected))
+        } else {
+            OUTPUT / 2
+        }
+    }
+
+    /// Whether a line of a client, or a byte of the selected one, may be shown now.
+    fn has_room(&self, client: usize) -> bool {
+        let kept = match (self.all, client == self.selected) {
+            (false, _) => 0,
+            (true, true) => self.output.waiting(Owner::client(client)),
+            (true, false) => SELECTED_ROOM + self.output.waiting(Owner::client(client)),
+        };
+        self.output.room() >= RESERVE + LINE_ROOM + kept
     }
 
     /// Nothing waits to be sent.
@@ -248,6 +277,7 @@ impl Mux {
     }
 
     fn tell_of_room(&mut self) {
+        self.is_awaited = false;
         for (index, client) in self.clients.iter_mut().enumerate() {
             if core::mem::take(&mut client.wants_room) {
                 self.wakes |= 1 << index;
@@ -261,6 +291,7 @@ impl Mux {
         for &byte in bytes {
             if !self.put(client, byte) {
                 self.clients[client].wants_room = true;
+                self.is_awaited = true;
                 break;
             }
             taken += 1;
@@ -287,17 +318,17 @@ impl Mux {
     /// Takes a byte of a client's output; `false` if there is no room.
     fn put(&mut self, client: usize, byte: u8) -> bool {
         if !self.many {
-            return self.output.put(byte);
+            return self.output.put(Owner::client(client), byte);
         }
         let shown = client == self.selected;
-        if shown && self.output.room() < RESERVE + LINE_ROOM {
+        if shown && !self.has_room(client) {
             return false;
         }
         self.clients[client].kept.put(byte);
         if self.all {
             self.show_cooked(client, byte);
         } else if shown {
-            self.output.put(byte);
+            self.output.put(Owner::client(client), byte);
             self.at_start = byte == b'\n';
         } else {
             self.clients[client].unseen = true;
@@ -324,70 +355,77 @@ impl Mux {
 
     /// Shows a change of the selected client's incomplete line.
     fn show_change(&mut self, cooked: Cooked) {
+        let owner = Owner::client(self.selected);
         match cooked {
             Cooked::Nothing | Cooked::Ended => {}
-            _ if !self.partial => self.show_partial(),
+            _ if !self.partial => self.show_partial(owner),
             Cooked::Added(byte) => {
-                self.output.put(byte);
+                self.output.put(owner, byte);
             }
             Cooked::Erased => {
-                self.output.put(0x08);
+                self.output.put(owner, 0x08);
             }
         }
     }
 
-    /// Shows the selected client's incomplete line, if there is one, from the start.
-    fn show_partial(&mut self) {
+    /// Shows the selected client's incomplete line, if there is one, from the start, at the expense of whoever made that
+    /// necessary.
+    fn show_partial(&mut self, owner: Owner) {
         let Self { clients, output, selected, .. } = self;
         let client = &clients[*selected];
         self.partial = !client.cook.line().is_empty();
         if self.partial {
-            put_line(output, client);
+            put_line(output, owner, client);
             self.at_start = false;
         }
     }
 
     /// Shows a client's line, which is complete.
     fn show_line(&mut self, index: usize) {
-        let own = index == self.selected;
-        if !own && self.output.room() < RESERVE + LINE_ROOM {
+        let (own, owner) = (index == self.selected, Owner::client(index));
+        if !own && !self.has_room(index) {
             self.clients[index].hidden += 1;
             return;
         }
         if !(own && self.partial) {
-            self.fresh_line();
+            self.fresh_line(owner);
             let hidden = core::mem::take(&mut self.clients[index].hidden);
             if hidden != 0 {
                 let name = self.clients[index].name.clone();
-                let mut line = Line(&mut self.output);
+                let mut line = Line(&mut self.output, owner);
                 let _ = write!(line, "[{name}] ({hidden} lines are not shown)\r\n");
             }
-            put_line(&mut self.output, &self.clients[index]);
+            put_line(&mut self.output, owner, &self.clients[index]);
         }
-        put_all(&mut self.output, b"\r\n");
+        self.output.put_all(owner, b"\r\n");
         (self.partial, self.at_start) = (false, true);
         if !own {
-            self.show_partial();
+            self.show_partial(owner);
         }
     }
 
     /// Goes to the start of a line on the screen. An incomplete line makes room: it is shown again.
-    fn fresh_line(&mut self) {
+    fn fresh_line(&mut self, owner: Owner) {
         if self.partial {
-            put_all(&mut self.output, b"\r\x1b[K");
+            self.output.put_all(owner, b"\r\x1b[K");
         } else if !self.at_start {
-            put_all(&mut self.output, b"\r\n");
+            self.output.put_all(owner, b"\r\n");
         }
         (self.partial, self.at_start) = (false, true);
     }
 
     /// Shows a message of the multiplexer itself.
     fn say(&mut self, text: fmt::Arguments) {
-        self.fresh_line();
-        let _ = write!(Line(&mut self.output), "[parador] {text}\r\n");
+        self.fresh_line(Owner::MULTIPLEXER);
+        let _ = write!(self.message(), "[parador] {text}\r\n");
         if self.all {
-            self.show_partial();
+            self.show_partial(Owner::MULTIPLEXER);
         }
+    }
+
+    /// Where the multiplexer's own text goes.
+    fn message(&mut self) -> Line<'_> {
+        Line(&mut self.output, Owner::MULTIPLEXER)
     }
 
     // ---- input -------------------------------------------------------------------------------
@@ -444,8 +482,8 @@ impl Mux {
             b':' => {
                 self.keys = Keys::Name;
                 self.typed.clear();
-                self.fresh_line();
-                put_all(&mut self.output, b"[parador] to: ");
+                self.fresh_line(Owner::MULTIPLEXER);
+                self.output.put_all(Owner::MULTIPLEXER, b"[parador] to: ");
                 self.at_start = false;
             }
             b'a' => self.toggle_all(),
@@ -464,12 +502,12 @@ impl Mux {
             }
             0x08 | 0x7f => {
                 if self.typed.pop().is_some() {
-                    put_all(&mut self.output, b"\x08 \x08");
+                    self.output.put_all(Owner::MULTIPLEXER, b"\x08 \x08");
                 }
             }
             b'!'..=b'~' => {
                 if self.typed.push(key as char).is_ok() {
-                    self.output.put(key);
+                    self.output.put(Owner::MULTIPLEXER, key);
                 }
             }
             _ => {
@@ -538,7 +576,7 @@ impl Mux {
         let (number, name) = (*number, name.clone());
         let ended = if self.clients[index].life == Life::Ended { ", ended" } else { "" };
         // Colours that the last client has set end here.
-        put_all(&mut self.output, b"\x1b[m");
+        self.output.put_all(Owner::MULTIPLEXER, b"\x1b[m");
         self.say(format_args!("{name} ({number}{ended}); Ctrl-] ? for help"));
         if !self.all {
             self.show_last(SHOWN_LINES, SHOWN_BYTES);
@@ -551,7 +589,7 @@ impl Mux {
         let client = &clients[*selected];
         let length = client.kept.last_lines(lines, bytes.min(output.room()));
         for byte in client.kept.last(length) {
-            output.put(byte);
+            output.put(Owner::MULTIPLEXER, byte);
             *at_start = byte == b'\n';
         }
     }
@@ -567,6 +605,8 @@ impl Mux {
 
     fn toggle_all(&mut self) {
         self.all = !self.all;
+        // What it waited for may be there already, as the other view counts.
+        self.tell_of_room();
         for client in &mut self.clients {
             client.cook = Cook::new();
             (client.hidden, client.unseen) = (0, false);
@@ -579,7 +619,7 @@ impl Mux {
     }
 
     fn show_clients(&mut self) {
-        self.fresh_line();
+        self.fresh_line(Owner::MULTIPLEXER);
         let mut numbers = 0_u64;
         for index in self.known() {
             numbers |= 1 << self.clients[index].number.min(63);
@@ -598,13 +638,14 @@ impl Mux {
                 _ => "",
             };
             let name = &client.name;
-            let _ = write!(Line(output), "[parador] {mark}{number:>2} {name} {state}\r\n");
+            let mut line = Line(output, Owner::MULTIPLEXER);
+            let _ = write!(line, "[parador] {mark}{number:>2} {name} {state}\r\n");
         }
         for line in HELP {
-            let _ = write!(Line(&mut self.output), "[parador] {line}\r\n");
+            let _ = write!(self.message(), "[parador] {line}\r\n");
         }
         if self.all {
-            self.show_partial();
+            self.show_partial(Owner::MULTIPLEXER);
         }
     }
 }
@@ -619,24 +660,18 @@ const HELP: &[&str] = &[
 ];
 
 /// Puts a client's line behind its prefix.
-fn put_line(output: &mut Ring<OUTPUT>, client: &Client) {
+fn put_line(output: &mut Output<OUTPUT>, owner: Owner, client: &Client) {
     // What does not fit is lost; the callers see to it that it does.
-    let _ = write!(Line(output), "[{}] ", client.name);
-    put_all(output, client.cook.line());
+    let _ = write!(Line(output, owner), "[{}] ", client.name);
+    output.put_all(owner, client.cook.line());
 }
 
-fn put_all(output: &mut Ring<OUTPUT>, bytes: &[u8]) {
-    for &byte in bytes {
-        output.put(byte);
-    }
-}
-
-/// Text for the line.
-struct Line<'a>(&'a mut Ring<OUTPUT>);
+/// Text for the line, and whose it is.
+struct Line<'a>(&'a mut Output<OUTPUT>, Owner);
 
 impl Write for Line<'_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        put_all(self.0, text.as_bytes());
+        self.0.put_all(self.1, text.as_bytes());
         Ok(())
     }
 }

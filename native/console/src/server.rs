@@ -1,8 +1,9 @@
 //! Sessions, and what happens on calls and events.
 
-use native_rt::{Irq, Message, Notification, Page, Slots, drop_capability};
+use native_rt::{Gate, Irq, Message, Notification, Page, Slots, drop_capability};
 use proto::console::directory::{self, SESSIONS};
-use proto::console::{CHANGED, CLOSE, DRAIN, DRAINED, MAX_BYTES, OPEN, READ, WRITE};
+use proto::console::{CHANGED, CLOSE, DRAIN, MAX_BYTES, OPEN, READ, WRITE};
+use proto::control::DRAINED;
 use proto::start::{event, slot};
 use proto::{DONE, REFUSED};
 
@@ -196,8 +197,8 @@ impl<R: Registers> Server<R> {
         self.wake();
         if self.draining && self.mux.is_empty() && self.uart.finish() {
             self.draining = false;
-            // Root may have gone on without us.
-            let _ = Notification::at(slot::ROOT).signal(DRAINED);
+            // Root waits for nobody, so it answers; or it has gone on without us.
+            let _ = Gate::at(slot::CONTROL).call(Message::new(DRAINED, [0; 4]));
         }
     }
 

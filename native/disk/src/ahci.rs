@@ -6,13 +6,29 @@
 //!
 //! A disk that fails at a queued command gives up all of them. They are sent again as plain ones, so that it is seen which one
 //! it was.
+//!
+//! The bit of a command that failed may be cleared as that of one that succeeded. So a command has succeeded only if no error is
+//! reported after its bit was seen clear.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use native_rt::device::Registers;
 use proto::disk::{Operation, SECTOR, Status};
 
 use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
+
+/// A controller's registers, and the time that it is given.
+pub trait Controller {
+    /// Bytes of registers.
+    fn length(&self) -> u64;
+    /// Reads a register; all ones where there is none.
+    fn read(&self, register: u64) -> u32;
+    /// Writes a register.
+    fn write(&self, register: u64, value: u32);
+    /// Time that has passed since any moment before, in nanoseconds.
+    fn now(&self) -> u64;
+    /// Leaves the processor to others for a moment.
+    fn pause(&self);
+}
 
 /// Registers of the controller (section 3.1).
 mod host {
@@ -28,7 +44,7 @@ mod host {
     pub const ENABLE: u32 = 1 << 31;
 }
 
-/// Registers of a port (section 3.3), from `0x100 + 0x80 * port`.
+/// Registers of a port (section 3.3), from `PORT + PORT_LENGTH * port`.
 mod port {
     pub const COMMANDS: u64 = 0x00;
     pub const RECEIVED: u64 = 0x08;
@@ -44,23 +60,51 @@ mod port {
     pub const ISSUE: u64 = 0x38;
     /// Of `COMMAND`: start, receive, receiving, running.
     pub const START: u32 = 1 << 0;
+    pub const SPIN_UP: u32 = 1 << 1;
+    pub const POWER: u32 = 1 << 2;
     pub const RECEIVE: u32 = 1 << 4;
     pub const RECEIVING: u32 = 1 << 14;
     pub const RUNNING: u32 = 1 << 15;
-    /// Of `INTERRUPTS`: an answer, also of queued commands, and every kind of error.
+    /// Of `INTERRUPTS`: an answer, also of queued commands.
     pub const ANSWERS: u32 = 0b1111;
-    pub const ERRORS: u32 = 0xf << 27;
+    /// Of `INTERRUPTS`: every error that stops the port (section 6.1): task file, host bus, interface, overflow, and that the
+    /// link was lost.
+    pub const ERRORS: u32 = 0xf << 27 | 1 << 24 | 1 << 22;
     /// Of `LINK_CONTROL`: the link is reset.
     pub const LINK_RESET: u32 = 1;
+    /// Of `LINK`: a device is there; and the link is up and the device awake.
+    pub const PRESENT: u32 = 0xf;
+    pub const LINK_MASK: u32 = 0xf0f;
+    pub const LINK_ACTIVE: u32 = 0x103;
     /// Of `TASK_FILE`: busy, data request.
     pub const BUSY: u32 = 0x88;
 }
 
+const PORT: u64 = 0x100;
+const PORT_LENGTH: u64 = 0x80;
+const PORTS: u32 = 32;
+
+/// The longest that things may take, in nanoseconds.
+mod limit {
+    const MILLISECOND: u64 = 1_000_000;
+    /// Reset of the controller (section 10.4.3).
+    pub const RESET: u64 = 1000 * MILLISECOND;
+    /// The end of what the port does when it is stopped (section 10.1.2).
+    pub const STOP: u64 = 500 * MILLISECOND;
+    /// The shortest reset of a link that a device sees (section 10.4.2).
+    pub const LINK_RESET: u64 = MILLISECOND;
+    /// A device shows that it is there 10 ms after a reset (Serial ATA, out-of-band signalling).
+    pub const DETECTION: u64 = 100 * MILLISECOND;
+    /// The link to a device that is there is up.
+    pub const LINK: u64 = 2000 * MILLISECOND;
+    /// A disk takes commands after a reset: it may have to start its spindle (ATA8-ACS, power-on and hardware reset).
+    pub const SPIN_UP: u64 = 31_000 * MILLISECOND;
+    /// A command that moves no more than a sector.
+    pub const COMMAND: u64 = 31_000 * MILLISECOND;
+}
+
 /// Signature of a disk, as opposed to a CD drive.
 const DISK_SIGNATURE: u32 = 0x0101;
-/// The link is up, and the device awake.
-const LINK_ACTIVE: u32 = 0x103;
-const LINK_MASK: u32 = 0xf0f;
 
 /// ATA commands.
 mod ata {
@@ -90,10 +134,6 @@ const RANGE_COUNT: usize = SECTOR as usize / 8;
 const MAX_RANGE: u64 = 0xffff;
 /// Bytes of shared memory that the driver needs.
 pub const BYTES: u64 = (RANGES + SLOTS * SECTOR as usize) as u64;
-/// Reads of a register until what was asked for must have happened.
-const PATIENCE: u32 = 1_000_000;
-/// Reads of a register in which a link comes up, at least a millisecond.
-const LINK_READS: u32 = 10_000;
 /// Sectors of one description of data: 4 MiB.
 const MAX_SECTORS: u32 = 8192;
 const _: () = assert!(SLOTS <= MAX_DEPTH);
@@ -112,9 +152,8 @@ pub enum AhciError {
 }
 
 /// A disk at a port.
-pub struct AhciDisk<'m> {
-    host: Registers,
-    port: Registers,
+pub struct AhciDisk<'m, C> {
+    controller: C,
     number: u32,
     memory: &'m [AtomicU64],
     physical: u64,
@@ -128,6 +167,8 @@ pub struct AhciDisk<'m> {
     commands: [Command; SLOTS],
     /// Slots under way.
     issued: u32,
+    /// Slots that have ended and were not reported, and which of them failed.
+    ended: u32,
     failed: u32,
     /// Slots whose turn at the controller has not come.
     waiting: u32,
@@ -157,16 +198,36 @@ fn turn(waiting: u32, issued: u32, plain: u32, was_plain: bool) -> u32 {
     }
 }
 
-/// Waits until `done`, for a while.
-fn wait(mut done: impl FnMut() -> bool) -> bool {
-    (0..PATIENCE).any(|_| done())
+/// Resets the controller and turns it on (section 10.4.3).
+fn reset(controller: &impl Controller) -> bool {
+    let control = |bits| controller.write(host::CONTROL, controller.read(host::CONTROL) | bits);
+    control(host::ENABLE);
+    control(host::RESET);
+    let done = wait(controller, limit::RESET, || controller.read(host::CONTROL) & host::RESET == 0);
+    control(host::ENABLE);
+    done
 }
 
-impl<'m> AhciDisk<'m> {
-    /// Resets the controller `host` and sets up the disk at a port, or at the first one with a disk. `memory` is
+/// Waits until `done`, for so many nanoseconds. It is asked once more when they are over: the time may have been another's.
+fn wait(controller: &impl Controller, limit: u64, mut done: impl FnMut() -> bool) -> bool {
+    let start = controller.now();
+    loop {
+        let over = controller.now().saturating_sub(start) >= limit;
+        if done() {
+            return true;
+        }
+        if over {
+            return false;
+        }
+        controller.pause();
+    }
+}
+
+impl<'m, C: Controller> AhciDisk<'m, C> {
+    /// Resets the controller and sets up the disk at a port, or at the first one with a disk. `memory` is
     /// [`BYTES`] long and has the address `physical` for the device.
     pub fn new(
-        host: Registers,
+        controller: C,
         wanted: Option<u8>,
         memory: &'m [AtomicU64],
         physical: u64,
@@ -174,93 +235,112 @@ impl<'m> AhciDisk<'m> {
         if (memory.len() as u64) < BYTES / 8 {
             return Err(AhciError::Memory);
         }
-        let control = |bits: u32| host.write32(host::CONTROL, host.read32(host::CONTROL) | bits);
-        control(host::ENABLE);
-        control(host::RESET);
-        if !wait(|| host.read32(host::CONTROL) & host::RESET == 0) {
+        if !reset(&controller) {
             return Err(AhciError::NoDisk);
         }
-        control(host::ENABLE);
-        let there = host.read32(host::PORTS);
+        let there = controller.read(host::PORTS);
         memory.iter().for_each(|word| word.store(0, Ordering::Relaxed));
-        let capabilities = host.read32(host::CAPABILITIES);
-        let slots = (capabilities >> 8 & 0x1f) as usize + 1;
-        let mut disk = (0..32u32)
+        let capabilities = controller.read(host::CAPABILITIES);
+        let mut disk = Self {
+            controller,
+            number: 0,
+            memory,
+            physical,
+            slots: (capabilities >> 8 & 0x1f) as usize + 1,
+            sectors: 0,
+            queues: capabilities & host::QUEUES != 0,
+            trims: false,
+            commands: [Command::FLUSH; SLOTS],
+            issued: 0,
+            ended: 0,
+            failed: 0,
+            waiting: 0,
+            plain: 0,
+            was_plain: false,
+        };
+        let length = disk.controller.length();
+        let mut ports = (0..PORTS)
             .filter(|number| there >> number & 1 != 0)
             .filter(|&number| wanted.is_none_or(|wanted| u32::from(wanted) == number))
-            .filter_map(|number| {
-                let port = host.part(0x100 + 0x80 * u64::from(number), 0x80)?;
-                Some(Self {
-                    host,
-                    port,
-                    number,
-                    memory,
-                    physical,
-                    slots,
-                    sectors: 0,
-                    queues: capabilities & host::QUEUES != 0,
-                    trims: false,
-                    commands: [Command::FLUSH; SLOTS],
-                    issued: 0,
-                    failed: 0,
-                    waiting: 0,
-                    plain: 0,
-                    was_plain: false,
-                })
-            })
-            .find(Self::begin)
-            .ok_or(AhciError::NoDisk)?;
-        let port = disk.port;
+            .filter(|number| PORT + PORT_LENGTH * u64::from(number + 1) <= length);
+        let number = ports.find(|&number| disk.begin(number)).ok_or(AhciError::NoDisk)?;
+        disk.number = number;
         disk.identify()?;
-        port.write32(port::INTERRUPT_ENABLE, port::ANSWERS | port::ERRORS);
-        control(host::INTERRUPT);
+        disk.write(port::INTERRUPT_ENABLE, port::ANSWERS | port::ERRORS);
+        let control = disk.controller.read(host::CONTROL);
+        disk.controller.write(host::CONTROL, control | host::INTERRUPT);
         Ok(disk)
     }
 
-    /// Starts the port. Whether a disk is at it; a link takes some time to come up after a reset.
-    fn begin(&self) -> bool {
-        const SPIN_UP: u32 = 1 << 1;
-        const POWER: u32 = 1 << 2;
-        let port = self.port;
-        port.write32(port::COMMAND, port.read32(port::COMMAND) | SPIN_UP | POWER);
-        if !self.is_linked() || !self.stop() {
+    // Registers of the port.
+
+    fn read(&self, register: u64) -> u32 {
+        self.controller.read(PORT + PORT_LENGTH * u64::from(self.number) + register)
+    }
+
+    fn write(&self, register: u64, value: u32) {
+        self.controller.write(PORT + PORT_LENGTH * u64::from(self.number) + register, value);
+    }
+
+    fn wait(&self, limit: u64, done: impl FnMut() -> bool) -> bool {
+        wait(&self.controller, limit, done)
+    }
+
+    /// Starts a port. Whether a disk is at it; a link takes some time to come up after a reset.
+    fn begin(&mut self, number: u32) -> bool {
+        self.number = number;
+        self.write(port::COMMAND, self.read(port::COMMAND) | port::SPIN_UP | port::POWER);
+        if !self.is_linked() || !self.stop() || !self.stop_receiving() {
             return false;
         }
         let set = |register: u64, address: u64| {
-            port.write32(register, address as u32);
-            port.write32(register + 4, (address >> 32) as u32);
+            self.write(register, address as u32);
+            self.write(register + 4, (address >> 32) as u32);
         };
         set(port::COMMANDS, self.physical + LIST as u64);
         set(port::RECEIVED, self.physical + RECEIVED as u64);
-        self.run();
-        // It comes with the first message of the device.
-        (0..LINK_READS).any(|_| port.read32(port::SIGNATURE) == DISK_SIGNATURE) || {
+        // The signature comes with the first message of the device, after which it is not busy.
+        let found = self.run() && self.read(port::SIGNATURE) == DISK_SIGNATURE;
+        if !found {
             self.stop();
-            false
+            self.stop_receiving();
         }
+        found
     }
 
-    /// Waits until the link is up.
+    /// Waits until the link is up, if a device is there.
     fn is_linked(&self) -> bool {
-        (0..LINK_READS).any(|_| self.port.read32(port::LINK) & LINK_MASK == LINK_ACTIVE)
+        let present = || self.read(port::LINK) & port::PRESENT != 0;
+        let active = || self.read(port::LINK) & port::LINK_MASK == port::LINK_ACTIVE;
+        self.wait(limit::DETECTION, present) && self.wait(limit::LINK, active)
     }
 
+    /// Lets the port take no more commands; forgets those that it has (section 10.3.2).
     fn stop(&self) -> bool {
-        let command = self.port.read32(port::COMMAND) & !port::START;
-        self.port.write32(port::COMMAND, command);
-        let stopped = wait(|| self.port.read32(port::COMMAND) & port::RUNNING == 0);
-        self.port.write32(port::COMMAND, command & !port::RECEIVE);
-        stopped && wait(|| self.port.read32(port::COMMAND) & port::RECEIVING == 0)
+        self.write(port::COMMAND, self.read(port::COMMAND) & !port::START);
+        self.wait(limit::STOP, || self.read(port::COMMAND) & port::RUNNING == 0)
     }
 
-    fn run(&self) {
-        self.port.write32(port::ERROR, u32::MAX);
-        self.port.write32(port::INTERRUPTS, u32::MAX);
-        let command = self.port.read32(port::COMMAND) | port::RECEIVE;
-        self.port.write32(port::COMMAND, command);
-        // A command that is not over ends with the reset of the link that this waits for.
-        wait(|| self.port.read32(port::TASK_FILE) & port::BUSY == 0);
-        self.port.write32(port::COMMAND, command | port::START);
+    fn stop_receiving(&self) -> bool {
+        self.write(port::COMMAND, self.read(port::COMMAND) & !port::RECEIVE);
+        self.wait(limit::STOP, || self.read(port::COMMAND) & port::RECEIVING == 0)
+    }
+
+    /// Lets the port take commands, once the device does (section 10.3.1). False if it does not.
+    fn run(&self) -> bool {
+        self.write(port::ERROR, u32::MAX);
+        self.write(port::INTERRUPTS, u32::MAX);
+        let command = self.read(port::COMMAND) | port::RECEIVE;
+        self.write(port::COMMAND, command);
+        let ready = self.wait(limit::SPIN_UP, || !self.is_busy());
+        if ready {
+            self.write(port::COMMAND, command | port::START);
+        }
+        ready
+    }
+
+    fn is_busy(&self) -> bool {
+        self.read(port::TASK_FILE) & port::BUSY != 0
     }
 
     fn put(&self, byte: usize, value: u64) {
@@ -345,12 +425,11 @@ impl<'m> AhciDisk<'m> {
         let fis = Fis { command: ata::IDENTIFY, features: 0, sector: 0, count: 0 };
         self.fill(0, &fis, Some((self.physical + IDENTITY as u64, SECTOR, false)));
         core::sync::atomic::fence(Ordering::SeqCst);
-        self.port.write32(port::ISSUE, 1);
-        let done = wait(|| {
-            self.port.read32(port::ISSUE) & 1 == 0
-                || self.port.read32(port::INTERRUPTS) & port::ERRORS != 0
-        });
-        let failed = self.port.read32(port::INTERRUPTS) & port::ERRORS != 0;
+        self.write(port::ISSUE, 1);
+        let errors = || self.read(port::INTERRUPTS) & port::ERRORS != 0;
+        let done = self.wait(limit::COMMAND, || self.read(port::ISSUE) & 1 == 0 || errors());
+        // The bit is cleared before or after an error is reported.
+        let failed = errors();
         self.acknowledge();
         if !done || failed {
             return Err(AhciError::Identify);
@@ -373,9 +452,9 @@ impl<'m> AhciDisk<'m> {
     }
 
     fn acknowledge(&self) -> u32 {
-        let interrupts = self.port.read32(port::INTERRUPTS);
-        self.port.write32(port::INTERRUPTS, interrupts);
-        self.host.write32(host::INTERRUPTS, 1 << self.number);
+        let interrupts = self.read(port::INTERRUPTS);
+        self.write(port::INTERRUPTS, interrupts);
+        self.controller.write(host::INTERRUPTS, 1 << self.number);
         interrupts
     }
 
@@ -390,49 +469,74 @@ impl<'m> AhciDisk<'m> {
         self.issued |= slots;
         core::sync::atomic::fence(Ordering::SeqCst);
         if !self.was_plain {
-            self.port.write32(port::QUEUED, slots);
+            self.write(port::QUEUED, slots);
         }
-        self.port.write32(port::ISSUE, slots);
+        self.write(port::ISSUE, slots);
     }
 
     /// Slots that the controller or the disk still works on.
     fn active(&self) -> u32 {
-        self.port.read32(port::ISSUE) | self.port.read32(port::QUEUED)
+        self.read(port::ISSUE) | self.read(port::QUEUED)
     }
 
-    /// After an error (section 6.2.2). If only one command was under way, it has failed. Queued ones are forgotten by the disk,
-    /// by a reset of the link, and come back as plain ones.
+    /// Looks at what has ended.
+    fn look(&mut self) -> Result<(), DeviceError> {
+        // First the interrupt, then what it tells of: what ends in between interrupts again.
+        let before = self.acknowledge();
+        let done = self.issued & !self.active();
+        // What failed up to here is reported now.
+        if (before | self.read(port::INTERRUPTS)) & port::ERRORS != 0 {
+            return self.recover();
+        }
+        self.issued &= !done;
+        self.ended |= done;
+        self.issue();
+        Ok(())
+    }
+
+    /// The way back from an error (section 6.2.2). If only one command was under way, it has failed. Which ones of several have
+    /// ended is not known for sure, so all of them come back as plain ones; none of them was reported. Queued ones are
+    /// forgotten by the disk, by a reset of the link, and so is one that keeps the disk busy.
     fn recover(&mut self) -> Result<(), DeviceError> {
         if !self.stop() {
             return Err(DeviceError("the port does not stop"));
         }
-        if self.issued & !self.plain != 0 {
-            self.port.write32(port::LINK_CONTROL, port::LINK_RESET);
-            (0..LINK_READS).for_each(|_| {
-                self.port.read32(port::LINK);
-            });
-            self.port.write32(port::LINK_CONTROL, 0);
-            if !self.is_linked() {
-                return Err(DeviceError("the link does not come up again"));
-            }
+        if self.issued & !self.plain != 0 || self.is_busy() {
+            self.reset_link()?;
         }
-        self.run();
-        if self.issued.is_power_of_two() {
-            self.failed |= self.issued;
+        if !self.run() {
+            return Err(DeviceError("the disk stays busy after an error"));
+        }
+        let again = core::mem::take(&mut self.issued);
+        if again.is_power_of_two() {
+            self.ended |= again;
+            self.failed |= again;
         } else {
-            let again = core::mem::take(&mut self.issued);
             for slot in (0..SLOTS).filter(|slot| again >> slot & 1 != 0) {
                 self.fill_with(slot, false);
             }
             self.plain |= again;
             self.waiting |= again;
-            self.issue();
         }
+        self.issue();
         Ok(())
+    }
+
+    /// Resets the link, and with it the disk's commands (section 10.4.2).
+    fn reset_link(&self) -> Result<(), DeviceError> {
+        let control = self.read(port::LINK_CONTROL) & !port::PRESENT;
+        self.write(port::LINK_CONTROL, control | port::LINK_RESET);
+        // It has to last so long; nothing ends it earlier.
+        self.wait(limit::LINK_RESET, || false);
+        self.write(port::LINK_CONTROL, control);
+        match self.is_linked() {
+            true => Ok(()),
+            false => Err(DeviceError("the link does not come up again")),
+        }
     }
 }
 
-impl Disk for AhciDisk<'_> {
+impl<C: Controller> Disk for AhciDisk<'_, C> {
     fn geometry(&self) -> Geometry {
         Geometry {
             sectors: self.sectors,
@@ -461,28 +565,28 @@ impl Disk for AhciDisk<'_> {
     }
 
     fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError> {
-        if self.issued == 0 {
+        if self.ended == 0 && self.issued != 0 {
+            self.look()?;
+        }
+        if self.ended == 0 {
             return Ok(None);
         }
-        // First the interrupt, then what it tells of: what ends in between interrupts again.
-        if self.acknowledge() & port::ERRORS != 0 {
-            self.recover()?;
-        }
-        let done = self.issued & (!self.active() | self.failed);
-        if done == 0 {
-            return Ok(None);
-        }
-        let slot = done.trailing_zeros();
-        let status = if self.failed >> slot & 1 != 0 { Status::Failed } else { Status::Ok };
-        self.issued &= !(1 << slot);
-        self.failed &= !(1 << slot);
-        self.issue();
+        let slot = self.ended.trailing_zeros();
+        let bit = 1 << slot;
+        let status = if self.failed & bit != 0 { Status::Failed } else { Status::Ok };
+        self.ended &= !bit;
+        self.failed &= !bit;
         Ok(Some((slot as usize, status)))
     }
 }
 
 #[cfg(test)]
-mod tests {
+mod fake;
+#[cfg(test)]
+mod tests;
+
+#[cfg(test)]
+mod turns {
     use super::*;
 
     #[test]

@@ -14,16 +14,17 @@ mod server;
 mod virtio;
 
 use abi::FOREVER;
-use native_rt::device::{self as memory, Shared};
-use native_rt::{Irq, Notification, error, info, warn};
+use heapless::Vec;
+use native_rt::device::{self as memory, Registers, Shared};
+use native_rt::{Irq, Notification, error, info, time, warn};
 use proto::control::code;
 use proto::disk::{Operation, Session, Status};
-use proto::service::{DiskDriver, DiskServer};
+use proto::service::{DiskDriver, DiskServer, MAX_SESSIONS};
 use proto::start::{Role, Start, event, slot};
 
 use crate::device::{Command, Disk};
-use crate::partition::{Partitions, SECTOR};
-use crate::server::Server;
+use crate::partition::{Found, SECTOR};
+use crate::server::{Extent, Server};
 
 /// Register ranges: virtio's are told by its configuration, AHCI's is the last one.
 const AHCI_BAR: u64 = 5;
@@ -68,7 +69,8 @@ fn main(start: &Start<'static>) -> u64 {
                 error!("the controller has no registers");
                 return code::BAD_CONFIG;
             };
-            match ahci::AhciDisk::new(host, port, words, physical) {
+            let controller = Hardware { registers: host, tsc_khz: start.clock.tsc_khz };
+            match ahci::AhciDisk::new(controller, port, words, physical) {
                 Ok(disk) => serve(start, plan, disk, dma),
                 Err(error) => {
                     error!("the disk cannot be set up: {error:?}");
@@ -76,6 +78,34 @@ fn main(start: &Start<'static>) -> u64 {
                 }
             }
         }
+    }
+}
+
+/// An AHCI controller, and the machine's clock.
+struct Hardware {
+    registers: Registers,
+    tsc_khz: u64,
+}
+
+impl ahci::Controller for Hardware {
+    fn length(&self) -> u64 {
+        self.registers.length()
+    }
+
+    fn read(&self, register: u64) -> u32 {
+        self.registers.read32(register)
+    }
+
+    fn write(&self, register: u64, value: u32) {
+        self.registers.write32(register, value);
+    }
+
+    fn now(&self) -> u64 {
+        time::nanos(self.tsc_khz, time::tsc())
+    }
+
+    fn pause(&self) {
+        native_rt::yield_now();
     }
 }
 
@@ -108,14 +138,17 @@ fn read_sector(
     }
 }
 
-fn find_partitions(disk: &mut impl Disk, dma: Shared) -> Partitions {
+fn find_partitions(disk: &mut impl Disk, dma: Shared) -> Found {
     let sectors = disk.geometry().sectors;
     partition::find(sectors, |sector, bytes| read_sector(disk, dma, sector, bytes))
 }
 
 fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> u64 {
     let geometry = disk.geometry();
-    let partitions = find_partitions(&mut disk, dma);
+    let Found { partitions, refused } = find_partitions(&mut disk, dma);
+    for number in refused {
+        warn!("partition {number} overlaps another one or a partition table: it is not served");
+    }
     info!(
         "{} MiB, {} partitions, {} requests at once",
         geometry.sectors >> 11,
@@ -123,10 +156,18 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
         geometry.depth
     );
     let mut server = Server::new(disk);
+    let mut given: Vec<(Extent, bool), MAX_SESSIONS> = Vec::new();
     for (number, (client, memory)) in plan.clients.iter().zip(memory::sessions(start)).enumerate() {
         let extent = server::locate(&client.part, &partitions, geometry.sectors);
-        let both =
-            extent.and_then(|extent| Ok((extent, server::info(client, &extent, &geometry)?)));
+        let both = extent.and_then(|extent| {
+            let info = server::info(client, &extent, &geometry)?;
+            server::admit(&extent, client.read_only, &given)?;
+            Ok((extent, info))
+        });
+        if let Ok((extent, _)) = &both {
+            // There are no more clients than sessions.
+            let _ = given.push((*extent, client.read_only));
+        }
         let client = match both {
             Ok((extent, info)) => Session::new(memory.words(), memory.window().length(), info)
                 .map(|session| (session, extent, memory.physical(), client.signal)),

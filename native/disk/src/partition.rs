@@ -1,7 +1,9 @@
 //! Partition tables: GPT (UEFI 2.10, section 5.3) and MBR (section 5.2.1) with logical partitions, which are numbered from 5 as
 //! Linux does.
 //!
-//! A table is read sector by sector; every number in it is checked, and a table that contradicts itself is none.
+//! A table is read sector by sector; every number in it is checked, and a table that contradicts itself is none. Partitions
+//! are for clients that do not trust each other: of those that overlap, none is served, and neither is one that holds sectors
+//! of a table, with which its client could give itself others.
 
 use crc::{CRC_32_ISO_HDLC, Crc, Digest, Table};
 use heapless::Vec;
@@ -41,6 +43,34 @@ pub struct Partition {
 /// The partitions of a disk.
 pub type Partitions = Vec<Partition, MAX_PARTITIONS>;
 
+/// What a disk's tables say.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Found {
+    /// Partitions that are served.
+    pub partitions: Partitions,
+    /// Numbers of those that are not: they overlap each other, or a table.
+    pub refused: Vec<u8, MAX_PARTITIONS>,
+}
+
+impl Found {
+    /// Keeps what overlaps nothing else. `reserved` belongs to tables.
+    fn of(all: &[Partition], reserved: &[Extent]) -> Self {
+        let mut found = Self::default();
+        for partition in all {
+            let extent = &partition.extent;
+            let mut others = all.iter().filter(|other| other.number != partition.number);
+            let overlaps = others.any(|other| other.extent.overlaps(extent))
+                || reserved.iter().any(|reserved| reserved.overlaps(extent));
+            // Neither has more than there are partitions.
+            let _ = match overlaps {
+                true => found.refused.push(partition.number).is_ok(),
+                false => found.partitions.push(*partition).is_ok(),
+            };
+        }
+        found
+    }
+}
+
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map_or(0, u32::from_le_bytes)
 }
@@ -50,55 +80,59 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 /// Finds the partitions of a disk of `sectors` sectors. `read` reads one sector; `None` if that fails.
-pub fn find(
-    sectors: u64,
-    mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
-) -> Partitions {
+pub fn find(sectors: u64, mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>) -> Found {
     let mut sector = [0; SECTOR];
     if sectors < 2 || read(0, &mut sector).is_none() || sector[510..] != MBR_SIGNATURE {
-        return Vec::new();
+        return Found::default();
     }
     let kind = |index: usize, sector: &[u8; SECTOR]| sector[MBR_ENTRIES + MBR_ENTRY * index + 4];
     if (0..4).any(|index| kind(index, &sector) == TYPE_GPT) {
-        // The second copy is in the last sector.
-        let table = gpt(1, sectors, &mut read).or_else(|| gpt(sectors - 1, sectors, &mut read));
-        return table.unwrap_or_default();
+        return gpt(sectors, read).unwrap_or_default();
     }
     // The table is in nobody's part.
     let behind = Extent { first: 1, sectors: sectors - 1 };
-    let mut partitions = Vec::new();
-    let mut extended = None;
+    let mut all = Partitions::new();
+    let mut extended: Option<Extent> = None;
     for index in 0..4 {
         let entry = Entry::at(&sector, index, 0);
         if entry.is_extended() {
             extended = extended.or_else(|| entry.within(&behind));
         } else if let Some(extent) = entry.within(&behind) {
             // There are four at most.
-            let _ = partitions.push(Partition { number: index as u8 + 1, extent });
+            let _ = all.push(Partition { number: index as u8 + 1, extent });
         }
     }
-    if let Some(extended) = extended {
-        logical(&extended, &mut partitions, read);
+    let Some(extended) = extended else { return Found::of(&all, &[]) };
+    let primary = all.len();
+    let tables = logical(&extended, &mut all, read);
+    // A primary partition has no part of the extended one, used or not.
+    match all[..primary].iter().any(|partition| partition.extent.overlaps(&extended)) {
+        true => Found::of(&all, &[extended]),
+        false => Found::of(&all, &tables),
     }
-    partitions
 }
 
-/// Finds the logical partitions in an extended one. Each has a table of its own before it, with an entry for it,
-/// counted from the table, and one for the next table, counted from the beginning of the extended partition.
+/// Most tables of logical partitions.
+type Tables = Vec<Extent, MAX_PARTITIONS>;
+
+/// Finds the logical partitions in an extended one, and returns where their tables are. Each has a table of its own before it,
+/// with an entry for it, counted from the table, and one for the next table, counted from the beginning of the extended
+/// partition.
 fn logical(
     extended: &Extent,
     partitions: &mut Partitions,
     mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
-) {
-    let mut tables: Vec<u64, MAX_PARTITIONS> = Vec::new();
+) -> Tables {
+    let mut tables = Tables::new();
     let mut sector = [0; SECTOR];
     let mut number = FIRST_LOGICAL;
     let mut next = Some(extended.first);
     while let Some(place) = next {
         // Wherever the chain leads, it ends: in a circle, or here.
-        let is_new = !tables.contains(&place) && tables.push(place).is_ok();
+        let table = Extent { first: place, sectors: 1 };
+        let is_new = !tables.contains(&table) && tables.push(table).is_ok();
         if !is_new || read(place, &mut sector).is_none() || sector[510..] != MBR_SIGNATURE {
-            return;
+            break;
         }
         for entry in (0..4).map(|index| Entry::at(&sector, index, place)) {
             if let (false, Some(extent)) = (entry.is_extended(), entry.within(extended)) {
@@ -111,6 +145,7 @@ fn logical(
         let link = links.find(Entry::is_extended).map(|entry| entry.first);
         next = link.filter(|link| (extended.first..extended.end()).contains(link));
     }
+    tables
 }
 
 /// An entry of a table in an MBR, or before a logical partition.
@@ -144,37 +179,75 @@ impl Entry {
     }
 }
 
-/// Reads the GPT whose header is in sector `place`.
-fn gpt(
-    place: u64,
-    sectors: u64,
+/// A GPT's header: where its partitions may be, and its table of them.
+struct Header {
+    first: u64,
+    last: u64,
+    table: Extent,
+    count: u32,
+    size: u32,
+    checksum: u32,
+}
+
+impl Header {
+    /// The header in a sector that was read from `place`.
+    fn parse(mut sector: [u8; SECTOR], place: u64, sectors: u64) -> Option<Self> {
+        let length = u32_at(&sector, 12);
+        let is_here = u64_at(&sector, 24) == place;
+        if !sector.starts_with(SIGNATURE) || !HEADER.contains(&length) || !is_here {
+            return None;
+        }
+        let checksum = u32_at(&sector, 16);
+        sector[16..20].fill(0);
+        if CRC.checksum(&sector[..length as usize]) != checksum {
+            return None;
+        }
+        let (first, last) = (u64_at(&sector, 40), u64_at(&sector, 48));
+        let (table, count, size) = (u64_at(&sector, 72), u32_at(&sector, 80), u32_at(&sector, 84));
+        let checksum = u32_at(&sector, 88);
+        let whole = size >= 128 && size.is_power_of_two() && size as usize <= SECTOR;
+        let length = (u64::from(count) * u64::from(size)).div_ceil(SECTOR as u64);
+        if !whole || last >= sectors || length > MAX_TABLE_SECTORS {
+            return None;
+        }
+        let fits = table.checked_add(length)? <= sectors;
+        let table = Extent { first: table, sectors: length };
+        fits.then_some(Self { first, last, table, count, size, checksum })
+    }
+}
+
+/// Reads a disk's GPT: the first copy that is right. The second one is in the last sector.
+fn gpt(sectors: u64, mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>) -> Option<Found> {
+    let places = [1, sectors - 1];
+    let headers = places.map(|place| {
+        let mut sector = [0; SECTOR];
+        read(place, &mut sector)?;
+        Header::parse(sector, place, sectors)
+    });
+    // The protective MBR, the headers, and the tables that they name.
+    let mut reserved: Vec<Extent, 5> = Vec::new();
+    let headers_at = [0].into_iter().chain(places).map(|first| Extent { first, sectors: 1 });
+    let tables = headers.iter().flatten().map(|header| header.table);
+    for extent in headers_at.chain(tables) {
+        // Three and two.
+        let _ = reserved.push(extent);
+    }
+    let all = headers.iter().flatten().find_map(|header| entries(header, &mut read))?;
+    Some(Found::of(&all, &reserved))
+}
+
+/// Reads the partitions of a GPT; `None` if its checksum is wrong.
+fn entries(
+    header: &Header,
     mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
 ) -> Option<Partitions> {
+    let Header { first, last, table, count, size, checksum } = *header;
     let mut sector = [0; SECTOR];
-    read(place, &mut sector)?;
-    let length = u32_at(&sector, 12);
-    if !sector.starts_with(SIGNATURE) || !HEADER.contains(&length) || u64_at(&sector, 24) != place {
-        return None;
-    }
-    let checksum = u32_at(&sector, 16);
-    sector[16..20].fill(0);
-    if CRC.checksum(&sector[..length as usize]) != checksum {
-        return None;
-    }
-    let (first, last) = (u64_at(&sector, 40), u64_at(&sector, 48));
-    let (table, count, size) = (u64_at(&sector, 72), u32_at(&sector, 80), u32_at(&sector, 84));
-    let table_checksum = u32_at(&sector, 88);
-    let whole = size >= 128 && size.is_power_of_two() && size as usize <= SECTOR && last < sectors;
-    let bytes = u64::from(count) * u64::from(size);
-    let length = bytes.div_ceil(SECTOR as u64);
-    if !whole || length > MAX_TABLE_SECTORS || table.checked_add(length)? > sectors {
-        return None;
-    }
     let mut digest: Digest<u32, Table<1>> = CRC.digest();
     let mut partitions = Vec::new();
-    let mut left = bytes as usize;
-    for index in 0..length {
-        read(table + index, &mut sector)?;
+    let mut left = (u64::from(count) * u64::from(size)) as usize;
+    for index in 0..table.sectors {
+        read(table.first + index, &mut sector)?;
         let used = left.min(SECTOR);
         left -= used;
         digest.update(&sector[..used]);
@@ -189,7 +262,7 @@ fn gpt(
             }
         }
     }
-    (digest.finalize() == table_checksum).then_some(partitions)
+    (digest.finalize() == checksum).then_some(partitions)
 }
 
 #[cfg(test)]
@@ -202,6 +275,10 @@ mod tests {
     type Image = std::vec::Vec<u8>;
 
     fn search(image: &[u8]) -> Partitions {
+        search_all(image).partitions
+    }
+
+    fn search_all(image: &[u8]) -> Found {
         find(SECTORS, |number, sector| {
             let at = number as usize * SECTOR;
             sector.copy_from_slice(image.get(at..at + SECTOR)?);
@@ -244,9 +321,13 @@ mod tests {
     }
 
     fn gpt_image() -> Image {
+        gpt_of(&[(0, 64, 163), (2, 200, 200), (3, 10, 40)])
+    }
+
+    fn gpt_of(entries: &[(u64, u64, u64)]) -> Image {
         let mut image = mbr(&[(TYPE_GPT, 1, SECTORS as u32 - 1)]);
         for table in [2, SECTORS - 33] {
-            for (index, first, last) in [(0u64, 64u64, 163u64), (2, 200, 200), (3, 10, 40)] {
+            for &(index, first, last) in entries {
                 let at = table as usize * SECTOR + index as usize * 128;
                 put(&mut image, at, &[9; 16]);
                 put(&mut image, at + 32, &first.to_le_bytes());
@@ -299,10 +380,13 @@ mod tests {
         let all = [at(1, 64, 100), at(5, 320, 30), at(6, 510, 20), at(7, 600, 200)];
         assert_eq!(search(&image), all);
         // The chain is a circle, leads out, or comes to no table.
-        for next in [0, 200, 250, 500, 900, u32::MAX, 333] {
+        for next in [0, 200, 250, 500, 900, u32::MAX, 233] {
             ebr(&mut image, 560, (0x83, 40, 200), Some(next));
             assert_eq!(search(&image), all, "next table at {next}");
         }
+        // It comes to a sector of a partition, whose client could make it a table.
+        ebr(&mut image, 560, (0x83, 40, 200), Some(333));
+        assert_eq!(search(&image), all[..3]);
         // More than are looked at: bounded in number and in reads.
         let mut image = mbr(&[(0x05, 300, 1000)]);
         for number in 0..100 {
@@ -316,7 +400,7 @@ mod tests {
             sector.copy_from_slice(image.get(at..at + SECTOR)?);
             Some(())
         });
-        assert_eq!((found.len(), reads), (MAX_PARTITIONS, MAX_PARTITIONS + 1));
+        assert_eq!((found.partitions.len(), reads), (MAX_PARTITIONS, MAX_PARTITIONS + 1));
     }
 
     #[test]
@@ -331,6 +415,84 @@ mod tests {
         assert_eq!(search(&image), []);
     }
 
+    #[test]
+    fn what_overlaps_is_not_served() {
+        let split = |found: Found| -> (std::vec::Vec<u8>, std::vec::Vec<u8>) {
+            let served = found.partitions.iter().map(|partition| partition.number).collect();
+            (served, found.refused.iter().copied().collect())
+        };
+        let of_mbr = |entries: &[(u8, u32, u32)]| split(search_all(&mbr(entries)));
+        // By a sector, entirely, the same; beside each other.
+        let third = (0x83, 900, 10);
+        assert_eq!(of_mbr(&[(0x83, 64, 100), (0x83, 163, 9), third]), (vec![3], vec![1, 2]));
+        assert_eq!(of_mbr(&[(0x83, 64, 100), (0x83, 70, 9), third]), (vec![3], vec![1, 2]));
+        assert_eq!(of_mbr(&[(0x83, 64, 9), (0x83, 64, 9), third]), (vec![3], vec![1, 2]));
+        assert_eq!(of_mbr(&[(0x83, 64, 100), (0x83, 164, 9), third]), (vec![1, 2, 3], vec![]));
+        // Around the end of 32 bits, and the table itself.
+        assert_eq!(of_mbr(&[(0x83, u32::MAX, 66), third]), (vec![2], vec![]));
+        assert_eq!(of_mbr(&[(0x83, 64, u32::MAX), third]), (vec![2], vec![]));
+        assert_eq!(of_mbr(&[(0x83, 0, 66), third]), (vec![2], vec![]));
+
+        let of_gpt = |entries: &[(u64, u64, u64)]| split(search_all(&gpt_of(entries)));
+        assert_eq!(of_gpt(&[(0, 64, 163), (1, 163, 170), (2, 171, 180)]), (vec![3], vec![1, 2]));
+        assert_eq!(of_gpt(&[(0, 64, 163), (1, 164, 170)]), (vec![1, 2], vec![]));
+        assert_eq!(of_gpt(&[(0, 64, u64::MAX), (1, 164, 170)]), (vec![2], vec![]));
+        assert_eq!(of_gpt(&[(0, 170, 164), (1, u64::MAX, 3)]), (vec![], vec![]));
+    }
+
+    #[test]
+    fn a_partition_holds_no_table() {
+        let of_gpt = |entries: &[(u64, u64, u64)], first: u64, last: u64| {
+            let mut image = gpt_of(entries);
+            for place in [1, SECTORS - 1] {
+                let at = place as usize * SECTOR;
+                put(&mut image, at + 40, &first.to_le_bytes());
+                put(&mut image, at + 48, &last.to_le_bytes());
+                put(&mut image, at + 16, &[0; 4]);
+                let sum = CRC.checksum(&image[at..at + 92]);
+                put(&mut image, at + 16, &sum.to_le_bytes());
+            }
+            search_all(&image)
+        };
+        // A header that says that partitions may be anywhere.
+        let places = [(0, 0), (1, 1), (2, 2), (33, 40), (SECTORS - 40, SECTORS - 33)];
+        for (first, last) in places.into_iter().chain([(SECTORS - 1, SECTORS - 1)]) {
+            let found = of_gpt(&[(0, first, last), (1, 100, 200)], 0, SECTORS - 1);
+            assert_eq!((found.partitions[0].number, found.partitions.len()), (2, 1), "{first}");
+            assert_eq!(found.refused, [1], "{first}");
+        }
+        let found = of_gpt(&[(0, 34, SECTORS - 34)], 0, SECTORS - 1);
+        assert_eq!(found.refused, []);
+        assert_eq!(found.partitions.len(), 1);
+
+        // The tables of logical partitions: the next one, its own, and one whose primary holds them all.
+        let chain = |first: (u32, u32)| {
+            let mut image = mbr(&[(0x83, 64, 100), (0x0f, 300, 500)]);
+            ebr(&mut image, 300, (0x83, first.0, first.1), Some(200));
+            ebr(&mut image, 500, (0x83, 10, 20), None);
+            let found = search_all(&image);
+            (found.partitions.iter().map(|found| found.number).collect(), found.refused)
+        };
+        let all: std::vec::Vec<u8> = vec![1, 5, 6];
+        assert_eq!(chain((20, 30)), (all, Vec::new()));
+        for first in [(0, 30), (20, 181)] {
+            assert_eq!(chain(first), (vec![1, 6], [5].into_iter().collect()), "{first:?}");
+        }
+        assert_eq!(chain((220, 1)), (vec![1], [5, 6].into_iter().collect()));
+        let mut image = mbr(&[(0x83, 64, 300), (0x0f, 300, 500), (0x83, 900, 9)]);
+        ebr(&mut image, 300, (0x83, 100, 30), None);
+        let found = search_all(&image);
+        assert_eq!((found.partitions.len(), found.partitions[0].number), (1, 3));
+        assert_eq!(found.refused, [1, 5]);
+    }
+
+    /// Whatever is served shares no sector.
+    fn is_disjoint(partitions: &[Partition]) -> bool {
+        partitions.iter().enumerate().all(|(index, one)| {
+            partitions[..index].iter().all(|other| !one.extent.overlaps(&other.extent))
+        })
+    }
+
     proptest! {
         #[test]
         fn any_chain(changes in prop::collection::vec((0..4 * SECTOR, any::<u8>()), 0..40)) {
@@ -341,6 +503,7 @@ mod tests {
             for (at, byte) in changes {
                 image[at] = byte;
             }
+            prop_assert!(is_disjoint(&search(&image)));
             for partition in search(&image) {
                 prop_assert!(partition.extent.first > 0 && partition.extent.sectors > 0);
                 prop_assert!(partition.extent.end() <= SECTORS);
@@ -362,7 +525,9 @@ mod tests {
                 let sum = CRC.checksum(&image[SECTOR..SECTOR + 92]);
                 put(&mut image, SECTOR + 16, &sum.to_le_bytes());
             }
+            prop_assert!(is_disjoint(&search(&image)));
             for partition in search(&image) {
+                prop_assert!(partition.extent.first > 0);
                 prop_assert!(partition.extent.sectors > 0);
                 prop_assert!(partition.extent.first + partition.extent.sectors <= SECTORS);
             }

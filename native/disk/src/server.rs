@@ -2,10 +2,11 @@
 //!
 //! Clients take turns, one request each, so that none holds up the others. A request is answered when the disk has
 //! completed it: what was acknowledged survives this server. A flush waits for nothing here, as the disk completes it
-//! after all writes that it has completed before.
+//! after all writes that it has completed before. After a flush has failed, all fail until the server is started anew:
+//! a disk gives up what it could not write, and its next flush succeeds (ATA8-ACS, FLUSH CACHE EXT).
 
 use heapless::Vec;
-use proto::disk::{Info, Request, SECTOR, Session, Status};
+use proto::disk::{Info, Operation, Request, SECTOR, Session, Status};
 use proto::service::{DiskClient, MAX_SESSIONS, Part};
 
 use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
@@ -25,6 +26,11 @@ impl Extent {
     pub fn end(&self) -> u64 {
         self.first.saturating_add(self.sectors)
     }
+
+    /// Whether some sector is in both.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        self.first < other.end() && other.first < self.end()
+    }
 }
 
 /// Why a client's part cannot be served.
@@ -36,6 +42,16 @@ pub enum PartError {
     Beyond,
     /// The disk is read-only, the client wants to write.
     ReadOnly,
+    /// It has sectors of a client before it, and one of the two may write.
+    Shared,
+}
+
+/// Whether a client may have this part beside those that others have, each with whether it is read-only.
+pub fn admit(extent: &Extent, read_only: bool, others: &[(Extent, bool)]) -> Result<(), PartError> {
+    let clash = |(other, other_read_only): &(Extent, bool)| {
+        other.overlaps(extent) && !(read_only && *other_read_only)
+    };
+    if others.iter().any(clash) { Err(PartError::Shared) } else { Ok(()) }
 }
 
 /// Finds a client's part on a disk of `sectors` sectors.
@@ -84,6 +100,7 @@ struct Client<'m> {
 struct UnderWay {
     client: usize,
     id: u16,
+    is_flush: bool,
 }
 
 /// The server.
@@ -95,13 +112,16 @@ pub struct Server<'m, D> {
     under_way: [Option<UnderWay>; MAX_DEPTH],
     /// Whose turn it is.
     turn: usize,
+    /// A flush has failed.
+    has_lost: bool,
 }
 
 impl<'m, D: Disk> Server<'m, D> {
     /// A server without clients. Nothing is under way at the disk.
     pub fn new(disk: D) -> Self {
         let depth = disk.geometry().depth.clamp(1, MAX_DEPTH);
-        Self { disk, depth, clients: Vec::new(), under_way: [None; MAX_DEPTH], turn: 0 }
+        let under_way = [None; MAX_DEPTH];
+        Self { disk, depth, clients: Vec::new(), under_way, turn: 0, has_lost: false }
     }
 
     /// Adds the next client: its session, whose memory is at `physical` for the disk, and the events to signal to it. `None`:
@@ -173,7 +193,12 @@ impl<'m, D: Disk> Server<'m, D> {
     }
 
     fn start(&mut self, number: usize, index: usize, request: &Request) {
-        let Some(Some(client)) = self.clients.get(index) else { return };
+        let Some(Some(client)) = self.clients.get_mut(index) else { return };
+        let is_flush = request.operation == Operation::Flush;
+        if is_flush && self.has_lost {
+            client.session.complete(request.id, Status::Failed);
+            return;
+        }
         let command = Command {
             operation: request.operation,
             // The session has checked the request against the extent's length.
@@ -181,14 +206,17 @@ impl<'m, D: Disk> Server<'m, D> {
             sectors: request.sectors,
             address: client.physical + request.offset,
         };
-        self.under_way[number] = Some(UnderWay { client: index, id: request.id });
+        self.under_way[number] = Some(UnderWay { client: index, id: request.id, is_flush });
         self.disk.start(number, &command);
     }
 
     fn complete(&mut self, number: usize, status: Status) -> Result<(), DeviceError> {
         let place = self.under_way.get_mut(number).and_then(Option::take);
-        let UnderWay { client, id } =
+        let UnderWay { client, id, is_flush } =
             place.ok_or(DeviceError("completed what was not under way"))?;
+        self.has_lost |= is_flush && status != Status::Ok;
+        // Another flush that was under way beside the one that failed has lost as much.
+        let status = if is_flush && self.has_lost { Status::Failed } else { status };
         if let Some(Some(client)) = self.clients.get_mut(client) {
             client.session.complete(id, status);
         }
@@ -222,6 +250,8 @@ mod tests {
         queue: Vec2<(usize, Command)>,
         /// Commands that complete with the next look.
         ready: usize,
+        /// How the next flush ends.
+        flushed: Status,
         pick: u64,
     }
 
@@ -254,7 +284,11 @@ mod tests {
             let index = (fake.pick >> 33) as usize % fake.queue.len();
             let (number, command) = fake.queue.remove(index);
             fake.platter.carry_out(&command);
-            Ok(Some((number, Status::Ok)))
+            let status = match command.operation {
+                Operation::Flush => std::mem::replace(&mut fake.flushed, Status::Ok),
+                _ => Status::Ok,
+            };
+            Ok(Some((number, status)))
         }
     }
 
@@ -289,7 +323,12 @@ mod tests {
 
     fn fake(platter: &Rc<Platter>) -> RefCell<Fake> {
         let platter = platter.clone();
-        RefCell::new(Fake { platter, queue: Vec2::new(), ready: 0, pick: 1 })
+        RefCell::new(Fake { platter, queue: Vec2::new(), ready: 0, flushed: Status::Ok, pick: 1 })
+    }
+
+    fn clients(platter: &Platter) -> Vec2<Session2<'_>> {
+        let client = |memory| Session2::new(memory, LENGTH).unwrap();
+        platter.memories.iter().map(|memory| client(&memory[..])).collect()
     }
 
     /// Parts of 1000 sectors, one behind the other, from sector 10.
@@ -330,15 +369,23 @@ mod tests {
     }
 
     #[test]
+    fn no_two_clients_write_the_same_sector() {
+        let extent = |first, sectors| Extent { first, sectors };
+        let others = [(extent(10, 10), false), (extent(30, 10), true)];
+        assert_eq!(admit(&extent(20, 10), false, &others), Ok(()));
+        assert_eq!(admit(&extent(19, 1), true, &others), Err(PartError::Shared));
+        assert_eq!(admit(&extent(0, 11), false, &others), Err(PartError::Shared));
+        assert_eq!(admit(&extent(20, 11), true, &others), Ok(()));
+        assert_eq!(admit(&extent(20, 11), false, &others), Err(PartError::Shared));
+        assert_eq!(admit(&extent(u64::MAX, 9), false, &others), Ok(()));
+    }
+
+    #[test]
     fn clients_take_turns() {
         let platter = platter(3);
         let fake = fake(&platter);
         let mut server = server(&platter, &fake);
-        let mut clients: Vec2<_> = platter
-            .memories
-            .iter()
-            .map(|memory| Session2::new(&memory[..], LENGTH).unwrap())
-            .collect();
+        let mut clients = clients(&platter);
         for _ in 0..2 {
             clients.iter_mut().for_each(|client| assert_eq!(client.poll(), None));
             server.serve(|_, _| {}).unwrap();
@@ -351,6 +398,39 @@ mod tests {
         server.serve(|_, _| {}).unwrap();
         let sectors: Vec2<u64> = fake.borrow().queue.iter().map(|entry| entry.1.sector).collect();
         assert_eq!(sectors, [10, 1010, 2010, 10, 1010], "five at a time, in turns");
+    }
+
+    /// The disk says once that it has lost data.
+    #[test]
+    fn a_failed_flush_is_the_last_word() {
+        let platter = platter(2);
+        let fake = fake(&platter);
+        let mut server = server(&platter, &fake);
+        let mut clients = clients(&platter);
+        let mut round = |flushed| {
+            fake.borrow_mut().flushed = flushed;
+            for client in &mut clients {
+                assert!(client.submit(Operation::Read, 0, 1, DATA, 7));
+                assert!(client.submit(Operation::Flush, 0, 0, 0, 8));
+            }
+            let mut ended = [[None; 2]; 2];
+            while ended.as_flattened().contains(&None) {
+                fake.borrow_mut().ready = 9;
+                server.serve(|_, _| {}).unwrap();
+                for (client, ended) in clients.iter_mut().zip(&mut ended) {
+                    while let Some(Completion { tag, status }) = client.poll() {
+                        ended[(tag - 7) as usize] = Some(status);
+                    }
+                }
+            }
+            ended.map(|ended| ended.map(Option::unwrap))
+        };
+        let (ok, failed) = (Status::Ok, Status::Failed);
+        assert_eq!(round(ok), [[ok, ok]; 2]);
+        let first = round(failed);
+        assert!(first.iter().any(|client| client[1] == failed));
+        // Of both clients, whichever of them it was told.
+        assert_eq!(round(ok), [[ok, failed]; 2]);
     }
 
     #[derive(Clone, Debug)]
@@ -374,8 +454,7 @@ mod tests {
             1 => Just(Step::Kill),
         ]), 0..200)) {
             let platter = platter(2);
-            let mut clients: Vec2<_> =
-                platter.memories.iter().map(|memory| Session2::new(&memory[..], LENGTH).unwrap()).collect();
+            let mut clients = clients(&platter);
             // For each tag: client, first sector, number, buffer.
             let mut requests = BTreeMap::new();
             // Last value that was acknowledged, for each sector of each client; none while a write is under way.

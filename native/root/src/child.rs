@@ -1,6 +1,6 @@
 //! A child: a task with its first thread and the capabilities that it is given.
 
-use abi::{PAGE_SIZE, Selector, boot, rights};
+use abi::{PAGE_SIZE, SHARE_OF_CPU, Selector, boot, rights};
 use heapless::Vec;
 use native_rt::start::Boot;
 use native_rt::{
@@ -12,10 +12,10 @@ use proto::start::{
     FILES, FILES_ALIGN, GUEST_MEMORY, MAX_RANGES, MAX_START, MEMORY, MESSAGE_PAGE, REPORT_PAGE,
     Range, RangeKind, STACK_TOP, START_PAGE, Start, slot,
 };
+use proto::system::CpuTime;
 
 use crate::directory::Directory;
 use crate::loader::{self, LoadError};
-use crate::manager;
 use crate::memory::{MAX_GUEST_PIECES, Memory};
 
 /// Root's capability slots, apart from the kernel's and its own first ones.
@@ -97,6 +97,10 @@ pub struct Shape {
     pub cpu: u32,
     /// Priority of its first thread, and the highest that it can give to others.
     pub priority: u8,
+    /// CPU time of its first thread; `None`: what others leave.
+    pub cpu_time: Option<CpuTime>,
+    /// Number of its contexts that have that much.
+    pub contexts: u64,
     /// Pages of kernel memory for it.
     pub quota: u64,
     /// Bytes of its stack.
@@ -129,6 +133,13 @@ pub struct Child {
     ranges: Vec<Range, MAX_RANGES>,
 }
 
+/// The part of a CPU that a context takes, in units of 1 / [`SHARE_OF_CPU`], and one more: the kernel rounds up what it counts in
+/// its own clock.
+fn share(time: CpuTime) -> u64 {
+    let parts = u128::from(time.budget) * u128::from(SHARE_OF_CPU);
+    parts.div_ceil(u128::from(time.period.max(1))) as u64 + 1
+}
+
 /// Takes a slot of root's for a child.
 fn take(
     slots: &mut RootSlots,
@@ -159,10 +170,12 @@ impl Child {
         shape: &Shape,
     ) -> Result<Self, StartError> {
         let own = Factory::at(boot::slot::FACTORY);
-        let factory = own.factory(take(slots, held)?, shape.quota, shape.priority)?;
+        let share = shape.cpu_time.map_or(0, |time| share(time).saturating_mul(shape.contexts));
+        let factory = own.factory(take(slots, held)?, shape.quota, shape.priority, share)?;
         let task = factory.task(take(slots, held)?, slot::COUNT)?;
         let thread = factory.thread(take(slots, held)?, task, shape.cpu, MESSAGE_PAGE)?;
-        let sched = factory.sched_context(take(slots, held)?, shape.priority, TURN, 0)?;
+        let (budget, period) = shape.cpu_time.map_or((TURN, 0), |time| (time.budget, time.period));
+        let sched = factory.sched_context(take(slots, held)?, shape.priority, budget, period)?;
         let notification = factory.notification(take(slots, held)?)?;
         let root = OwnThread::at(boot::slot::THREAD);
         let mut gate = |purpose| -> Result<Gate, StartError> {
@@ -433,7 +446,7 @@ impl Child {
         Ok(irq)
     }
 
-    /// Gives it a device: eight ports, an interrupt line, and a way to tell root.
+    /// Gives it a device: eight ports and an interrupt line.
     pub fn add_device(
         &mut self,
         resources: &mut Resources,
@@ -442,9 +455,7 @@ impl Child {
     ) -> Result<(), StartError> {
         const EDGE: u64 = 0;
         self.add_interrupt(resources, interrupt, EDGE)?;
-        self.task.give_ports(ports, 8)?;
-        self.task.give(manager::NOTIFICATION, slot::ROOT, rights::SIGNAL)?;
-        Ok(())
+        Ok(self.task.give_ports(ports, 8)?)
     }
 
     /// The memory ranges that it has been given.

@@ -63,11 +63,11 @@ impl<'a> Instances<'a> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use proto::system::{Board, OnReset, Restart, SerialPort};
 
-    fn vm(name: &'static str, template: bool) -> Vm<'static> {
+    pub fn vm(name: &'static str, template: bool) -> Vm<'static> {
         Vm {
             name,
             memory: 1 << 20,
@@ -79,6 +79,7 @@ mod tests {
             command_line: "",
             console: None,
             priority: 10,
+            cpu_time: None,
             restart: Restart::Never,
             on_reset: OnReset::Exit,
             kvmclock: true,
@@ -90,17 +91,21 @@ mod tests {
         }
     }
 
-    #[test]
-    fn templates_are_not_started_but_copied() {
-        let system = System {
+    pub fn system<const N: usize>(vms: [Vm<'static>; N]) -> System<'static> {
+        System {
             board: Board::QemuQ35,
             log: SerialPort::None,
             cpus: 1,
             servers: heapless::Vec::new(),
             tasks: heapless::Vec::new(),
-            vms: heapless::Vec::from_iter([vm("small", true), vm("linux", false)]),
+            vms: heapless::Vec::from_iter(vms),
             channels: heapless::Vec::new(),
-        };
+        }
+    }
+
+    #[test]
+    fn templates_are_not_started_but_copied() {
+        let system = system([vm("small", true), vm("linux", false)]);
         let mut instances = Instances::new(&system);
         assert_eq!(instances.find("linux"), Some(0));
         assert_eq!(instances.find("small"), None);

@@ -32,7 +32,7 @@ mod sessions;
 use abi::boot::{BOOT_MAGIC, slot};
 use abi::bundle::{HEADER_LENGTH, Header, SYSTEM_NAME};
 use native_rt::start::Boot;
-use native_rt::{Ports, info};
+use native_rt::{Platform, Ports, info};
 use proto::control::code;
 use proto::start::Clock;
 use proto::system::System;
@@ -71,6 +71,8 @@ fn main(boot: Boot) -> ! {
 /// Ends the machine, or at least root: `on_qemu` writes the outcome where QEMU takes it as its own. Other
 /// machines stay on: switching a PC off takes an interpreter of ACPI's machine language.
 fn leave(on_qemu: bool, outcome: u64) -> ! {
+    // What ends the machine does not wait for the log.
+    native_rt::log::flush(Platform::at(slot::PLATFORM));
     if on_qemu && let Some(port) = Ports::new(EXIT_PORT, 1) {
         port.write(0, EXIT_BASE.wrapping_add(outcome.min(code::RESET) as u8));
     }

@@ -12,7 +12,7 @@ use native_rt::{
     time, wait, warn,
 };
 use proto::channel::{LET_GO, LOOK, MAP, MAX_VM_CHANNELS, OFFER, REVOKE};
-use proto::control::{EXITED, PANICKED, STARTED, Statistics, code};
+use proto::control::{DRAINED, EXITED, PANICKED, STARTED, Statistics, code};
 use proto::log::{Level, MAX_TEXT};
 use proto::start::{Clock, RangeKind, Role, Start, VCPU_STACK, Vmm, event};
 use proto::system::{
@@ -28,9 +28,10 @@ use crate::child::{Child, Resources, Shape, StartError, purpose};
 use crate::directory::Directory;
 use crate::fault::Fault;
 use crate::instances::{Instances, Name};
+use crate::lines::LineBudget;
 use crate::memory::Memory;
-use crate::policy::Ended;
-use crate::sessions::Sessions;
+use crate::policy::{Draining, Ended};
+use crate::sessions::{Everyone, Sessions};
 use crate::{leave, lines, policy};
 
 /// Slot of root's notification.
@@ -50,7 +51,7 @@ const _: () = assert!(CHILDREN <= proto::console::directory::SESSIONS);
 const SERVER_QUOTA: u64 = 64;
 /// Kernel memory of a native program: a fair share of what the others leave, within these bounds.
 const MIN_TASK_QUOTA: u64 = 40;
-const MAX_TASK_QUOTA: u64 = 256;
+const MAX_TASK_QUOTA: u64 = 1024;
 /// Kernel memory that root keeps for its own mappings and capabilities.
 const OWN_QUOTA: u64 = 64;
 /// Kernel memory of a VMM: for one vCPU, for each further one, and for the tables of each GiB of guest memory, in
@@ -129,12 +130,14 @@ pub struct Manager<'a> {
     pub(crate) instances: Instances<'a>,
     pub(crate) children: [Option<Child>; CHILDREN],
     pub(crate) records: [Record; CHILDREN],
+    lines: [LineBudget; CHILDREN],
     /// Of the console's multiplexer, and the server's number.
     directory: Option<(usize, Directory)>,
     pub(crate) sessions: Sessions,
     channels: Channels,
     alarm: Option<Alarm>,
     pub(crate) phase: Phase,
+    draining: Draining,
     outcome: u64,
 }
 
@@ -162,11 +165,13 @@ impl<'a> Manager<'a> {
             instances: Instances::new(system),
             children: [const { None }; CHILDREN],
             records: [UNKNOWN; CHILDREN],
+            lines: [const { LineBudget::new() }; CHILDREN],
             directory: None,
             sessions,
             channels: Channels::new(system),
             alarm: alarm.ok(),
             phase: Phase::Running,
+            draining: Draining::default(),
             outcome: code::OK,
         }
     }
@@ -252,6 +257,7 @@ impl<'a> Manager<'a> {
                 error!("{kind} {name} cannot be started: {error:?}");
                 self.records[number].ended = Some(code::BAD_CONFIG);
                 self.resources.memory.give_all(number);
+                self.forget_name(number);
                 self.wake_clients(number);
             }
         }
@@ -280,6 +286,7 @@ impl<'a> Manager<'a> {
                     name: &name,
                     cpu: shape.cpu,
                     priority: shape.priority,
+                    cpu_time: shape.cpu_time,
                     clock: self.clock,
                     ranges: child.ranges().clone(),
                     role,
@@ -289,10 +296,24 @@ impl<'a> Manager<'a> {
         match done {
             Ok(()) => Ok(child),
             Err(error) => {
-                child.destroy(&mut self.resources);
+                self.take_apart(shape.number, child);
                 Err(error)
             }
         }
+    }
+
+    /// Takes everything back from a child that has ended, or that cannot be started, and from whatever knows of it: no
+    /// device works for it, no peer takes it for running, and root writes to none of its memory.
+    fn take_apart(&mut self, number: usize, child: Child) {
+        if self.directory.as_ref().is_some_and(|(owner, _)| *owner == number) {
+            self.directory = None;
+        }
+        if let Some(server) = self.system.servers.get(number) {
+            self.sessions.server_ended(self.resources.boot, number, server);
+        }
+        child.destroy(&mut self.resources);
+        self.channels.ended(number, &self.children);
+        self.draining.remove(number);
     }
 
     fn start_server(&mut self, number: usize, server: &Server) -> Result<Child, StartError> {
@@ -300,14 +321,17 @@ impl<'a> Manager<'a> {
             number,
             cpu: 0,
             priority: server.priority,
+            cpu_time: server.cpu_time,
+            contexts: 1,
             quota: SERVER_QUOTA,
             stack: SMALL_STACK,
             may_build: false,
         };
         if matches!(server.kind, ServerKind::Block | ServerKind::Switch) {
             return self.build(&shape, server.binary, |root, child| {
-                let Self { sessions, resources, children, system, .. } = root;
-                sessions.connect_server(number, server, system, child, resources, children)
+                let Self { sessions, resources, children, instances, system, .. } = root;
+                let everyone = Everyone { system, instances, children };
+                sessions.connect_server(number, server, child, resources, everyone)
             });
         }
         let (port, interrupt) = match server.device {
@@ -332,7 +356,8 @@ impl<'a> Manager<'a> {
         let vms: u64 = self.system.vms.iter().map(|vm| self.vmm_quota(vm)).sum();
         let own = OWN_QUOTA + CHANNEL_OWN_QUOTA * self.system.channels.len() as u64;
         let left = self.resources.boot.info.quota_pages.saturating_sub(own + servers + vms);
-        (left / self.system.tasks.len().max(1) as u64).clamp(MIN_TASK_QUOTA, MAX_TASK_QUOTA)
+        // One part stays for what is started later.
+        (left / (self.system.tasks.len() as u64 + 1)).clamp(MIN_TASK_QUOTA, MAX_TASK_QUOTA)
     }
 
     fn start_task(&mut self, number: usize) -> Result<Child, StartError> {
@@ -341,6 +366,8 @@ impl<'a> Manager<'a> {
             number,
             cpu: task.cpu,
             priority: task.priority,
+            cpu_time: task.cpu_time,
+            contexts: 1,
             quota: self.task_quota(),
             stack: TASK_STACK,
             may_build: true,
@@ -390,6 +417,8 @@ impl<'a> Manager<'a> {
             number,
             cpu: cpus.first().copied().unwrap_or(0),
             priority: vm.priority,
+            cpu_time: vm.cpu_time,
+            contexts: cpus.len() as u64,
             quota: self.vmm_quota(vm),
             stack: (VMM_STACK + DEVICE_STACK * devices + making).next_multiple_of(abi::PAGE_SIZE),
             may_build: cpus.len() > 1,
@@ -406,8 +435,9 @@ impl<'a> Manager<'a> {
             }
             root.connect_console(child, vm.console, number)?;
             child.add_report(&mut root.resources)?;
-            let Self { sessions, resources, children, channels, system, .. } = root;
-            let attachments = sessions.connect_client(number, vm, child, resources, children)?;
+            let Self { sessions, resources, children, channels, instances, system, .. } = root;
+            let everyone = Everyone { system, instances, children };
+            let attachments = sessions.connect_client(number, vm, child, resources, everyone)?;
             let channels = channels.connect(number, vm, system, child, resources, children)?;
             Ok(Role::Vmm(Vmm {
                 id: index as u32 + 1,
@@ -423,6 +453,13 @@ impl<'a> Manager<'a> {
                 channels,
             }))
         })
+    }
+
+    /// The console's multiplexer is to know that a child is gone.
+    fn forget_name(&self, number: usize) {
+        if let Some((_, directory)) = &self.directory {
+            directory.set(number, "");
+        }
     }
 
     /// Gives a child its console, if the description has one. The session is the child's number.
@@ -502,13 +539,18 @@ impl<'a> Manager<'a> {
         match (badge & ((1 << purpose::BITS) - 1), message.tag.label) {
             (purpose::LOG, proto::log::WRITE) => {
                 let text = page.bytes(message.tag.words, message.words[1], &mut text);
-                lines::write(&self.name(number), Level::from_code(message.words[0]), text);
+                self.log(number, Level::from_code(message.words[0]), text);
                 Some(Message::new(DONE, [0; 4]))
             }
             (purpose::CONTROL, label @ (OFFER | REVOKE | MAP | LET_GO | LOOK)) => {
                 Some(self.channels.call(number, label, message.words, &self.children))
             }
             (purpose::CONTROL, STARTED) => Some(Message::new(DONE, [0; 4])),
+            (purpose::CONTROL, DRAINED) => {
+                self.draining.remove(number);
+                self.advance();
+                Some(Message::new(DONE, [0; 4]))
+            }
             (purpose::CONTROL, EXITED) => {
                 let mut words = [0; Statistics::WORDS];
                 let count = (message.tag.words as usize).min(words.len());
@@ -532,14 +574,39 @@ impl<'a> Manager<'a> {
         }
     }
 
-    fn events(&mut self, events: u64) {
-        if events & console::DRAINED != 0 && matches!(self.phase, Phase::Draining(_)) {
-            self.leave();
+    /// Writes what a child has to say to the log.
+    fn log(&mut self, number: usize, level: Level, text: &[u8]) {
+        let name = self.name(number);
+        let budget = &mut self.lines[number];
+        let before = budget.note();
+        lines::write(&name, level, text, budget, self.clock.tsc_khz);
+        if budget.note() != before {
+            // The first line that is not written: the alarm is to tell of it.
+            self.advance();
         }
+    }
+
+    /// Tells how many lines of a child were not written, if any.
+    fn tell_suppressed(&mut self, number: usize) {
+        let count = self.lines[number].take_suppressed();
+        if count != 0 {
+            let (kind, name) = (Self::kind(number), self.name(number));
+            warn!(
+                "{kind} {name}: {count} lines are not shown, beyond {} at once or {} a second",
+                lines::BURST,
+                lines::RATE
+            );
+        }
+    }
+
+    fn events(&mut self, events: u64) {
         if events & RINGS != 0 {
             self.sessions.report();
             let now = time::tsc();
             for number in 0..CHILDREN {
+                if self.lines[number].note() <= now {
+                    self.tell_suppressed(number);
+                }
                 if self.records[number].restart <= now {
                     self.start(number);
                 }
@@ -559,23 +626,17 @@ impl<'a> Manager<'a> {
             End::Faulted(_) => (code::INTERNAL, "fault"),
             End::Killed => (code::OK, "killed"),
         };
+        self.tell_suppressed(number);
         match end {
             End::Exited(..) | End::Killed => {}
-            End::Panicked(text) => lines::write(&name, Level::Error, text),
+            End::Panicked(text) => lines::write_panic(&name, text),
             End::Faulted(fault) => error!("{kind} {name}: {fault}"),
         }
         let Some(child) = self.children[number].take() else { return };
         let lived = time::tsc().saturating_sub(child.made);
         let (bytes, shared) = (child.bytes, child.shared);
         let pages = pages_used();
-        if self.directory.as_ref().is_some_and(|(owner, _)| *owner == number) {
-            self.directory = None;
-        }
-        if let Some(server) = self.system.servers.get(number) {
-            self.sessions.server_ended(self.resources.boot, number, server);
-        }
-        child.destroy(&mut self.resources);
-        self.channels.ended(number, &self.children);
+        self.take_apart(number, child);
         let kernel = pages.saturating_sub(pages_used()) * abi::PAGE_SIZE;
         if let End::Exited(_, statistics) = end
             && number >= FIRST_VM
@@ -584,9 +645,7 @@ impl<'a> Manager<'a> {
         }
         info!("{kind} {name} ended: {what} code {code}");
         self.records[number].ended = Some(code);
-        if let Some((_, directory)) = &self.directory {
-            directory.set(number, "");
-        }
+        self.forget_name(number);
 
         let server = self.system.servers.get(number).map(|server| server.restart);
         let vm = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index));
@@ -595,7 +654,7 @@ impl<'a> Manager<'a> {
         if again && self.alarm.is_some() && self.phase == Phase::Running {
             let record = &mut self.records[number];
             let lived = time::nanos(self.clock.tsc_khz, lived);
-            let (delay, restarts) = policy::next_restart(record.restarts, lived);
+            let (delay, restarts) = policy::next_restart(record.restarts, lived, code);
             record.restarts = restarts;
             record.all_restarts = record.all_restarts.saturating_add(1);
             record.restart = time::after(&self.clock, delay);
@@ -637,13 +696,18 @@ impl<'a> Manager<'a> {
                 }
                 self.outcome = self.judge();
                 self.phase = Phase::Draining(time::after(&self.clock, PATIENCE));
-                for child in self.children[..FIRST_TASK].iter().flatten() {
-                    child.signal(console::DRAIN);
+                for (number, server) in self.system.servers.iter().enumerate() {
+                    let is_console =
+                        matches!(server.kind, ServerKind::Console | ServerKind::Multiplexer);
+                    if let (Some(child), true) = (&self.children[number], is_console) {
+                        self.draining.add(number);
+                        child.signal(console::DRAIN);
+                    }
                 }
             }
         }
         if let Phase::Draining(until) = self.phase
-            && (now >= until || self.children[..FIRST_TASK].iter().flatten().count() == 0)
+            && (now >= until || self.draining.is_over())
         {
             self.leave();
         }
@@ -651,7 +715,9 @@ impl<'a> Manager<'a> {
             Phase::Running => FOREVER,
             Phase::Stopping(until) | Phase::Draining(until) => until,
         };
-        let next = self.records.iter().map(|record| record.restart).fold(phase_ends, u64::min);
+        let restarts = self.records.iter().map(|record| record.restart);
+        let notes = self.lines.iter().map(LineBudget::note);
+        let next = restarts.chain(notes).fold(phase_ends, u64::min);
         if let Some(alarm) = &self.alarm {
             alarm.set(next);
         }
@@ -664,7 +730,8 @@ impl<'a> Manager<'a> {
         }))
     }
 
-    fn leave(&self) -> ! {
+    fn leave(&mut self) -> ! {
+        (0..CHILDREN).for_each(|number| self.tell_suppressed(number));
         info!("outcome {}", self.outcome);
         leave(self.system.board == Board::QemuQ35, self.outcome)
     }

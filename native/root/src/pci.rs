@@ -295,8 +295,11 @@ impl Function<'_> {
         can
     }
 
-    /// The function accesses no memory any more.
-    pub fn disable(&self) {
-        self.change_command(0, command::MEMORY | command::BUS_MASTER);
+    /// The function accesses no memory any more, and answers no access to its registers. `false`: it says that it still
+    /// does.
+    pub fn disable(&self) -> bool {
+        const ON: u16 = command::MEMORY | command::BUS_MASTER;
+        self.change_command(0, ON);
+        self.registers.read16(register::COMMAND.into()) & ON == 0
     }
 }

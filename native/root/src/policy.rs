@@ -1,7 +1,7 @@
 //! Decisions about ends: pure functions, apart from what carries them out.
 
 use proto::control::code;
-use proto::system::Restart;
+use proto::system::{MAX_SERVERS, Restart};
 
 /// Shortest time until a restart, in ns, and how often it doubles.
 const FIRST_DELAY: u64 = 100_000_000;
@@ -18,11 +18,40 @@ pub fn starts_again(policy: Restart, code: u64) -> bool {
     }
 }
 
-/// The time until the next start in ns, and the new number of restarts, for a child that lived `lived` ns and had
-/// been restarted `restarts` times since it was last healthy.
-pub fn next_restart(restarts: u32, lived: u64) -> (u64, u32) {
+/// Returns the time until the next start in ns, and the new number of restarts, for a child that lived `lived` ns, ended
+/// with `code`, and had been restarted `restarts` times since it was last healthy. A guest that resets its machine is
+/// started at once: a reset is no failure, so it does not count, and only two starts are kept apart by [`FIRST_DELAY`],
+/// because making a virtual machine is work of root's that the guest's own time does not pay for. Other ends back off.
+pub fn next_restart(restarts: u32, lived: u64, code: u64) -> (u64, u32) {
     let restarts = if lived >= HEALTHY { 0 } else { restarts };
-    (FIRST_DELAY << restarts.min(MAX_DOUBLINGS), restarts.saturating_add(1))
+    match code {
+        code::RESET => (FIRST_DELAY.saturating_sub(lived), restarts),
+        _ => (FIRST_DELAY << restarts.min(MAX_DOUBLINGS), restarts.saturating_add(1)),
+    }
+}
+
+/// Console servers that still have output to send when the system ends. It does not end before all have sent theirs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Draining(u32);
+
+const _: () = assert!(MAX_SERVERS <= u32::BITS as usize);
+
+impl Draining {
+    /// Waits for a server, by its number.
+    pub fn add(&mut self, server: usize) {
+        self.0 |= 1 << server;
+    }
+
+    /// Waits no more for a child, which has sent everything or has ended. Children that are not waited for change nothing.
+    pub fn remove(&mut self, number: usize) {
+        let bit = u32::try_from(number).ok().and_then(|number| 1u32.checked_shl(number));
+        self.0 &= !bit.unwrap_or(0);
+    }
+
+    /// Whether there is none to wait for.
+    pub const fn is_over(self) -> bool {
+        self.0 == 0
+    }
 }
 
 /// What counts of a child's end.
@@ -68,13 +97,24 @@ mod tests {
         let mut restarts = 0;
         let mut delays = Vec::new();
         for _ in 0..10 {
-            let (delay, next) = next_restart(restarts, 0);
+            let (delay, next) = next_restart(restarts, 0, code::GUEST_FAULT);
             delays.push(delay / 1_000_000);
             restarts = next;
         }
         assert_eq!(delays, [100, 200, 400, 800, 1600, 3200, 6400, 12800, 12800, 12800]);
-        assert_eq!(next_restart(restarts, HEALTHY), (FIRST_DELAY, 1));
-        assert_eq!(next_restart(u32::MAX, 0).1, u32::MAX);
+        assert_eq!(next_restart(restarts, HEALTHY, code::GUEST_FAULT), (FIRST_DELAY, 1));
+        assert_eq!(next_restart(u32::MAX, 0, code::GUEST_FAULT).1, u32::MAX);
+    }
+
+    #[test]
+    fn a_reset_starts_at_once() {
+        // Whatever has happened before, and without a trace of it.
+        for restarts in [0, 1, 7, u32::MAX] {
+            assert_eq!(next_restart(restarts, FIRST_DELAY, code::RESET), (0, restarts));
+            assert_eq!(next_restart(restarts, HEALTHY, code::RESET), (0, 0));
+        }
+        // One that does nothing else is started ten times in a second, not more.
+        assert_eq!(next_restart(3, FIRST_DELAY / 4, code::RESET), (FIRST_DELAY / 4 * 3, 3));
     }
 
     #[test]
@@ -83,6 +123,21 @@ mod tests {
         assert!(!starts_again(Restart::OnCrash, 63), "the guest's own code is no crash");
         assert!(starts_again(Restart::Always, code::OK));
         assert!(!starts_again(Restart::Never, code::INTERNAL));
+    }
+
+    #[test]
+    fn the_system_ends_when_the_last_console_has_sent_everything() {
+        let mut draining = Draining::default();
+        assert!(draining.is_over(), "no console");
+        draining.add(1);
+        draining.add(4);
+        draining.remove(1);
+        assert!(!draining.is_over(), "the first one");
+        // It says so again; a program, and no server at all, say so.
+        [1, 0, 8, 31, 32, usize::MAX].into_iter().for_each(|number| draining.remove(number));
+        assert!(!draining.is_over());
+        draining.remove(4);
+        assert!(draining.is_over());
     }
 
     #[test]

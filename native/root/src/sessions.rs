@@ -18,6 +18,7 @@ use proto::system::{Device, MAX_SERVERS, MAX_VMS, PciClass, Server, ServerKind, 
 use proto::{disk, net};
 
 use crate::child::{Child, Resources, StartError};
+use crate::instances::Instances;
 use crate::iommu::{Iommu, NoRoom};
 use crate::manager::{CHILDREN, FIRST_VM};
 use crate::memory::Memory;
@@ -47,6 +48,37 @@ struct Session {
     /// Index into the client's disks or network cards.
     index: usize,
     memory: Option<Window>,
+}
+
+impl Session {
+    /// Whether a virtual machine with this number is the session's client. One made after a template may have the number of
+    /// one that was destroyed.
+    fn is_client(&self, number: usize, vm: &Vm, system: &System) -> bool {
+        let plan = system.vms.get(self.plan);
+        self.client == number && plan.is_some_and(|plan| core::ptr::eq(plan, vm))
+    }
+
+    /// The child that is the client, if it is there.
+    fn find_client<'c>(
+        &self,
+        system: &System,
+        instances: &Instances,
+        children: &'c [Option<Child>],
+    ) -> Option<&'c Child> {
+        let vm = instances.get(self.client.checked_sub(FIRST_VM)?)?.plan;
+        children.get(self.client)?.as_ref().filter(|_| self.is_client(self.client, vm, system))
+    }
+}
+
+/// Who is there: what the description says, the virtual machines, and the children that run.
+#[derive(Clone, Copy)]
+pub struct Everyone<'e> {
+    /// The description.
+    pub system: &'e System<'e>,
+    /// Virtual machines.
+    pub instances: &'e Instances<'e>,
+    /// Children, by number.
+    pub children: &'e [Option<Child>],
 }
 
 /// All sessions of the system, and the memory of devices.
@@ -96,21 +128,28 @@ impl Sessions {
         Self { sessions, dma: [None; MAX_SERVERS], iommu }
     }
 
-    /// Gives a child its side of its sessions: memory, and each side's notification to the other one.
+    /// Gives a child its side of its sessions: memory, and each side's notification to the other one. `vm`: it is this
+    /// virtual machine, and else a server.
     fn connect(
         &mut self,
         number: usize,
+        vm: Option<&Vm>,
         child: &mut Child,
         resources: &mut Resources,
-        children: &[Option<Child>],
+        everyone: Everyone,
     ) -> Result<(), StartError> {
+        let Everyone { system, instances, children } = everyone;
         for session in &mut self.sessions {
-            let (own, other, there) = if session.server == number {
-                (session.of_server, session.client, session.of_client)
-            } else if session.client == number {
-                (session.of_client, session.server, session.of_server)
-            } else {
-                continue;
+            let (own, other, there) = match vm {
+                None if session.server == number => {
+                    let client = session.find_client(system, instances, children);
+                    (session.of_server, client, session.of_client)
+                }
+                Some(vm) if session.is_client(number, vm, system) => {
+                    let server = children.get(session.server).and_then(Option::as_ref);
+                    (session.of_client, server, session.of_server)
+                }
+                _ => continue,
             };
             let memory = match session.memory {
                 Some(memory) => memory,
@@ -127,7 +166,7 @@ impl Sessions {
             };
             let address = SESSIONS + own as u64 * SESSION_STRIDE;
             child.add_window(RangeKind::Session, memory, address, physical(memory))?;
-            if let Some(Some(other)) = children.get(other) {
+            if let Some(other) = other {
                 child.give_notification(other, slot::SESSIONS + there as u64)?;
                 other.give_notification(child, slot::SESSIONS + own as u64)?;
             }
@@ -139,17 +178,14 @@ impl Sessions {
     pub fn connect_client(
         &mut self,
         number: usize,
-        plan: &Vm,
+        vm: &Vm,
         child: &mut Child,
         resources: &mut Resources,
-        children: &[Option<Child>],
+        everyone: Everyone,
     ) -> Result<Vec<Attachment, MAX_SESSIONS>, StartError> {
-        if plan.disks.is_empty() && plan.nets.is_empty() {
-            // Made after a template, perhaps in the place of one that had some.
-            return Ok(Vec::new());
-        }
-        self.connect(number, child, resources, children)?;
-        let own = self.sessions.iter().filter(|session| session.client == number);
+        self.connect(number, Some(vm), child, resources, everyone)?;
+        let own = self.sessions.iter();
+        let own = own.filter(|session| session.is_client(number, vm, everyone.system));
         Ok(own
             .map(|session| Attachment {
                 service: session.service,
@@ -163,11 +199,11 @@ impl Sessions {
         &mut self,
         number: usize,
         server: &Server,
-        system: &System,
         child: &mut Child,
         resources: &mut Resources,
-        children: &[Option<Child>],
+        everyone: Everyone,
     ) -> Result<Role<'static>, StartError> {
+        let system = everyone.system;
         let (class, function) = match server.device {
             Device::Pci(class, index) => {
                 let function = self.add_function(number, child, resources, class, index)?;
@@ -176,7 +212,7 @@ impl Sessions {
             Device::None => (None, None),
             Device::Serial(_) => return Err(StartError::Device),
         };
-        self.connect(number, child, resources, children)?;
+        self.connect(number, None, child, resources, everyone)?;
         if let (Some(iommu), Some(function)) = (&mut self.iommu, function) {
             let own = self.sessions.iter().filter(|session| session.server == number);
             let windows = self.dma[number].into_iter().chain(own.filter_map(|own| own.memory));
@@ -224,7 +260,9 @@ impl Sessions {
     ) -> Result<Address, StartError> {
         let boot = resources.boot;
         let function = find(boot, class, index).ok_or(StartError::Device)?;
-        function.disable();
+        if !function.disable() {
+            return Err(StartError::Device);
+        }
         let bars = function.bars();
         let mut address = DEVICES;
         let mut next = |length: u64| {
@@ -272,7 +310,15 @@ impl Sessions {
         if let Device::Pci(class, index) = server.device
             && let Some(function) = find(boot, class, index)
         {
-            function.disable();
+            // The log is to say what the device says, not what it was told.
+            if function.disable() {
+                native_rt::info!("PCI function {} is off", function.address);
+            } else {
+                native_rt::error!(
+                    "PCI function {} does not let itself be turned off",
+                    function.address
+                );
+            }
             if let Some(iommu) = &mut self.iommu {
                 iommu.deny(number, function.address);
             }
@@ -318,4 +364,36 @@ fn add_bar(
         return Ok(());
     }
     child.add_registers(kind, below, place, all, bar.number.into(), bar.length)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::instances::tests::{system, vm};
+
+    #[test]
+    fn a_session_is_of_one_virtual_machine_and_not_of_a_number() {
+        let system = system([vm("with-disk", false), vm("small", true)]);
+        let mut instances = Instances::new(&system);
+        let session = Session {
+            service: Service::Disk,
+            server: 0,
+            client: FIRST_VM,
+            plan: 0,
+            of_server: 0,
+            of_client: 0,
+            index: 0,
+            memory: None,
+        };
+        let is_client = |instances: &Instances, index| {
+            let vm = instances.get(index).map(|instance| instance.plan);
+            vm.is_some_and(|vm| session.is_client(FIRST_VM + index, vm, &system))
+        };
+        assert!(is_client(&instances, 0));
+        // Destroyed, and another one made in its place.
+        instances.remove(0);
+        assert!(!is_client(&instances, 0));
+        assert_eq!(instances.add("new", &system.vms[1]), Ok(0));
+        assert!(!is_client(&instances, 0));
+    }
 }

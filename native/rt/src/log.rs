@@ -87,6 +87,20 @@ pub fn write_platform(platform: Platform, bytes: &[u8]) {
     write_mirror(bytes);
 }
 
+/// Waits until the kernel has sent all of its log, or the port takes nothing any more.
+pub fn flush(platform: Platform) {
+    /// Calls without a byte sent, one after the other: far longer than the port takes for those that it has.
+    const PATIENCE: u32 = 1_000_000;
+    let mut waiting = u64::MAX;
+    let mut calls = 0;
+    while calls < PATIENCE
+        && let Ok(left @ 1..) = platform.log(0)
+    {
+        calls = if left < waiting { 0 } else { calls + 1 };
+        waiting = left;
+    }
+}
+
 /// Address of the mirror, slot of the notification; 0: there is none.
 static MIRROR: AtomicU64 = AtomicU64::new(0);
 static MIRROR_NOTIFICATION: AtomicU64 = AtomicU64::new(0);

@@ -188,9 +188,17 @@ impl Factory {
         self.create(Kind::Irq, slot, [platform.0, gsi as u64, flags]).map(|()| Irq(slot))
     }
 
-    /// Splits a factory off, with `pages` pages of quota and a highest priority.
-    pub fn factory(self, slot: Selector, pages: u64, max_priority: u8) -> Result<Factory, Status> {
-        self.create(Kind::Factory, slot, [pages, max_priority as u64, 0]).map(|()| Factory(slot))
+    /// Splits a factory off, with `pages` pages of quota, a highest priority, and a share of CPU time in units of
+    /// 1 / [`abi::SHARE_OF_CPU`] of a CPU; 0: it has no share of its own.
+    pub fn factory(
+        self,
+        slot: Selector,
+        pages: u64,
+        max_priority: u8,
+        share: u64,
+    ) -> Result<Factory, Status> {
+        self.create(Kind::Factory, slot, [pages, max_priority as u64, share])
+            .map(|()| Factory(slot))
     }
 
     /// Makes a scheduling context; budget and period in ns, 0 period for round robin.
@@ -392,19 +400,22 @@ impl SchedContext {
 }
 
 impl Platform {
-    fn control(self, action: PlatformAction, argument: u64) -> Result<(), Status> {
+    fn control(self, action: PlatformAction, argument: u64) -> Result<u64, Status> {
         // SAFETY: at most the message page changes.
-        unsafe { call(Op::PlatformControl, [self.0, action as u64, argument, 0, 0, 0]) }.map(drop)
+        let words =
+            unsafe { call(Op::PlatformControl, [self.0, action as u64, argument, 0, 0, 0]) };
+        words.map(|words| words[0])
     }
 
-    /// Writes `length` bytes, at most 512, from the start of the message page to the kernel's log.
-    pub fn log(self, length: u64) -> Result<(), Status> {
+    /// Writes `length` bytes, at most 512, from the start of the message page to the kernel's log. Returns the number of
+    /// bytes of the log that wait to be sent.
+    pub fn log(self, length: u64) -> Result<u64, Status> {
         self.control(PlatformAction::Log, length)
     }
 
     /// Resets the machine.
     pub fn reset(self) -> Result<(), Status> {
-        self.control(PlatformAction::Reset, 0)
+        self.control(PlatformAction::Reset, 0).map(drop)
     }
 
     /// The kernel's counters.

@@ -50,6 +50,12 @@ pub fn privileged() {
     unsafe { asm!("cli", options(nomem, nostack)) }
 }
 
+/// Sets the base of FS, which is not part of a thread's registers.
+pub fn set_fs_base() {
+    // SAFETY: faults and stops the thread; nothing here uses FS.
+    unsafe { asm!("wrfsbase {}", in(reg) 0x1234_5000_u64, options(nomem, nostack)) }
+}
+
 /// Pushes until the stack ends.
 pub fn exhaust_stack() -> ! {
     // SAFETY: writes to the unused part of the stack, then faults at the guard page.
@@ -148,6 +154,33 @@ pub fn echo_server() -> (Window, u64) {
         safe fn native_echo();
     }
     let entry = native_echo as *const () as u64;
+    // SAFETY: code is constant.
+    (unsafe { Window::read_only(entry & !(PAGE_SIZE - 1), PAGE_SIZE) }, entry)
+}
+
+// A thread that makes the system call that its argument names: four words, the operation and three arguments; then it
+// waits for ever. It needs no stack.
+global_asm!(
+    ".pushsection .text.native_call_once, \"ax\", @progbits",
+    ".balign 64",
+    "native_call_once:",
+    "mov rax, [rdi]",
+    "mov rsi, [rdi + 16]",
+    "mov rdx, [rdi + 24]",
+    "mov rdi, [rdi + 8]",
+    "syscall",
+    "2:",
+    "jmp 2b",
+    ".popsection",
+);
+
+/// A page of this program that holds a thread's code, to be mapped executable at the same address in another task, and
+/// the entry: it makes the system call that is described in four words, operation and three arguments, at its argument.
+pub fn call_once() -> (Window, u64) {
+    unsafe extern "C" {
+        safe fn native_call_once();
+    }
+    let entry = native_call_once as *const () as u64;
     // SAFETY: code is constant.
     (unsafe { Window::read_only(entry & !(PAGE_SIZE - 1), PAGE_SIZE) }, entry)
 }

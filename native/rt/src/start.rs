@@ -274,6 +274,7 @@ fn root_panicked(text: &[u8]) {
     log::write_platform(platform, b"root: ");
     log::write_platform(platform, text);
     log::write_platform(platform, b"\n");
+    log::flush(platform);
     let last = LAST_WORDS.load(Ordering::Relaxed);
     if last >> 31 != 0
         && let Some(port) = Ports::new((last >> 8) as u16, 1)

@@ -19,6 +19,8 @@ pub struct NativeVcpu<'a> {
     deadline: u64,
     /// Ticks that the machine's time is behind the host's.
     behind: u64,
+    /// Those of [`window::STANDING`] that are asked for.
+    window: u64,
     /// What the kernel is told of halts, if nothing else prevents it from waiting.
     halts: u64,
     stolen: Stolen,
@@ -47,6 +49,7 @@ impl<'a> NativeVcpu<'a> {
             console,
             deadline: abi::FOREVER,
             behind: 0,
+            window: 0,
             halts: 1,
             stolen: Stolen::default(),
         }
@@ -100,6 +103,13 @@ impl<'a> NativeVcpu<'a> {
         // The only ways to fail are wrong selectors and rights, which the next run reports.
         let _ = self.vcpu.fetch(missing);
         self.vcpu.state().valid |= missing;
+    }
+
+    /// Asks for one of [`window::STANDING`], or no longer.
+    fn stand(&mut self, bit: u64, on: bool) {
+        self.window = self.window & !bit | if on { bit } else { 0 };
+        let state = self.vcpu.state();
+        state.window = state.window & !window::STANDING | self.window;
     }
 
     /// The state page, with this group valid and marked as changed.
@@ -229,6 +239,16 @@ impl Backend for NativeVcpu<'_> {
             StateSegment { selector, attrib, limit, base };
     }
 
+    fn vector(&mut self, register: u8) -> Option<[u64; 2]> {
+        self.with(group::VECTORS).xmm.get(usize::from(register)).copied()
+    }
+
+    fn set_vector(&mut self, register: u8, value: [u64; 2]) {
+        if let Some(place) = self.change(group::VECTORS).xmm.get_mut(usize::from(register)) {
+            *place = value;
+        }
+    }
+
     #[inline(always)]
     fn next_rip(&mut self) -> u64 {
         self.vcpu.state().next_rip
@@ -251,16 +271,37 @@ impl Backend for NativeVcpu<'_> {
 
     #[inline(always)]
     fn set_window(&mut self, wanted: Window) {
-        self.vcpu.state().window = match wanted {
-            Window::Nothing => 0,
-            Window::Exit => window::EXIT,
-            Window::Take(vector) => window::TAKE | u64::from(vector),
-        };
+        self.vcpu.state().window = self.window
+            | match wanted {
+                Window::Nothing => 0,
+                Window::Exit => window::EXIT,
+                Window::Take(vector) => window::TAKE | u64::from(vector),
+            };
     }
 
     #[inline(always)]
     fn has_window(&mut self) -> bool {
-        self.vcpu.state().window != 0
+        self.vcpu.state().window & !window::STANDING != 0
+    }
+
+    const KEEPS_CR8: bool = true;
+
+    #[inline(always)]
+    fn cr8(&mut self) -> u8 {
+        self.vcpu.state().cr8 as u8
+    }
+
+    fn set_cr8(&mut self, value: u8) {
+        self.change(group::PRIORITY).cr8 = value.into();
+    }
+
+    fn set_cr8_exits(&mut self, exit: bool) {
+        self.stand(window::PRIORITY, exit);
+    }
+
+    fn set_iret_exits(&mut self, exit: bool) -> bool {
+        self.stand(window::IRET, exit);
+        true
     }
 
     #[inline(always)]

@@ -32,7 +32,7 @@ use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
 use vmm_boot::BootConfig;
 use vmm_cpu::{Backend, Cpu, Gpr, MAX_VCPUS, Reg, Seg, TscClock};
-use vmm_machine::{Functions, Outcome, Pause, Pc, PcConfig, Slots};
+use vmm_machine::{Functions, Once, Outcome, Pause, Pc, PcConfig, Slots};
 use vmm_mem::GuestMemory;
 
 use crate::backend::NativeVcpu;
@@ -128,6 +128,8 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
     // Root goes on in any case.
     let _ = Gate::at(slot::CONTROL).call(Message::new(STARTED, [0; 4]));
     let mut resets = 0u32;
+    // Of all boots together: a guest that resets is told of once.
+    let mut logged = Once::new();
     loop {
         let outcome = match run(
             start,
@@ -135,7 +137,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
             &memory,
             &mut guest,
             console,
-            &statistics,
+            (&statistics, &mut logged),
             devices.as_deref_mut(),
         ) {
             Ok(outcome) => outcome,
@@ -188,7 +190,8 @@ impl<'a> Guest<'a> {
                 let stack = stacks
                     .and_then(|window| window.part(further * VCPU_STACK, VCPU_STACK))
                     .ok_or(Status::NoQuota)?;
-                let sched = factory.sched_context(slots + 3, start.priority, TURN, 0)?;
+                let time = start.cpu_time.map_or((TURN, 0), |time| (time.budget, time.period));
+                let sched = factory.sched_context(slots + 3, start.priority, time.0, time.1)?;
                 let making = Making { factory, task: slot::TASK, slot: slots + 2, cpu, sched };
                 let hand = Hand::new(making, stack)?;
                 guest.hands.push(hand).map_err(|_| Status::Overflow)?;
@@ -228,7 +231,7 @@ fn run(
     memory: &GuestMemory,
     guest: &mut Guest,
     console: &Console,
-    statistics: &Cell<Statistics>,
+    (statistics, logged): (&Cell<Statistics>, &mut Once),
     devices: Option<&mut Devices>,
 ) -> Result<Outcome, u64> {
     let Guest { vcpus, notifications, hands, .. } = guest;
@@ -265,6 +268,7 @@ fn run(
         id: plan.id,
     };
     let pc = Machine::with_functions(config, memory, host_cpuid, devices);
+    pc.keep_logged(logged.clone());
     let drive = |index: usize| {
         let listeners = Listeners::new(plan);
         let behind = CONTROL.behind();
@@ -281,7 +285,9 @@ fn run(
         }
     };
     let patience = time::ticks(start.clock.tsc_khz, PATIENCE);
-    match together(hands, patience, &drive, || drive(0)) {
+    let ran = together(hands, patience, &drive, || drive(0));
+    *logged = pc.logged();
+    match ran {
         Ok(()) => Ok(pc.outcome().unwrap_or(Outcome::HostError(0))),
         Err(status) => {
             error!("a virtual CPU's thread does not start: {status:?}");

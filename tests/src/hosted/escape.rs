@@ -1,16 +1,18 @@
 //! Guests whose kernels mean harm (`guests/linux/check/check_escape.c`), and what is around their machines: files, a process of the same user, and another
 //! machine, which all stay as they are.
 
-use super::{Ended, LIMIT, Rig, start, succeed_with};
+use super::{Ended, LIMIT, Rig, start, succeed_with, words};
 use crate::previrt::Kernel;
-use crate::system::artifacts;
+use crate::sandbox;
+use crate::system::{artifacts, target};
 use crate::transcript::Transcript;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::BTreeMap;
-use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// Another seed than [`FIRST_SEED`].
@@ -20,8 +22,14 @@ const FIRST_SEED: u64 = 1;
 const MOMENT: u32 = 20;
 /// How long what is outside may take to show that it goes on, on a busy host.
 const SHOWN: Duration = Duration::from_secs(60);
-/// `SIGSYS`: the end by a filter of system calls.
-const KILLED: i32 = 128 + 31;
+/// The end of a guest process that its seccomp filter or a fault has killed.
+const KILLED: i32 = 81;
+/// What is said of the filter then.
+const FILTERED: &str = "seccomp filter (signal 31, SIGSYS)";
+/// The end by `--timeout`.
+const LATE: i32 = 124;
+/// User and group that own nothing.
+const NOBODY: &str = "65534";
 /// What the neighbour computes, again and again.
 const SUM: &str = "seq 20000 | sha256sum";
 /// Sectors of the disk that is only read.
@@ -31,11 +39,62 @@ const FIXED_LENGTH: usize = 4 << 20;
 const IMAGE: &str = "image.qcow2";
 const FOLDER: &str = "folder";
 
+/// Where a machine runs, and who starts it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Place {
+    /// As the tests, with all that keeps a machine in.
+    Default,
+    /// The same without namespaces and Landlock.
+    Open,
+    /// Behind a filter like that of containers, which has namespaces for nobody, on a kernel without Landlock; for root if that is who runs the tests.
+    Container,
+    /// A user without any capability, with all that keeps a machine in.
+    User,
+    /// The same without namespaces and Landlock.
+    OpenUser,
+}
+
+impl Place {
+    const ALL: [Self; 5] = [Self::Default, Self::Open, Self::Container, Self::User, Self::OpenUser];
+
+    fn is_user(self) -> bool {
+        matches!(self, Self::User | Self::OpenUser)
+    }
+
+    /// What is before the machine's command, and behind it.
+    fn around(self) -> Result<(Vec<String>, &'static [&'static str])> {
+        let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
+        let open = &["--sandbox", "off"];
+        Ok(match self {
+            Self::Default => (Vec::new(), &[]),
+            Self::Open => (Vec::new(), open),
+            Self::Container => {
+                let itself = std::env::current_exe().context("no path of this program")?;
+                (vec![itself.display().to_string(), sandbox::ENTER_OLD.to_owned()], &[])
+            }
+            Self::User => (words(&plain_user()?), &[]),
+            Self::OpenUser => (words(&plain_user()?), open),
+        })
+    }
+}
+
+/// What makes a command one of a user who has no capabilities: another one than root.
+fn plain_user() -> Result<Vec<&'static str>> {
+    let is_root = fs::metadata("/proc/self").context("no /proc")?.uid() == 0;
+    let mut words = vec!["setpriv", "--inh-caps=-all", "--no-new-privs"];
+    if is_root {
+        words.extend(["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]);
+        words.push("--bounding-set=-all");
+    }
+    Ok(words)
+}
+
 /// The outside of a machine, and machines.
 struct Outside {
     rig: Rig,
     module: PathBuf,
     seed: u64,
+    place: Place,
     /// A process of the same user, which blocks all signals that it can.
     canary: Child,
     neighbour: Child,
@@ -55,6 +114,11 @@ struct File {
 
 impl Outside {
     fn new() -> Result<Self> {
+        Self::of(Place::Default)
+    }
+
+    /// Of machines at a place.
+    fn of(place: Place) -> Result<Self> {
         let seed = match std::env::var(SEED) {
             Ok(text) => text.parse().with_context(|| format!("{SEED} is no number"))?,
             Err(_) => FIRST_SEED,
@@ -70,8 +134,14 @@ impl Outside {
         fs::write(rig.path(FOLDER).join("file"), "content\n").context("cannot write a file")?;
         let mut image = Command::new("qemu-img");
         succeed_with(image.args(["create", "-q", "-f", "qcow2"]).arg(rig.path(IMAGE)).arg("16M"))?;
-        let mut canary = Command::new("setpriv");
-        canary.args(["--pdeathsig", "KILL", "env", "--block-signal", "sleep", "100000"]);
+        if place.is_user() {
+            share_with_all(&rig)?;
+        }
+        let user = if place.is_user() { plain_user()? } else { Vec::new() };
+        let last = ["setpriv", "--pdeathsig", "KILL", "env", "--block-signal", "sleep", "100000"];
+        let words = [&user[..], &last].concat();
+        let mut canary = Command::new(words[0]);
+        canary.args(&words[1..]);
         let canary = canary.stdin(Stdio::null()).spawn().context("cannot start a process")?;
         let sum = succeed_with(Command::new("sh").args(["-c", SUM]))?;
         let script = format!("while :; do echo sum $({SUM}); sleep 0.1; done");
@@ -83,7 +153,8 @@ impl Outside {
         let sum = sum.split_whitespace().next().context("no sum")?.to_owned();
         let before = BTreeMap::new();
         let console = Transcript::follow("neighbour", output);
-        let mut outside = Self { rig, module, seed, canary, neighbour, console, sum, before };
+        let mut outside =
+            Self { rig, module, seed, place, canary, neighbour, console, sum, before };
         outside.before = outside.files()?;
         outside.goes_on()?;
         Ok(outside)
@@ -120,7 +191,7 @@ impl Outside {
         while sums(&self.console.text()) < before + 3 {
             let left = Instant::now() < deadline;
             ensure!(left, "the neighbour does not go on:\n{}", self.console.tail());
-            std::thread::sleep(Duration::from_millis(50));
+            thread::sleep(Duration::from_millis(50));
         }
         let text = self.console.text();
         let all = &text[..text.rfind('\n').unwrap_or(0)];
@@ -155,6 +226,54 @@ impl Outside {
 
     /// Runs a machine whose kernel takes the module, and looks around afterwards. The machine's own end is the caller's to judge, but it has one.
     fn attack(&mut self, arguments: &str, options: &[&str]) -> Result<Ended> {
+        self.attack_watched(arguments, options, |_| Ok(()))
+    }
+
+    /// The same; `watch` is called again and again while the machine runs, with the number of its session.
+    fn attack_watched(
+        &mut self,
+        arguments: &str,
+        options: &[&str],
+        mut watch: impl FnMut(u32) -> Result<()>,
+    ) -> Result<Ended> {
+        let child = start(&mut self.machine(arguments, options)?)?;
+        let id = child.id();
+        let machine = thread::spawn(move || super::ended(child));
+        let mut watched = Ok(());
+        while !machine.is_finished() {
+            watched = watched.and_then(|()| watch(id));
+            thread::sleep(Duration::from_millis(10));
+        }
+        let ended = machine.join().map_err(|_| anyhow!("the machine's thread panicked"))??;
+        let check = || {
+            watched?;
+            // Of the loader's own panics: the wedge says that of itself in other words.
+            let panicked = ended.messages.contains("thread '");
+            ensure!(!panicked, "parador has panicked:\n{}", ended.messages);
+            let deadline = Instant::now() + super::GONE;
+            while let Some(left) = of_session(id)?.first() {
+                ensure!(Instant::now() < deadline, "a process has stayed:\n{left}");
+                thread::sleep(Duration::from_millis(20));
+            }
+            let is_a_guests = matches!(ended.code, 0..=63 | 80 | 81 | 83 | LATE);
+            ensure!(is_a_guests, "the guest has brought about exit code {}", ended.code);
+            self.is_whole()
+        };
+        match check() {
+            Ok(()) => Ok(ended),
+            Err(error) => Err(error.context(format!(
+                "{:?} {arguments} seed={}: code {}\n{}\n{}",
+                self.place,
+                self.seed,
+                ended.code,
+                ended.console,
+                last(&ended.messages)
+            ))),
+        }
+    }
+
+    /// The command for a machine whose kernel takes the module.
+    fn machine(&self, arguments: &str, options: &[&str]) -> Result<Command> {
         let canary = self.canary.id();
         let module = format!("insmod /mnt/check_escape.ko seed={} canary={canary}", self.seed);
         let script = format!("{module} {arguments} || echo refused; echo goes on\n");
@@ -163,37 +282,55 @@ impl Outside {
         let run = "mkdir -p /mnt; mount /dev/vda /mnt; sh -e /mnt/script";
         machine.args(["-i", "busybox", "-m", "128M", "-d", "disk.img", "-d"]);
         machine.arg(format!("{FIXED},ro=on")).args(options);
-        machine.args(["--protection", "none", "-p", &format!("parador.run=\"{run}\"")]);
+        if !options.contains(&"--protection") {
+            machine.args(["--protection", "none"]);
+        }
+        machine.args(["-p", &format!("parador.run=\"{run}\"")]);
+        let (before, behind) = self.place.around()?;
         // A session of its own, by which its processes are known.
         let mut session = Command::new("setsid");
-        session.arg(machine.get_program()).args(machine.get_args());
-        session.current_dir(self.rig.folder());
-        session.envs(machine.get_envs().filter_map(|(name, value)| Some((name, value?))));
-        let child = start(&mut session)?;
-        let id = child.id();
-        let ended = super::ended(child)?;
-        let mut check = || {
-            // Of the loader's own panics: the wedge says that of itself in other words.
-            let panicked = ended.messages.contains("thread '");
-            ensure!(!panicked, "parador has panicked:\n{}", ended.messages);
-            let deadline = Instant::now() + super::GONE;
-            while let Some(left) = of_session(id)? {
-                ensure!(Instant::now() < deadline, "a process has stayed:\n{left}");
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            self.is_whole()
-        };
-        match check() {
-            Ok(()) => Ok(ended),
-            Err(error) => Err(error.context(format!(
-                "{arguments} seed={}: code {}\n{}\n{}",
-                self.seed,
-                ended.code,
-                ended.console,
-                last(&ended.messages)
-            ))),
+        session.args(before);
+        if self.place.is_user() {
+            // It is where that user finds it.
+            let own: Vec<_> = machine.get_args().collect();
+            let run = own.iter().position(|word| *word == "run").context("no machine")?;
+            session.arg(self.rig.path("parador")).arg("run").arg(self.rig.path("vmlinux"));
+            session.args(&own[run + 2..]).arg("--artifacts").arg(self.rig.folder());
+            chown(&self.rig.path("disk.img"), self.canary_user()?)?;
+            session.env("XDG_CACHE_HOME", self.rig.folder());
+        } else {
+            session.arg(machine.get_program()).args(machine.get_args());
+            session.envs(machine.get_envs().filter_map(|(name, value)| Some((name, value?))));
         }
+        session.args(behind).current_dir(self.rig.folder());
+        Ok(session)
     }
+
+    /// User and group of the canary.
+    fn canary_user(&self) -> Result<(u32, u32)> {
+        let data = fs::metadata(format!("/proc/{}", self.canary.id()));
+        let data = data.context("a process of the user has ended")?;
+        Ok((data.uid(), data.gid()))
+    }
+}
+
+/// Gives a file to a user.
+fn chown(path: &Path, (user, group): (u32, u32)) -> Result<()> {
+    std::os::unix::fs::chown(path, Some(user), Some(group)).context("cannot give a disk away")
+}
+
+/// Puts all that a machine needs where every user finds it.
+fn share_with_all(rig: &Rig) -> Result<()> {
+    for (from, name) in [
+        (target().join("release/parador"), "parador"),
+        (artifacts().join("parador-wedge"), "parador-wedge"),
+        (rig.kernel().to_owned(), "vmlinux"),
+    ] {
+        fs::copy(&from, rig.path(name))
+            .with_context(|| format!("cannot copy {}", from.display()))?;
+    }
+    let open = Permissions::from_mode(0o755);
+    fs::set_permissions(rig.folder(), open).context("cannot open a folder")
 }
 
 impl Drop for Outside {
@@ -212,8 +349,9 @@ fn last(messages: &str) -> String {
     lines[lines.len().saturating_sub(20)..].join("\n")
 }
 
-/// A process of this session that lives.
-fn of_session(session: u32) -> Result<Option<String>> {
+/// Processes of this session that live: what `/proc` says of each.
+fn of_session(session: u32) -> Result<Vec<String>> {
+    let mut found = Vec::new();
     for entry in fs::read_dir("/proc").context("no /proc")? {
         let path = entry.context("no /proc")?.path().join("stat");
         // It may end meanwhile.
@@ -222,10 +360,10 @@ fn of_session(session: u32) -> Result<Option<String>> {
         // State, parent, group, session.
         let fields: Vec<&str> = rest.split(' ').take(4).collect();
         if fields[0] != "Z" && fields.get(3) == Some(&session.to_string().as_str()) {
-            return Ok(Some(stat));
+            found.push(stat);
         }
     }
-    Ok(None)
+    Ok(found)
 }
 
 /// The last attempt that the module has told of.
@@ -267,8 +405,8 @@ pub fn numbers(is_long: bool) -> Result<()> {
     /// More than Linux has.
     const CALLS: u64 = 512;
     /// With any arguments, or with some: `hosted_vmm::filters`.
-    const ALLOWED: [u64; 16] =
-        [1, 9, 10, 11, 15, 24, 131, 202, 203, 219, 223, 228, 231, 285, 318, 329];
+    const ALLOWED: [u64; 17] =
+        [1, 9, 10, 11, 14, 15, 24, 131, 202, 203, 219, 223, 228, 231, 285, 318, 329];
     /// The only one that the filter lets through of 32-bit calls.
     const SET_THREAD_AREA: u64 = 243;
     /// The guest's kernel has panicked.
@@ -302,7 +440,9 @@ pub fn numbers(is_long: bool) -> Result<()> {
         let is_fault =
             what == "int80" && (ended.console.contains("refused") || ended.code == PANIC);
         let has_come_back = ended.messages.contains("comes back");
-        let is_killed = ended.code == KILLED && !ended.console.contains("goes on");
+        let is_killed = ended.code == KILLED
+            && ended.messages.contains(FILTERED)
+            && !ended.console.contains("goes on");
         if has_come_back || !(is_killed || is_fault) {
             bail!(
                 "{what} {number} seed={}: {}\n{}\n{}",
@@ -429,5 +569,227 @@ pub fn keys() -> Result<()> {
     let mut outside = Outside::new()?;
     let ended = outside.attack("what=keys", &[])?;
     ensure!(is_done(&ended) && ended.code == 0, "{ended:?}");
+    Ok(())
+}
+
+/// Words of shared memory that a guest changes, each with hostile values: all of them go on to be the guest's own affair. Some of them, or all.
+pub fn words(is_long: bool) -> Result<()> {
+    let all = words::all()?;
+    for (number, place) in Place::ALL.into_iter().enumerate() {
+        let mut outside = Outside::of(place)?;
+        let canary = u64::from(outside.canary.id());
+        let hostile = [1, u64::MAX, canary | canary << 32, 8 | 8 << 32, 0];
+        let chosen = if is_long { &hostile[..] } else { &hostile[number..=number] };
+        for value in chosen {
+            let (mut from, mut ends) = (0, 0);
+            while from < all.len() {
+                let arguments = format!("what=words value={value} from={from}");
+                let ended = outside.attack(&arguments, &[])?;
+                if is_done(&ended) {
+                    break;
+                }
+                let at = reached(&ended).context("the module has not begun")? as usize;
+                ends += 1;
+                from = at.max(from) + 1;
+            }
+            println!("{place:?}: {} words are {value:#x}, {ends} ends", all.len());
+        }
+    }
+    Ok(())
+}
+
+/// A process that is made after a word has been changed has no more rights than the others: it is taken over, and tries to signal the canary.
+pub fn takeover(is_long: bool) -> Result<()> {
+    /// A word by which the process is had; and one that ends the machine.
+    const NEEDED: [&str; 5] =
+        ["vcpu_rsp", "vcpu_slots", "vcpu_wanted", "vcpu_cell", "shared_ended"];
+    let all = words::all()?;
+    let chosen = |name: &str| {
+        // In a machine of one virtual CPU these decided once upon a time; today they are of other parts.
+        let is_flag = name.starts_with("shared_") || name.starts_with("start_");
+        !NEEDED.contains(&name) && (is_long || is_flag)
+    };
+    let indices: Vec<usize> = (0..all.len()).filter(|index| chosen(&all[*index].name)).collect();
+    for place in Place::ALL {
+        let mut outside = Outside::of(place)?;
+        let mut taken = 0;
+        // One in each place at least; a few more by the seed.
+        let step = if is_long { 1 } else { 9 };
+        let first = outside.seed as usize % step;
+        for index in indices.iter().skip(first).step_by(step) {
+            let name = &all[*index].name;
+            let arguments = format!("what=takeover word={index} value={}", u64::MAX / 0xff);
+            let ended = outside.attack(&arguments, &[])?;
+            let filtered = ended.messages.contains(FILTERED);
+            // ESRCH, EPERM.
+            let refused = [-3_i64, -1].iter().any(|error| {
+                ended.messages.contains(&format!("escape: kill gives {}", *error as u64))
+            });
+            let is_had = ended.messages.contains("escape: a new process");
+            // Where the host keeps signals inside, a process may send this one, and reaches nobody.
+            let keeps = matches!(place, Place::Default | Place::User);
+            let as_expected = if keeps { filtered || refused } else { filtered };
+            ensure!(!is_had || as_expected, "{place:?} {name}:\n{}", last(&ended.messages));
+            taken += usize::from(is_had);
+        }
+        println!("{place:?}: {taken} of {} processes taken over", indices.len().div_ceil(step));
+        ensure!(taken > 0, "{place:?}: no process was taken over");
+    }
+    Ok(())
+}
+
+/// The thread that maps for programs obeys the guest only when nothing runs in its process without a filter.
+pub fn mapper() -> Result<()> {
+    for place in [Place::Open, Place::Default] {
+        let mut outside = Outside::of(place)?;
+        let options = ["--protection", "process", "-c", "2"];
+        let ended = outside.attack("what=mapper rounds=64", &options)?;
+        ensure!(reached(&ended).is_some(), "{place:?}: {ended:?}");
+        let sent = ended.messages.contains("escape: kill gives");
+        ensure!(!sent, "{place:?}: a program process has made a call of the host:\n{ended:?}");
+    }
+    Ok(())
+}
+
+/// Requests to disks, an image and a folder that no driver has made are carried out if they are sound, all others are refused.
+pub fn requests() -> Result<()> {
+    const DISK: &str = "marks.img";
+    const ROUNDS: u64 = 1024;
+    let mut outside = Outside::new()?;
+    let share = format!("{FOLDER}:folder");
+    fs::write(outside.rig.path(DISK), vec![0; 1 << 20]).context("cannot write a disk")?;
+    let options = ["-d", DISK, "-d", IMAGE, "--share", &share];
+    // Disks, in the order of options; behind room for four, folders.
+    for (queue, sound) in [(2, ROUNDS / 2), (3, ROUNDS / 2), (4, 0)] {
+        let ended =
+            outside.attack(&format!("what=requests queue={queue} rounds={ROUNDS}"), &options)?;
+        let count = |what: &str| -> Result<u64> {
+            let at = |line: &str| line.split(what).nth(1)?.trim().parse().ok();
+            let found = ended.messages.lines().find_map(at);
+            found.with_context(|| format!("queue {queue}: no `{what}`:\n{ended:?}"))
+        };
+        let [done, refused, silent] = [
+            count("requests carried out ")?,
+            count("requests refused ")?,
+            count("requests unanswered ")?,
+        ];
+        let wanted = if queue < 4 { (sound, ROUNDS - sound, 0) } else { (done, refused, 0) };
+        ensure!((done, refused, silent) == wanted, "queue {queue}: {done} {refused} {silent}");
+        ensure!(done + refused == ROUNDS && is_done(&ended), "queue {queue}: {ended:?}");
+        let file = match queue {
+            2 => DISK,
+            3 => {
+                let mut image = Command::new("qemu-img");
+                let convert = ["convert", "-f", "qcow2", "-O", "raw", IMAGE, "image.raw"];
+                succeed_with(image.args(convert).current_dir(outside.rig.folder()))?;
+                "image.raw"
+            }
+            _ => continue,
+        };
+        let content = fs::read(outside.rig.path(file)).context("no disk")?;
+        for (number, sector) in content.chunks(512).enumerate() {
+            let mark = u64::from_le_bytes(sector[..8].try_into()?);
+            let number = number as u64;
+            let wanted = if number < sound { words::MARK + number } else { 0 };
+            ensure!(mark == wanted, "queue {queue}, sector {number}: {mark:#x}");
+        }
+    }
+    Ok(())
+}
+
+/// A guest has as many processes as its machine may have, and no more, whatever it writes.
+pub fn processes() -> Result<()> {
+    let mut outside = Outside::new()?;
+    for (options, most) in [
+        (&["-c", "1"][..], 64),
+        (&["-c", "1", "--protection", "process"], 128),
+        (&["-c", "8"], 128),
+    ] {
+        let mut seen = 0;
+        let ended = outside.attack_watched("what=processes", options, |session| {
+            let all = of_session(session)?;
+            let wedges = all.iter().filter(|stat| stat.contains("(parador-wedge)"));
+            seen = seen.max(wedges.count());
+            Ok(())
+        })?;
+        ensure!(ended.messages.contains("asked for 512 processes"), "{options:?}: {ended:?}");
+        // The device process, and two for each disk where the host has no rings.
+        println!("{options:?}: {seen} processes");
+        ensure!((most / 2..=most + 5).contains(&seen), "{options:?}: {seen} processes");
+    }
+    Ok(())
+}
+
+/// A guest keeps to the CPUs that its machine was started on.
+pub fn affinity() -> Result<()> {
+    let mut outside = Outside::new()?;
+    for by in 0..5 {
+        let ended = outside.attack(&format!("what=affinity by={by}"), &[])?;
+        let is_killed = ended.code == KILLED && ended.messages.contains(FILTERED);
+        ensure!(is_killed && !ended.messages.contains("comes back"), "by={by}: {ended:?}");
+    }
+    // The same on one CPU, of which nothing of the machine leaves.
+    let own = fs::read_to_string("/proc/self/status").context("no /proc")?;
+    let own = allowed_cpus(&own)?;
+    let first = own.split([',', '-']).next().context("no CPU")?.to_owned();
+    let mut machine = outside.machine("what=affinity", &[])?;
+    let mut bound = Command::new("taskset");
+    bound.args(["-c", &first]).arg(machine.get_program()).args(machine.get_args());
+    bound.current_dir(outside.rig.folder());
+    bound.envs(machine.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    machine = bound;
+    let child = start(&mut machine)?;
+    let id = child.id();
+    let machine = thread::spawn(move || super::ended(child));
+    let mut looks = 0;
+    while !machine.is_finished() {
+        for stat in of_session(id)? {
+            let process = stat.split(' ').next().unwrap_or_default();
+            // It may end meanwhile.
+            let Ok(status) = fs::read_to_string(format!("/proc/{process}/status")) else {
+                continue;
+            };
+            let cpus = allowed_cpus(&status)?;
+            ensure!(cpus == first, "a process runs on {cpus}, not on {first}:\n{stat}");
+            looks += 1;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    let ended = machine.join().map_err(|_| anyhow!("the machine's thread panicked"))??;
+    let given = ended.messages.contains("escape: sets of CPUs given 0");
+    ensure!(given && ended.code == KILLED && looks > 10, "{looks} looks: {ended:?}");
+    Ok(())
+}
+
+/// What `/proc/PID/status` says of the CPUs that a process may run on.
+fn allowed_cpus(status: &str) -> Result<String> {
+    let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    Ok(line.context("no list of CPUs")?.trim().to_owned())
+}
+
+/// Exit codes are what a guest may bring about (`docs/spec/exit-codes.md`).
+pub fn codes() -> Result<()> {
+    let mut outside = Outside::new()?;
+    for (what, code, text) in [
+        ("end code=0", 0, "powered off"),
+        ("end code=63", 63, "code 63"),
+        ("end code=64", KILLED, "code 64, which is not a guest's"),
+        ("end code=70", KILLED, "code 70, which is not a guest's"),
+        ("end code=80", 80, "panicked"),
+        ("end code=82", KILLED, "code 82, which is not a guest's"),
+        ("end code=83", 83, "reset"),
+        ("end code=124", KILLED, "code 124, which is not a guest's"),
+        ("end code=137", KILLED, "code 137, which is not a guest's"),
+        ("end code=256", KILLED, "code 256, which is not a guest's"),
+        ("exit code=0", KILLED, "exited with status 0"),
+        ("exit code=71", KILLED, "exited with status 71"),
+        ("exit code=137", KILLED, "exited with status 137"),
+        ("fault", KILLED, "was killed by signal 11"),
+        ("call number=41", KILLED, FILTERED),
+    ] {
+        let ended = outside.attack(&format!("what={what}"), &[])?;
+        let as_expected = ended.code == code && ended.messages.contains(text);
+        ensure!(as_expected, "{what}: {}\n{}", ended.code, last(&ended.messages));
+    }
     Ok(())
 }

@@ -1,10 +1,13 @@
 //! Networks of machines that are processes of this host.
 
 use super::{Ended, GONE, Rig, end, is_alive, start, succeed};
+use crate::system::{artifacts, target};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command};
 use std::thread;
@@ -14,17 +17,13 @@ use std::time::{Duration, Instant};
 const DATA: usize = 8 << 20;
 /// How long the other side may take.
 const PATIENCE: Duration = Duration::from_secs(100);
+/// How long the guest may take for an answer at a forwarded port.
+const ANSWER: Duration = Duration::from_secs(5);
 /// How often it is tried.
 const TICK: Duration = Duration::from_millis(50);
 /// Addresses of the guest's network card by DHCP; the router's is in a file then.
-const CONFIGURE: &str = "cat >/tmp/dhcp <<'END'
-#!/bin/sh
-[ \"$1\" = bound ] || exit 0
-ifconfig eth0 $ip netmask $subnet
-for one in $router; do route add default gw $one; echo $one >/tmp/router; done
-END
-chmod +x /tmp/dhcp; ifconfig eth0 up; udhcpc -i eth0 -n -q -s /tmp/dhcp
-";
+const CONFIGURE: &str = "ifconfig eth0 up; udhcpc -i eth0 -n -q
+    ip route | sed -n 's/^default via \\([^ ]*\\).*/\\1/p' >/tmp/router";
 // Of busybox, `nc` sends what it is given, then ends its own direction, and is done when the other direction ends. Who only takes must not
 // end its direction first, and has a pipe that nothing comes through.
 
@@ -87,13 +86,46 @@ pub fn user() -> Result<()> {
         nc -l -p 7 <>/tmp/never\n"
     );
     let mut machine = rig.script(&script, &[])?;
-    machine.args(["--net", &format!("user,hostfwd=tcp:{forwarded}:7")]);
+    machine.args(["--net", &format!("user,hostloopback=on,hostfwd=tcp:{forwarded}:7")]);
     let machine = thread::spawn(move || end(&mut machine, ""));
     let host = talk(&listener, forwarded);
     let ended = machine.join().map_err(|_| anyhow::anyhow!("the machine's thread panicked"))??;
     // What the machine says comes first, if both went wrong.
     ended.well(0, &["the host has got it"])?;
-    host
+    host?;
+    hidden(&rig)
+}
+
+/// Without `hostloopback` no service on the host's loopback address is to be had; forwarded ports are.
+fn hidden(rig: &Rig) -> Result<()> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot listen")?;
+    let (server, forwarded) = (listener.local_addr()?.port(), free_port()?);
+    let script = format!(
+        "{CONFIGURE}
+        router=$(cat /tmp/router)
+        for address in $router 127.0.0.1; do
+            nc -w 3 $address {server} </dev/null && exit 9; done
+        echo has tried; echo from the guest | nc -l -p 7\n"
+    );
+    let mut machine = rig.script(&script, &[])?;
+    machine.args(["--net", &format!("user,hostfwd=tcp:{forwarded}:7")]);
+    let mut child = start(&mut machine)?;
+    // Before the guest has an address, `passt` waits for its answers in vain.
+    wait_for(&mut child, "has tried\r\n")?;
+    let back = until("answer at the forwarded port", || {
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, forwarded))?;
+        stream.set_read_timeout(Some(ANSWER))?;
+        let mut back = String::new();
+        let read = stream.write_all(b"go\n").and_then(|()| stream.read_to_string(&mut back));
+        Ok((read.is_ok() && !back.is_empty()).then_some(back))
+    });
+    drop(child.stdin.take());
+    let output = child.wait_with_output().context("cannot wait for parador")?;
+    ensure!(back? == "from the guest\n", "something else came through the port");
+    ensure!(output.status.code() == Some(0), "{output:?}");
+    listener.set_nonblocking(true).context("cannot listen")?;
+    ensure!(listener.accept().is_err(), "the guest has reached the host's loopback address");
+    Ok(())
 }
 
 /// The host's side of [`user`].
@@ -141,11 +173,19 @@ pub fn switch() -> Result<()> {
         mkfifo /tmp/never
         until nc 10.77.0.1 7 <>/tmp/never >/tmp/data; do sleep 0.2; done
         until nc 10.77.0.1 8 </tmp/data; do sleep 0.2; done\n";
-    let mut serving = first.script(serve, &[])?;
-    serving.args(["--net", &net]);
+    let machine = first.script(serve, &[])?;
+    // The mode of the socket does not depend on the user's.
+    let mut serving = Command::new("sh");
+    serving.args(["-c", "umask 0; exec \"$@\"", "sh"]).arg(machine.get_program());
+    serving.args(machine.get_args()).args(["--net", &net]).current_dir(first.folder());
+    serving.envs(machine.get_envs().filter_map(|(name, value)| Some((name, value?))));
     let mut asking = second.script(ask, &[])?;
     asking.args(["--net", &net]);
     let serving = thread::spawn(move || end(&mut serving, ""));
+    until("switch", || Ok(socket.exists().then_some(())))?;
+    let mode = fs::metadata(&socket).context("no switch")?.permissions().mode();
+    ensure!(mode & 0o7777 == 0o600, "the switch's socket has mode {mode:o}");
+    for_one_user(&first, &socket)?;
     let asked = end(&mut asking, "");
     let served = serving.join().map_err(|_| anyhow::anyhow!("the machine's thread panicked"))??;
     served.well(0, &["the same"])?;
@@ -158,6 +198,60 @@ pub fn switch() -> Result<()> {
     let mut machine = first.script("ifconfig eth0 up; cat /sys/class/net/eth0/carrier\n", &[])?;
     end(machine.args(["--net", &net]), "")?.well(0, &["\n1\n"])?;
     gone(&socket)
+}
+
+/// First argument of this program when it is to connect with a socket and wait until the other side closes it ([`connect`]).
+pub const CONNECT: &str = "--connect";
+
+/// Connects with the socket that `arguments` name; what comes is nothing.
+pub fn connect(arguments: &[String]) -> Result<()> {
+    let mut stream = UnixStream::connect(&arguments[0]).context("cannot connect")?;
+    stream.set_read_timeout(Some(PATIENCE)).context("no time limit")?;
+    let read = stream.read(&mut [0]).context("the connection stays")?;
+    ensure!(read == 0, "something has come");
+    println!("closed");
+    Ok(())
+}
+
+/// A switch is of one user: it takes nobody else in, and who is somebody else does not join it, even where all may use its socket.
+fn for_one_user(rig: &Rig, socket: &Path) -> Result<()> {
+    if fs::metadata("/proc/self").context("no /proc")?.uid() != 0 {
+        eprintln!("only root can be another user");
+        return Ok(());
+    }
+    let open = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode));
+    open(rig.folder(), 0o755).and_then(|()| open(socket, 0o666)).context("cannot change a mode")?;
+    let itself = std::env::current_exe().context("no path of this program")?;
+    let nobody = ["--reuid", "65534", "--regid", "65534", "--clear-groups"];
+    for (file, name) in [(itself, "tests"), (target().join("release/parador"), "parador")] {
+        fs::copy(&file, rig.path(name))
+            .with_context(|| format!("cannot copy {}", file.display()))?;
+    }
+    let mut connecting = Command::new("setpriv");
+    connecting.args(nobody).arg(rig.path("tests")).arg(CONNECT).arg(socket);
+    let said = connecting.output().context("cannot start setpriv")?;
+    ensure!(said.stdout == b"closed\n", "another user is connected with the switch: {said:?}");
+    // As another user who serves it: root does not join.
+    let path = rig.path("theirs");
+    // Theirs alone: `parador` takes no programs from a folder that others may write to.
+    fs::create_dir(&path)
+        .and_then(|()| chown(&path, Some(65534), Some(65534)))
+        .context("cannot make a folder")?;
+    fs::copy(rig.kernel(), path.join("vmlinux")).context("cannot copy the kernel")?;
+    fs::copy(artifacts().join("parador-wedge"), path.join("parador-wedge"))
+        .context("cannot copy the wedge")?;
+    let net = format!("switch={}", path.join("switch").display());
+    let mut serving = Command::new("setpriv");
+    serving.args(nobody).arg(rig.path("parador")).arg("run").arg(path.join("vmlinux"));
+    serving.args(["-i", "busybox", "--backend", "process", "--timeout", "60s", "--net", &net]);
+    serving.arg("--artifacts").arg(&path).env("XDG_CACHE_HOME", &path).current_dir(&path);
+    let mut serving = start(&mut serving)?;
+    let there = until("switch of another user", || Ok(path.join("switch").exists().then_some(())));
+    let refused = end(rig.run().args(["--net", &net]), "");
+    serving.kill().and_then(|()| serving.wait()).context("cannot end parador")?;
+    there?;
+    refused?.has(77, &["is another user's"])?;
+    open(rig.folder(), 0o700).context("cannot change a mode")
 }
 
 fn gone(socket: &Path) -> Result<()> {
@@ -308,6 +402,7 @@ pub fn tap() -> Result<()> {
     refused.args(rig.run().args(["--net", "tap=tap1"]).get_args());
     refused.current_dir(rig.folder.path());
     refused.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    end(&mut refused, "")?.has(71, &["the host gives no tap device"])?;
+    end(&mut refused, "")?
+        .has(71, &["cannot open a tap device: Operation not permitted (EPERM)"])?;
     Ok(())
 }

@@ -82,6 +82,11 @@ pub(crate) trait AsyncLruCacheBackend: Send + Sync {
     #[allow(async_fn_in_trait)] // No need for Send
     async fn flush(&self, key: Self::Key, value: &Self::Value) -> io::Result<()>;
 
+    /// Check whether [`flush()`](AsyncLruCacheBackend::flush()) would write the given object.
+    fn must_flush(&self, _value: &Self::Value) -> bool {
+        true
+    }
+
     /// Drop the given object without flushing.
     ///
     /// The cache owner is invalidating the cache, evicting all objects without flushing them.  If
@@ -118,7 +123,8 @@ impl<
     /// If there is no entry yet, load it via the backend.
     ///
     /// If there is no more room in the cache for a new entry and `may_flush` is true, flush out
-    /// the oldest entry via `flush()` to make space.
+    /// the oldest entry via `flush()` to make space.  If `may_flush` is false, only an entry that
+    /// need not be flushed makes space.
     ///
     /// `Ok(None)` is returned if and only if there is no more room in the cache and `may_flush` is
     /// false.
@@ -147,6 +153,16 @@ impl<
         self.0.flush().await
     }
 
+    /// Return all entries that must be flushed.
+    pub async fn unflushed(&self) -> Vec<Arc<V>> {
+        let map = self.0.map.read().await;
+        map.values()
+            .map(|entry| entry.value())
+            .filter(|value| self.0.backend.must_flush(value))
+            .map(Arc::clone)
+            .collect()
+    }
+
     /// Evict all cache entries.
     ///
     /// Evicts all cache entries without flushing them.
@@ -170,10 +186,11 @@ impl<
     ///
     /// If there are free entries, return `Ok(true)` immediately.
     ///
-    /// If there are no free entries and `may_evict` is true, evict the least-recently-used entry
+    /// If there are no free entries and `may_flush` is true, evict the least-recently-used entry
     /// by flushing it via `backend.flush()`, then return `Ok(true)` on success.
     ///
-    /// If there are no free entries and `may_evict` is false, return `Ok(false)`.
+    /// If there are no free entries and `may_flush` is false, evict the least-recently-used entry
+    /// that need not be flushed, and return whether there is one.
     ///
     /// Note that this function holds the write lock for its entire lifetime, so `backend.flush()`
     /// must not call back into this cache directly or indirectly.  Cross-cache flush ordering must
@@ -188,14 +205,8 @@ impl<
     async fn ensure_free_entry(
         &self,
         map: &mut RwLockWriteGuard<'_, HashMap<K, AsyncLruCacheEntry<V>>>,
-        may_evict: bool,
+        may_flush: bool,
     ) -> io::Result<bool> {
-        if map.len() < self.limit {
-            return Ok(true);
-        } else if !may_evict {
-            return Ok(false);
-        }
-
         while map.len() >= self.limit {
             trace!("{} / {} used", map.len(), self.limit);
 
@@ -203,6 +214,7 @@ impl<
             let oldest = map
                 .iter()
                 .filter(|(_key, entry)| Arc::strong_count(entry.value()) == 1)
+                .filter(|(_key, entry)| may_flush || !self.backend.must_flush(entry.value()))
                 .fold((0, None), |oldest, (key, entry)| {
                     // Users must not create weak references, and so we know that with a `strong_count`
                     // of 1 (while holding the map’s write lock), no one can access this entry anymore
@@ -218,6 +230,9 @@ impl<
                 });
 
             let Some(oldest_key) = oldest.1 else {
+                if !may_flush {
+                    return Ok(false);
+                }
                 error!("Cannot evict entry from cache; everything is in use");
                 return Err(io::Error::other(
                     "Cannot evict entry from cache; everything is in use",
@@ -301,7 +316,7 @@ impl<
     async fn insert(&self, key: K, value: Arc<V>, may_flush: bool) -> io::Result<bool> {
         let mut map = self.map.write().await;
         if let Some(entry) = map.get_mut(&key) {
-            if !may_flush {
+            if !may_flush && self.backend.must_flush(entry.value()) {
                 return Ok(false);
             }
 

@@ -367,7 +367,8 @@ impl Storage for File {
             while_eintr(|| unsafe { libc::fsync(self.file.write().as_raw_fd()) })?;
             return Ok(());
         }
-        self.file.write().sync_all()
+        // Shared, so that reads and writes do not wait for the disk
+        self.file.read().sync_data()
     }
 
     async unsafe fn invalidate_cache(&self) -> io::Result<()> {

@@ -88,6 +88,9 @@ fn fadt(layout: &PcLayout, facs: u64, dsdt: u64) -> FADTBuilder {
         .flag(Flags::FixRtc)
         .flag(Flags::TmrValExt)
         .flag(Flags::ResetRegSup);
+    // Systems that know only 32 bits look here; others prefer the wide fields (ACPI 6.5, table 5.9). Tables are below 1 MiB.
+    table.firmware_ctrl = (facs as u32).into();
+    table.dsdt = (dsdt as u32).into();
     table.sci_int = u16::from(layout.sci).into();
     table.pm1a_evt_blk = u32::from(layout.pm1a_event).into();
     table.pm1a_cnt_blk = u32::from(layout.pm1a_control).into();
@@ -293,6 +296,20 @@ mod tests {
                 MadtEntry::LocalApicNmi { uid: 0xff, flags: bus, lint: 1 },
             ]
         );
+    }
+
+    /// Systems that know only 32-bit addresses find the same tables.
+    #[test]
+    fn narrow_addresses_are_those_of_the_wide_fields() {
+        let region = written(&LAYOUT, 1);
+        let tables = Tables::from_address(ACPI, reach(&region)).unwrap();
+        let fadt = tables.find(b"FACP").unwrap();
+        let field = |at: usize| u64::from_le_bytes(fadt.bytes()[at..at + 8].try_into().unwrap());
+        // FIRMWARE_CTRL and DSDT; X_FIRMWARE_CTRL; X_DSDT.
+        let (facs, dsdt) = (field(36) & 0xffff_ffff, field(36) >> 32);
+        assert_eq!((facs, dsdt), (field(132), field(140)));
+        assert_eq!(reach(&region)(facs, 4), Some(&b"FACS"[..]));
+        assert_eq!(reach(&region)(dsdt, 4), Some(&b"DSDT"[..]));
     }
 
     #[test]

@@ -18,7 +18,6 @@ mod header {
     pub const RAMDISK_SIZE: usize = 0x21c;
     pub const CMD_LINE_PTR: usize = 0x228;
     pub const INITRD_ADDR_MAX: usize = 0x22c;
-    pub const RELOCATABLE: usize = 0x234;
     pub const XLOADFLAGS: usize = 0x236;
     pub const CMDLINE_SIZE: usize = 0x238;
     pub const PREF_ADDRESS: usize = 0x258;
@@ -48,6 +47,8 @@ const LOADER: u8 = 0xff;
 /// `vid_mode`: "normal".
 const VIDEO_NORMAL: u16 = 0xffff;
 const SECTOR: usize = 512;
+/// Unit of `syssize`.
+const PARAGRAPH: u64 = 16;
 
 /// A bzImage, checked.
 #[derive(Clone, Copy, Debug)]
@@ -88,19 +89,19 @@ impl<'a> BzImage<'a> {
             count => usize::from(count),
         };
         let code_at = (sectors + 1) * SECTOR;
-        let code_length = u64::from(u32_at(head, header::SYSSIZE)) * 16;
-        let needed = code_at as u64 + code_length;
-        // The lengths fit `usize` where they are not larger than the image.
+        let code_length = u64::from(u32_at(head, header::SYSSIZE)) * PARAGRAPH;
+        // Builds count paragraphs, and some of them do not fill the last one.
+        let needed = code_at as u64 + code_length.saturating_sub(PARAGRAPH);
         let code = match image.get(code_at..) {
-            Some(code) if needed <= actual => &code[..code_length as usize],
+            Some(code) if needed <= actual => code,
             _ => return Err(BootError::Truncated { needed, actual }),
         };
+        // The length fits `usize` where it is not larger than the image.
+        let code = &code[..code_length.min(code.len() as u64) as usize];
         if u16_at(head, header::XLOADFLAGS) & XLF_KERNEL_64 == 0 {
             return Err(BootError::No64BitEntry);
         }
-        if head[header::RELOCATABLE] == 0 {
-            return Err(BootError::NotRelocatable);
-        }
+        // Kernels that cannot be relocated have to be there, others like to be.
         let address = u64_at(head, header::PREF_ADDRESS);
         let room = u64::from(u32_at(head, header::INIT_SIZE)).max(code_length);
         let end = address.checked_add(room).and_then(|end| end.checked_next_multiple_of(PAGE));
@@ -245,6 +246,51 @@ mod tests {
         assert_eq!(m.read(last + 16), Ok(1u32));
     }
 
+    /// Some builds do not fill the last paragraph that they count.
+    #[test]
+    fn the_last_paragraph_may_be_short() {
+        let image = bzimage(5000);
+        for missing in [1, 15, 16] {
+            let ram = memory(&[(0, 48 << 20)]);
+            let short = &image[..image.len() - missing];
+            let config = BootConfig {
+                layout: &LAYOUT,
+                vcpus: 1,
+                kernel: short,
+                initrd: None,
+                command_line: b"",
+            };
+            load(&ram, &config).unwrap();
+            let mut code = vec![0; 5008];
+            ram.read_slice(0x100_0000, &mut code).unwrap();
+            let there = 5008 - missing;
+            assert_eq!(code[..there], image[1024..1024 + there]);
+            assert!(code[there..].iter().all(|&byte| byte == 0));
+        }
+    }
+
+    /// A kernel that is not relocatable goes where it prefers to be.
+    #[test]
+    fn a_kernel_that_cannot_be_moved_is_not() {
+        const RELOCATABLE: usize = 0x234;
+        let ram = memory(&[(0, 80 << 20)]);
+        let mut image = bzimage(100);
+        image[RELOCATABLE] = 0;
+        image[header::PREF_ADDRESS..][..8].copy_from_slice(&0x340_0000u64.to_le_bytes());
+        let config = BootConfig {
+            layout: &LAYOUT,
+            vcpus: 1,
+            kernel: &image,
+            initrd: None,
+            command_line: b"",
+        };
+        assert_eq!(load(&ram, &config).unwrap().rip, 0x340_0200);
+        assert_eq!(ram.read(0x340_0000 + 5), Ok(image[1024 + 5]));
+        // Where there is no memory it cannot be.
+        let small = memory(&[(0, 48 << 20)]);
+        assert!(matches!(load(&small, &config), Err(BootError::TooLittleMemory { .. })));
+    }
+
     #[test]
     fn the_initrd_stays_below_its_limit() {
         let ram = memory(&[(0, 64 << 20)]);
@@ -280,13 +326,12 @@ mod tests {
         assert_eq!(error(&[]), Some(BootError::UnknownFormat));
         assert_eq!(error(&good[..0x205]), Some(BootError::UnknownFormat));
         assert_eq!(with(header::MAGIC, b"hdrs"), Some(BootError::UnknownFormat));
-        for length in [0x206, header::END - 1, header::END, 1024, good.len() - 1] {
+        for length in [0x206, header::END - 1, header::END, 1024, good.len() - 17] {
             assert!(matches!(error(&good[..length]), Some(BootError::Truncated { .. })));
         }
         let old = Some(BootError::OldProtocol { version: 0x20b });
         assert_eq!(with(header::VERSION, &[0xb, 2]), old);
         assert_eq!(with(header::XLOADFLAGS, &[0]), Some(BootError::No64BitEntry));
-        assert_eq!(with(header::RELOCATABLE, &[0]), Some(BootError::NotRelocatable));
         let bad = Some(BootError::BadHeader);
         assert_eq!(with(header::PREF_ADDRESS, &[0xff; 8]), bad);
         assert_eq!(with(header::PREF_ADDRESS, &0x1000u64.to_le_bytes()), bad);

@@ -23,16 +23,16 @@ pub enum BootError {
     },
     /// bzImage without a 64-bit entry.
     No64BitEntry,
-    /// bzImage that cannot be placed where memory is.
-    NotRelocatable,
     /// bzImage that asks for addresses below 1 MiB or beyond 4 GiB.
     BadHeader,
     /// ELF file that is no executable.
     BadElf(ElfError),
     /// ELF file for another processor.
     WrongMachine,
-    /// ELF file without the PVH entry note.
+    /// ELF file without the PVH entry note, and without a Multiboot header.
     NoPvhEntry,
+    /// A Multiboot header that contradicts itself, or asks for what this loader does not have.
+    BadMultiboot,
     /// A segment of an ELF kernel lies where the loader puts its own data (below 1 MiB), or beyond
     /// 4 GiB.
     BadSegment {
@@ -99,7 +99,9 @@ impl fmt::Display for Mebibytes {
 impl fmt::Display for BootError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Self::UnknownFormat => f.write_str("the kernel is neither a bzImage nor an ELF file"),
+            Self::UnknownFormat => f.write_str(
+                "the kernel is neither a bzImage nor an ELF file, nor has it a Multiboot header",
+            ),
             Self::Truncated { needed, actual } => {
                 write!(f, "the kernel is cut short: it has {actual} of at least {needed} bytes")
             }
@@ -110,14 +112,18 @@ impl fmt::Display for BootError {
                 version & 0xff
             ),
             Self::No64BitEntry => f.write_str("the kernel has no 64-bit entry"),
-            Self::NotRelocatable => f.write_str("the kernel is not relocatable"),
             Self::BadHeader => {
                 f.write_str("the kernel asks for addresses below 1 MiB or beyond 4 GiB")
             }
             Self::BadElf(ElfError::Truncated) => f.write_str("the kernel is cut short"),
             Self::BadElf(error) => write!(f, "the kernel is a damaged ELF file: {error:?}"),
             Self::WrongMachine => f.write_str("the kernel is for another processor"),
-            Self::NoPvhEntry => f.write_str("the kernel is an ELF file without a PVH entry note"),
+            Self::NoPvhEntry => f.write_str(
+                "the kernel is an ELF file without a PVH entry note and without a Multiboot header",
+            ),
+            Self::BadMultiboot => f.write_str(
+                "the kernel's Multiboot header contradicts itself or needs a video mode",
+            ),
             Self::BadSegment { start, end } => write!(
                 f,
                 "the kernel wants memory {start:#x}..{end:#x}, which is not between 1 MiB and 4 GiB"

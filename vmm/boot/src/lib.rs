@@ -1,8 +1,8 @@
 //! Boots guests: finds out what a kernel image is, puts it with its command line, initial RAM disk and the
 //! machine's description into guest memory, and says in which state the first virtual CPU starts.
 //!
-//! Two protocols: Linux/x86 with the 64-bit entry (`Documentation/arch/x86/boot.rst` in Linux) and
-//! PVH (Xen, "x86/HVM direct boot ABI"). The machine is described by ACPI tables and a memory
+//! Three protocols: Linux/x86 with the 64-bit entry (`Documentation/arch/x86/boot.rst` in Linux),
+//! PVH (Xen, "x86/HVM direct boot ABI"), and Multiboot 0.6.96 (GNU). The machine is described by ACPI tables and a memory
 //! map; where its chips are comes from the caller in a [`PcLayout`].
 //!
 //! Invariants:
@@ -27,6 +27,8 @@ mod layout;
 #[cfg(feature = "load")]
 mod load;
 #[cfg(feature = "load")]
+mod multiboot;
+#[cfg(feature = "load")]
 mod pvh;
 #[cfg(feature = "load")]
 mod start;
@@ -39,6 +41,8 @@ pub use error::BootError;
 pub use layout::{MemoryKind, MemoryRange, PcLayout, PciLayout, memory_map, ram_ranges};
 #[cfg(feature = "load")]
 pub use load::{BootConfig, Kernel, Rest, load, load_rest};
+#[cfg(feature = "load")]
+pub use multiboot::MultibootKernel;
 #[cfg(feature = "load")]
 pub use pvh::PvhKernel;
 #[cfg(feature = "load")]

@@ -2,7 +2,10 @@
 
 use vmm_mem::GuestMemory;
 
-use crate::{BootError, BzImage, InitialState, PcLayout, PvhKernel, acpi, bzimage, layout, pvh};
+use crate::{
+    BootError, BzImage, InitialState, MultibootKernel, PcLayout, PvhKernel, acpi, bzimage, layout,
+    multiboot, pvh,
+};
 
 /// What to boot.
 #[derive(Clone, Copy, Debug)]
@@ -13,7 +16,7 @@ pub struct BootConfig<'a> {
     pub vcpus: u8,
     /// Kernel image.
     pub kernel: &'a [u8],
-    /// Initial RAM disk, or for PVH the first module.
+    /// Initial RAM disk, or for PVH and Multiboot the first module.
     pub initrd: Option<&'a [u8]>,
     /// Command line, without a closing zero.
     pub command_line: &'a [u8],
@@ -26,15 +29,23 @@ pub enum Kernel<'a> {
     BzImage(BzImage<'a>),
     /// ELF with the PVH entry note.
     Pvh(PvhKernel<'a>),
+    /// ELF, or anything else, with a Multiboot header.
+    Multiboot(MultibootKernel<'a>),
 }
 
 impl<'a> Kernel<'a> {
     /// Finds out what an image is and checks everything about it that does not depend on the machine.
     pub fn detect(image: &'a [u8]) -> Result<Self, BootError> {
-        if pvh::is_elf(image) {
-            PvhKernel::parse(image).map(Self::Pvh)
-        } else {
-            BzImage::parse(image).map(Self::BzImage)
+        let found = match pvh::is_elf(image) {
+            true => PvhKernel::parse(image).map(Self::Pvh),
+            false => BzImage::parse(image).map(Self::BzImage),
+        };
+        match found {
+            Err(error @ (BootError::NoPvhEntry | BootError::UnknownFormat)) => {
+                let other = MultibootKernel::parse(image).ok_or(error)?;
+                other.map(Self::Multiboot)
+            }
+            found => found,
         }
     }
 
@@ -49,6 +60,7 @@ impl<'a> Kernel<'a> {
         match self {
             Self::BzImage(kernel) => kernel.end(),
             Self::Pvh(kernel) => kernel.end(),
+            Self::Multiboot(kernel) => kernel.end(),
         }
     }
 
@@ -56,7 +68,7 @@ impl<'a> Kernel<'a> {
     fn initrd_limit(&self) -> u64 {
         match self {
             Self::BzImage(kernel) => kernel.initrd_limit(),
-            Self::Pvh(_) => layout::FOUR_GIB,
+            Self::Pvh(_) | Self::Multiboot(_) => layout::FOUR_GIB,
         }
     }
 }
@@ -82,6 +94,8 @@ pub fn load(memory: &GuestMemory, config: &BootConfig<'_>) -> Result<InitialStat
             bzimage::load(memory, &kernel, config.command_line, initrd, rsdp)
         }
         Kernel::Pvh(kernel) => pvh::load(memory, &kernel, config.command_line, initrd, rsdp),
+        // Those find the tables by themselves.
+        Kernel::Multiboot(kernel) => multiboot::load(memory, &kernel, config.command_line, initrd),
     }
 }
 

@@ -35,8 +35,8 @@ pub struct PvhKernel<'a> {
 impl<'a> PvhKernel<'a> {
     /// Checks an image.
     pub(crate) fn parse(image: &'a [u8]) -> Result<Self, BootError> {
-        let elf = Elf::parse(image)?;
-        if elf.machine() != Machine::X86_64 {
+        let elf = Elf::parse_any(image)?;
+        if !matches!(elf.machine(), Machine::X86 | Machine::X86_64) {
             return Err(BootError::WrongMachine);
         }
         let entry = pvh::entry(&elf).ok_or(BootError::NoPvhEntry)?;
@@ -103,7 +103,7 @@ pub fn load(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{LAYOUT, elf_kernel};
+    use crate::testing::{LAYOUT, elf_kernel, elf_kernel_32};
     use crate::{BootConfig, Kernel};
     use std::vec;
     use std::vec::Vec;
@@ -140,6 +140,20 @@ mod tests {
         assert_eq!(last, MemoryRange { address: ONE_MIB, size: 3 << 20, kind: 1 });
         assert_eq!(m.read(info.command_line), Ok(u32::from_le_bytes(*b"quie")));
         assert_eq!(m.read(info.rsdp), Ok(u64::from_le_bytes(*b"RSD PTR ")));
+    }
+
+    #[test]
+    fn files_of_32_bits() {
+        let ram = memory(&[(0, 4 << 20)]);
+        ram.fill(0x10_0000, 0x4000, 0xff).unwrap();
+        let image = elf_kernel_32(0x10_0000, b"code", 0x3000, 0x10_0040);
+        let state = crate::load(&ram, &config(&image, None)).unwrap();
+        assert_eq!((state.rip, state.rbx, state.rax), (0x10_0040, START_INFO, 0));
+        assert_eq!(ram.read(0x10_0000), Ok(u32::from_le_bytes(*b"code")));
+        assert_eq!((ram.read(0x10_2fff), ram.read(0x10_3000)), (Ok(0u8), Ok(0xffu8)));
+        let low = elf_kernel_32(0x9_0000, b"code", 0x3000, 0);
+        let start_end = BootError::BadSegment { start: 0x9_0000, end: 0x9_3000 };
+        assert_eq!(Kernel::detect(&low).err(), Some(start_end));
     }
 
     #[test]

@@ -31,7 +31,9 @@ pub struct InitialState {
     pub rsp: u64,
     /// Flags: interrupts are off.
     pub rflags: u64,
-    /// `rbx`: PVH start information.
+    /// `rax`: the sign of a Multiboot loader.
+    pub rax: u64,
+    /// `rbx`: PVH start information, or that of Multiboot.
     pub rbx: u64,
     /// `rsi`: Linux `boot_params`.
     pub rsi: u64,
@@ -91,6 +93,7 @@ impl InitialState {
             rsp: STACK_TOP,
             // Bit 1 is always set.
             rflags: 2,
+            rax: 0,
             rbx: 0,
             rsi: 0,
             cr0: cr0::PE | cr0::NE,

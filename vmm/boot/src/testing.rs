@@ -69,3 +69,46 @@ pub fn elf_kernel(address: u64, code: &[u8], memsz: u64, entry: u32) -> Vec<u8> 
     image.extend(code);
     image
 }
+
+/// Headers of a 32-bit ELF file (System V ABI, chapter 4) with these program headers: type, offset,
+/// virtual and physical address, lengths in the file and in memory, flags, alignment.
+pub fn elf32_headers(entry: u32, segments: &[[u32; 8]]) -> Vec<u8> {
+    let mut image = b"\x7fELF\x01\x01\x01".to_vec();
+    image.resize(16, 0);
+    image.extend([2, 0, 3, 0, 1, 0, 0, 0]);
+    for word in [entry, 52, 0, 0] {
+        image.extend(word.to_le_bytes());
+    }
+    image.extend([52, 0, 32, 0, segments.len() as u8, 0, 0, 0, 0, 0, 0, 0]);
+    image.extend(segments.as_flattened().iter().flat_map(|word| word.to_le_bytes()));
+    image
+}
+
+/// As [`elf_kernel`], with 32 bits.
+pub fn elf_kernel_32(address: u32, code: &[u8], memsz: u32, entry: u32) -> Vec<u8> {
+    const CODE_AT: u32 = 52 + 2 * 32 + 20;
+    let length = code.len() as u32;
+    let segments = [(4, CODE_AT - 20, 20, 20), (1, CODE_AT, length, memsz)];
+    let segments = segments.map(|(kind, offset, filesz, memsz)| {
+        [kind, offset, address, address, filesz, memsz, 7, 4096]
+    });
+    let mut image = elf32_headers(address, &segments);
+    image.extend([4, 0, 0, 0, 4, 0, 0, 0, 18, 0, 0, 0]);
+    image.extend(b"Xen\0");
+    image.extend(entry.to_le_bytes());
+    image.extend(code);
+    image
+}
+
+/// A Multiboot kernel that is no ELF file: its header, which goes to `address`, code, and zeros up to `size` bytes.
+pub fn multiboot_kernel(address: u32, code: &[u8], size: u32) -> Vec<u8> {
+    const MAGIC: u32 = 0x1bad_b002;
+    const ADDRESSES: u32 = 1 << 16;
+    let end = address.wrapping_add(32 + code.len() as u32);
+    let sum = 0u32.wrapping_sub(MAGIC).wrapping_sub(ADDRESSES);
+    let zeros = address.wrapping_add(size);
+    let words = [MAGIC, ADDRESSES, sum, address, address, end, zeros, address.wrapping_add(32)];
+    let mut image: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
+    image.extend(code);
+    image
+}

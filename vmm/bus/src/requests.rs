@@ -13,6 +13,8 @@ pub trait Futex {
     fn wake_one(word: &AtomicU32);
     /// Waits until the word is woken, if it has this value; it may return earlier.
     fn wait(word: &AtomicU32, value: u32);
+    /// A worker has written to this part of guest memory, or may have, and the guest is about to be told.
+    fn written(_address: u64, _length: u32) {}
 }
 
 /// A device's side of a queue of requests.
@@ -60,6 +62,13 @@ fn fill(parts: &[Part], data: &mut Data<'_>) -> usize {
     given.count()
 }
 
+/// Says which parts of guest memory are written.
+fn announce<F: Futex>(data: &mut Data<'_>) {
+    while let Some(part) = data.part(u32::MAX) {
+        F::written(part.address, part.length);
+    }
+}
+
 impl<F: Futex> Block for Requests<'_, F> {
     fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
         let Some(request) = self.client.request(id) else { return false };
@@ -90,8 +99,9 @@ impl<F: Futex> Block for Requests<'_, F> {
         Some((id, status))
     }
 
-    fn finish(&mut self, id: u16, _: &mut Data<'_>) {
+    fn finish(&mut self, id: u16, data: &mut Data<'_>) {
         // What was read is there already.
+        announce::<F>(data);
         self.client.finish(id);
     }
 
@@ -117,8 +127,9 @@ impl<F: Futex> Messages for Requests<'_, F> {
         Some((id, request.answer.load(Relaxed)))
     }
 
-    fn finish(&mut self, id: u16, _: &mut Data<'_>) {
+    fn finish(&mut self, id: u16, data: &mut Data<'_>) {
         // The answer is there already.
+        announce::<F>(data);
         self.client.finish(id);
     }
 

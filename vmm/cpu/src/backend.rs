@@ -180,7 +180,7 @@ pub enum Window {
     Nothing,
     /// The guest exits, with [`Exit::Window`].
     Exit,
-    /// The guest takes the interrupt with this vector, without an exit.
+    /// The guest takes the interrupt with this vector, without an exit. Until then it exits when it writes `CR8`.
     Take(u8),
 }
 
@@ -202,6 +202,13 @@ pub trait Backend {
     /// Sets a segment or table register.
     fn set_segment(&mut self, segment: Seg, value: Segment);
 
+    /// An SSE register, low half first; `None`: the back end does not give them.
+    fn vector(&mut self, _register: u8) -> Option<[u64; 2]> {
+        None
+    }
+    /// Sets an SSE register that it gives. What else is in its place (the upper half of an AVX register) stays.
+    fn set_vector(&mut self, _register: u8, _value: [u64; 2]) {}
+
     /// Address of the instruction after the one that exited; 0 if the host does not know.
     fn next_rip(&mut self) -> u64;
     /// Bytes of the instruction that exited, and how many are valid (0 if the host does not know).
@@ -211,7 +218,7 @@ pub trait Backend {
     /// `#GP(0)`. A back end that never exits in this way need not have it.
     fn answer(&mut self, _value: Option<u64>) {}
 
-    /// Whether the guest reads and writes `CR8` without an exit: see the next two.
+    /// Whether the guest reads and writes `CR8` without an exit: see the next three.
     const KEEPS_CR8: bool = false;
     /// What `CR8` is now.
     fn cr8(&mut self) -> u8 {
@@ -219,6 +226,15 @@ pub trait Backend {
     }
     /// What it is from the next entry on.
     fn set_cr8(&mut self, _value: u8) {}
+    /// Whether the guest exits when it writes `CR8`, because an interrupt waits for a lower task priority. A back end whose
+    /// guest exits in any case when it lowers it need not have it.
+    fn set_cr8_exits(&mut self, _exit: bool) {}
+
+    /// Whether the guest exits at its next `IRET`, before that is executed ([`Exit::Iret`]). `false`: the back end masks
+    /// non-maskable interrupts by itself, and never exits there.
+    fn set_iret_exits(&mut self, _exit: bool) -> bool {
+        false
+    }
 
     /// The event in the slot. After an exit: the one whose delivery the exit cut short; it is delivered at
     /// the next entry unless it is replaced.

@@ -55,6 +55,8 @@ pub enum Waiting {
     },
     /// The 8259's, which says the vector when the CPU takes it.
     Asks,
+    /// The local APIC's, which waits for a lower task priority.
+    Held,
 }
 
 /// An interrupt that the CPU takes.
@@ -83,6 +85,8 @@ pub struct Signals {
     pub startup: Option<u8>,
     /// The next thing that happens by itself.
     pub deadline: Nanos,
+    /// The task priority as `CR8` shows it.
+    pub cr8: u8,
 }
 
 /// Something the guest did that the machine does not know: counted, and logged once each.
@@ -110,8 +114,10 @@ pub enum Unknown {
 /// An instruction that the machine emulated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Emulated {
-    /// Done: go on at this address. A repeated string instruction that is not finished goes on at itself.
+    /// Done: go on at this address.
     Next(u64),
+    /// A repeated string instruction that is not finished: go on at itself.
+    Again,
     /// It raises this exception.
     Raise(Event),
     /// The emulator does not know it (reported already).
@@ -143,9 +149,9 @@ pub trait Board {
     fn apic_read(&mut self, cpu: usize, msr: u32) -> Option<u64>;
     /// Writes an MSR of the local APIC; `None` raises `#GP(0)`.
     fn apic_write(&mut self, cpu: usize, msr: u32, value: u64) -> Option<()>;
-    /// The task priority as `CR8` shows it.
+    /// The task priority as `CR8` shows it, for a back end whose guests exit when they read it.
     fn cr8(&mut self, cpu: usize) -> u8;
-    /// Sets the task priority through `CR8`.
+    /// Sets the task priority through `CR8`: the guest has written it.
     fn set_cr8(&mut self, cpu: usize, value: u8);
     /// The guest's time-stamp counter is `tsc` now: the guest has set it.
     fn tsc_written(&mut self, cpu: usize, tsc: u64);

@@ -48,8 +48,10 @@ pub struct CpuidConfig {
 pub enum Patch {
     /// Nothing.
     None,
-    /// Leaf 1: APIC id, `OSXSAVE`.
+    /// Leaf 1: APIC id, `OSXSAVE`, `APIC`.
     Features,
+    /// Leaf `0x8000_0001`: `APIC` again.
+    AmdFeatures,
     /// Leaf 7: `OSPKE`.
     ExtendedFeatures,
     /// Leaf `0xB`, this subleaf.
@@ -71,6 +73,8 @@ pub struct CpuView {
     pub cr4: u64,
     /// `XCR0`.
     pub xcr0: u64,
+    /// The local APIC is enabled (`APIC_BASE`).
+    pub apic: bool,
 }
 
 const BASIC: usize = 0xe;
@@ -441,6 +445,7 @@ impl CpuidTable {
         }
         if let Some(values) = self.extended.get(number.wrapping_sub(leaf::EXTENDED) as usize) {
             return match number {
+                leaf::AMD_FEATURES => (values, Patch::AmdFeatures),
                 leaf::AMD_CACHE => (at(&self.amd_caches, subleaf), Patch::None),
                 leaf::AMD_TOPOLOGY if self.extended[0][0] >= number => (values, Patch::AmdTopology),
                 _ => (values, Patch::None),
@@ -481,7 +486,10 @@ impl CpuidTable {
             Patch::Features => {
                 values[1] |= cpu.apic_id << 24;
                 set(&mut values[2], features_c::OSXSAVE, cpu.cr4 & cr4::OSXSAVE != 0);
+                hide_apic(&mut values, cpu);
             }
+            // The same bits (APM vol. 3, appendix E.4.2).
+            Patch::AmdFeatures => hide_apic(&mut values, cpu),
             Patch::ExtendedFeatures => {
                 set(&mut values[2], extended_c::OSPKE, cpu.cr4 & cr4::PKE != 0);
             }
@@ -511,11 +519,18 @@ fn at(table: &[Values], index: u32) -> &Values {
     table.get(index as usize).unwrap_or(&NOTHING)
 }
 
+/// A local APIC that is switched off is not there (APM vol. 2, section 16.3.1).
+fn hide_apic(values: &mut Values, cpu: CpuView) {
+    if !cpu.apic {
+        values[3] &= !features_d::APIC;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const CPU: CpuView = CpuView { apic_id: 0, cr4: 0, xcr0: 1 };
+    const CPU: CpuView = CpuView { apic_id: 0, cr4: 0, xcr0: 1, apic: true };
 
     /// The answers of QEMU 7.2's `-cpu EPYC,+svm,+npt` under TCG, as far as the policy looks at them.
     fn epyc(number: u32, subleaf: u32) -> Values {
@@ -592,7 +607,7 @@ mod tests {
     #[test]
     fn follows_the_cpu() {
         let table = CpuidTable::new(&config(4), epyc);
-        let cpu = CpuView { apic_id: 3, cr4: cr4::OSXSAVE, xcr0: 7 };
+        let cpu = CpuView { apic_id: 3, cr4: cr4::OSXSAVE, xcr0: 7, apic: true };
         let [_, b, c, d] = table.answer(1, 0, cpu);
         assert_eq!(b >> 16, 3 << 8 | 4);
         assert!(c & features_c::OSXSAVE != 0 && d & features_d::HTT != 0);
@@ -623,7 +638,11 @@ mod tests {
             for number in (0..0x40).chain(0x3fff_fff0..0x4000_0020).chain(0x8000_0000..0x8000_0040)
             {
                 for subleaf in [0, 1, 2, 3, 19, 20, 63, u32::MAX] {
-                    table.answer(number, subleaf, CpuView { apic_id: 7, cr4: !0, xcr0: !0 });
+                    table.answer(
+                        number,
+                        subleaf,
+                        CpuView { apic_id: 7, cr4: !0, xcr0: !0, apic: true },
+                    );
                 }
             }
         }

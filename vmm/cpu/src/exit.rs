@@ -110,12 +110,26 @@ pub enum Exit {
         /// `MOV` to it (else from it).
         write: bool,
     },
+    /// An exception of the guest that the host intercepts and the guest is to get.
+    Exception {
+        /// The vector.
+        vector: u8,
+        /// The error code; 0 where the exception has none.
+        code: u32,
+    },
+    /// `IRET`, which has not been executed yet ([`crate::Backend::set_iret_exits`]).
+    Iret,
     /// A hardware task switch, which no 64-bit system uses.
     TaskSwitch,
     /// A non-maskable interrupt, a machine check or similar that the host reports; nothing to do.
     Spurious,
-    /// The host refused to run this state.
-    InvalidState,
+    /// The guest has brought itself into a state that the host refuses to run, or to go on with.
+    InvalidState {
+        /// Which host says so, and of what.
+        why: &'static str,
+        /// The host's code for it.
+        code: u64,
+    },
     /// The host broke: its own error code.
     HostError(u64),
     /// Anything else: the host's exit code.
@@ -123,7 +137,7 @@ pub enum Exit {
 }
 
 /// Names of the exit reasons, indexed by [`Exit::index`].
-pub const EXIT_NAMES: [&str; 21] = [
+pub const EXIT_NAMES: [&str; 23] = [
     "cpuid",
     "io",
     "msr",
@@ -145,6 +159,8 @@ pub const EXIT_NAMES: [&str; 21] = [
     "invalid-state",
     "host-error",
     "unknown",
+    "exception",
+    "iret",
 ];
 
 impl Exit {
@@ -169,9 +185,11 @@ impl Exit {
             Self::CrAccess { .. } => 15,
             Self::TaskSwitch => 16,
             Self::Spurious => 17,
-            Self::InvalidState => 18,
+            Self::InvalidState { .. } => 18,
             Self::HostError(_) => 19,
             Self::Unknown(_) => 20,
+            Self::Exception { .. } => 21,
+            Self::Iret => 22,
         }
     }
 }

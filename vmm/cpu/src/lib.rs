@@ -16,6 +16,7 @@ pub mod cpuid;
 pub mod exit;
 pub mod length;
 pub mod msr;
+mod nmi;
 pub mod pv;
 pub mod run;
 pub mod svm;

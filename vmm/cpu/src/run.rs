@@ -9,6 +9,7 @@
 use hw_x86::apic::local;
 use hw_x86::cpuid::leaf;
 use hw_x86::kvm::hypercall;
+use hw_x86::msr::APIC_BASE;
 use hw_x86::paging::{cr0, xcr0};
 use vmm_bus::InterruptMessage;
 
@@ -19,17 +20,26 @@ use crate::cpuid::{CpuView, Patch, Values};
 use crate::exit::{Access, EXIT_NAMES, Exit, IoExit, MemoryFault, Space};
 use crate::length::{FetchCache, Pattern, prefixes};
 use crate::msr::Msrs;
+use crate::nmi::NmiMask;
 use crate::pv::{ApicIds, EoiWord, StealRecord};
 use crate::walk::{CodeSize, CodeView};
 
 /// `RFLAGS.IF`.
 const RFLAGS_IF: u64 = 1 << 9;
 /// `RFLAGS.TF`.
-const RFLAGS_TF: u64 = 1 << 8;
+pub(crate) const RFLAGS_TF: u64 = 1 << 8;
+/// `RFLAGS.RF`: no instruction breakpoint at the next instruction.
+const RFLAGS_RF: u64 = 1 << 16;
 /// `DR6.BS`: single step.
-const DR6_SINGLE_STEP: u64 = 1 << 14;
+pub(crate) const DR6_SINGLE_STEP: u64 = 1 << 14;
+/// `DR7.GD`: accesses of debug registers raise `#DB`, until one is delivered.
+const DR7_GENERAL_DETECT: u64 = 1 << 13;
+/// `APIC_BASE`: the local APIC is enabled.
+const APIC_ENABLED: u64 = 1 << 11;
 /// Vector of a debug exception.
 const DEBUG: u8 = 1;
+/// Vector of an alignment check.
+const ALIGNMENT: u8 = 17;
 /// Vector of an undefined opcode.
 const UNDEFINED: Event = Event::exception(6);
 /// General protection, error code 0.
@@ -67,8 +77,15 @@ pub struct Cpu {
     activity: Activity,
     started: bool,
     nmi: bool,
+    nmi_mask: NmiMask,
+    /// An interrupt whose delivery an exception has cut short. It is in service already, and delivered before others.
+    deferred: Event,
     /// The window that the back end was asked for.
     window: Window,
+    /// The task priority that both the back end and the local APIC know of.
+    cr8: u8,
+    /// An interrupt waits for a lower one.
+    held: bool,
     pub(crate) eoi: EoiWord,
     pub(crate) steal: StealRecord,
     /// The guest may have taken the interrupt, or ended one, without an exit.
@@ -94,7 +111,11 @@ impl Cpu {
             activity: if index == 0 { Activity::Running } else { Activity::Parked },
             started: false,
             nmi: false,
+            nmi_mask: NmiMask::Open,
+            deferred: Event::NONE,
             window: Window::Nothing,
+            cr8: 0,
+            held: false,
             eoi: EoiWord::OFF,
             steal: StealRecord::OFF,
             left: false,
@@ -134,14 +155,9 @@ impl Cpu {
         if self.attention || board.attention(self.index) {
             self.prepare(vcpu, board)?;
         }
-        let cr8 = B::KEEPS_CR8.then(|| board.cr8(self.index));
-        if let Some(value) = cr8 {
-            vcpu.set_cr8(value);
-        }
         let exit = vcpu.run();
-        if cr8.is_some_and(|before| before != vcpu.cr8()) {
-            board.set_cr8(self.index, vcpu.cr8());
-            self.attention = true;
+        if B::KEEPS_CR8 && vcpu.cr8() != self.cr8 {
+            self.note_cr8(vcpu, board);
         }
         self.exits[exit.index()] += 1;
         if self.left {
@@ -162,6 +178,15 @@ impl Cpu {
             }
             _ => self.rare(vcpu, board, exit),
         }
+    }
+
+    /// The guest has another task priority than the local APIC knows of, which comes before anything that compares with it.
+    #[cold]
+    fn note_cr8<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+        self.cr8 = vcpu.cr8();
+        board.set_cr8(self.index, self.cr8);
+        // What waits may not be for the guest any longer.
+        self.attention = true;
     }
 
     /// Finds out what the guest has done with what was left to it. Until then the local APIC is behind.
@@ -196,6 +221,9 @@ impl Cpu {
             // The back end may have run another machine before.
             vcpu.set_event(Event::NONE);
             vcpu.set_window(Window::Nothing);
+            vcpu.set_cr8(0);
+            vcpu.set_cr8_exits(false);
+            self.nmi_mask.clear(vcpu);
             vcpu.set_halts(false);
             vcpu.set(Reg::TscOffset, board.clock().base().wrapping_neg());
             vcpu.set(Reg::Xcr0, xcr0::X87);
@@ -207,6 +235,8 @@ impl Cpu {
         let signature = |board: &M| board.cpuid().lookup(leaf::FEATURES, 0).0[0];
         if signals.init {
             self.nmi = false;
+            self.nmi_mask.clear(vcpu);
+            self.deferred = Event::NONE;
             self.activity = Activity::Parked;
             self.eoi = EoiWord::OFF;
             self.steal.reset();
@@ -222,7 +252,17 @@ impl Cpu {
             self.halt_in_shadow(vcpu, board);
         }
         self.nmi |= signals.nmi;
-        self.deliver(vcpu, board, signals.interrupt);
+        if signals.cr8 != self.cr8 {
+            // The guest has set it by another register, or by an instruction that was emulated.
+            self.cr8 = signals.cr8;
+            vcpu.set_cr8(signals.cr8);
+        }
+        let held = signals.interrupt == Waiting::Held;
+        if held != self.held {
+            self.held = held;
+            vcpu.set_cr8_exits(held);
+        }
+        self.deliver(vcpu, board, if held { Waiting::Nothing } else { signals.interrupt });
         if self.activity != Activity::Running {
             self.steal.leave(board.memory());
             return Err(Pause::Idle { deadline_tsc: board.clock().tsc(signals.deadline) });
@@ -240,16 +280,25 @@ impl Cpu {
     /// Fills the slot with what comes first, and opens a window for what still waits.
     fn deliver<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, interrupt: Waiting) {
         let mut window = Window::Nothing;
+        let nmi = self.nmi && self.nmi_mask.is_open();
         let exit_if = |more| if more { Window::Exit } else { Window::Nothing };
-        let anything = self.nmi || interrupt != Waiting::Nothing;
-        if anything && self.activity != Activity::Parked {
+        if self.deferred.is_some() && !nmi && !vcpu.event().is_some() && accepts_interrupt(vcpu) {
+            self.activity = Activity::Running;
+            vcpu.set_event(core::mem::take(&mut self.deferred));
+        }
+        let waits = interrupt != Waiting::Nothing || self.deferred.is_some();
+        if (nmi || waits) && self.activity != Activity::Parked {
             let is_free = !vcpu.event().is_some();
-            if is_free && self.nmi {
+            if is_free && nmi {
                 self.nmi = false;
                 self.activity = Activity::Running;
                 vcpu.set_event(Event::NMI);
-                window = exit_if(interrupt != Waiting::Nothing);
-            } else if let (Waiting::Vector { vector, quiet }, false) = (interrupt, self.nmi) {
+                self.nmi_mask.delivered(vcpu);
+                window = exit_if(waits);
+            } else if self.deferred.is_some() {
+                window = Window::Exit;
+                self.attention |= nmi;
+            } else if let (Waiting::Vector { vector, quiet }, false) = (interrupt, nmi) {
                 // Also when it could be put into the slot: QEMU now and then delivers an interrupt twice that is injected, but
                 // not one that the guest takes.
                 if self.activity == Activity::Halted && accepts_interrupt(vcpu) {
@@ -270,7 +319,7 @@ impl Cpu {
             } else {
                 // An NMI needs no window, only a free slot: it is tried again at the next exit.
                 window = Window::Exit;
-                self.attention |= self.nmi;
+                self.attention |= nmi;
             }
         }
         if window != self.window {
@@ -303,7 +352,8 @@ impl Cpu {
         let values = match patch {
             Patch::None => values,
             _ => {
-                patched = self.patch_cpuid(vcpu, board, values, patch);
+                let values = *values;
+                patched = self.patch_cpuid(vcpu, board, &values, patch);
                 &patched
             }
         };
@@ -318,7 +368,7 @@ impl Cpu {
     fn patch_cpuid<B: Backend, M: Board>(
         &self,
         vcpu: &mut B,
-        board: &M,
+        board: &mut M,
         values: &Values,
         patch: Patch,
     ) -> Values {
@@ -328,7 +378,14 @@ impl Cpu {
             // Few leaves depend on it, and the back end may have to fetch it.
             _ => 0,
         };
-        let view = CpuView { apic_id: self.index as u32, cr4, xcr0 };
+        let apic = match patch {
+            Patch::Features | Patch::AmdFeatures => {
+                let base = board.apic_read(self.index, APIC_BASE);
+                base.is_none_or(|base| base & APIC_ENABLED != 0)
+            }
+            _ => true,
+        };
+        let view = CpuView { apic_id: self.index as u32, cr4, xcr0, apic };
         board.cpuid().patch(values, patch, view)
     }
 
@@ -412,13 +469,15 @@ impl Cpu {
                 self.skip(vcpu, board, Pattern::PAUSE);
             }
             Exit::CrAccess { register: 8, write } => self.cr8(vcpu, board, write),
+            Exit::Exception { vector, code } => self.exception(vcpu, board, vector, code)?,
             Exit::Undefined => self.raise(vcpu, UNDEFINED),
             Exit::Protected => self.raise(vcpu, PROTECTION),
+            Exit::Iret => self.nmi_mask.begin_return(vcpu),
             Exit::CrAccess { .. } | Exit::TaskSwitch => self.lost(vcpu, board),
             Exit::Spurious => {}
             Exit::Shutdown => return Err(Pause::End(Outcome::TripleFault)),
-            Exit::InvalidState => {
-                board.unknown(Unknown::Other("the processor refuses the guest's state", 0));
+            Exit::InvalidState { why, code } => {
+                board.unknown(Unknown::Other(why, code));
                 return Err(Pause::End(Outcome::TripleFault));
             }
             Exit::HostError(code) => return Err(Pause::End(Outcome::HostError(code))),
@@ -483,6 +542,7 @@ impl Cpu {
     fn emulated<B: Backend>(&mut self, vcpu: &mut B, emulated: Emulated) {
         match emulated {
             Emulated::Next(next) => retire(vcpu, next),
+            Emulated::Again => interrupt_repetition(vcpu),
             Emulated::Raise(event) => self.raise(vcpu, event),
             Emulated::Unknown => self.raise(vcpu, UNDEFINED),
         }
@@ -549,6 +609,7 @@ impl Cpu {
                 return self.raise(vcpu, PROTECTION);
             }
             board.set_cr8(self.index, value as u8);
+            self.attention = true;
         } else {
             let value = board.cr8(self.index);
             vcpu.set_gpr(register, value.into());
@@ -590,10 +651,78 @@ impl Cpu {
         self.raise(vcpu, UNDEFINED);
     }
 
-    /// Puts an exception into the slot. What waits is looked at again, since the slot is taken now.
+    /// Reflects an exception of the guest that the host intercepted. The processor has already done what comes before
+    /// delivery: DR6 has the cause of a `#DB` (APM vol. 2, section 15.12.2).
+    #[cold]
+    fn exception<B: Backend, M: Board>(
+        &mut self,
+        vcpu: &mut B,
+        board: &mut M,
+        vector: u8,
+        code: u32,
+    ) -> Flow {
+        if vector == DEBUG && self.nmi_mask.ends_return(vcpu) {
+            self.attention = true;
+            return Ok(());
+        }
+        let event = match vector {
+            DEBUG => Event::exception(DEBUG),
+            // Its error code is always 0, and EXITINFO1 is not defined (APM vol. 2, section 8.2.18).
+            ALIGNMENT => Event::exception_code(ALIGNMENT, 0),
+            _ => {
+                board.unknown(Unknown::Other("an exception that nobody asked for", code.into()));
+                return Err(Pause::End(Outcome::HostError(vector.into())));
+            }
+        };
+        let first = vcpu.event();
+        match interrupted_by_benign(first) {
+            Interrupted::Shutdown => return Err(Pause::End(Outcome::TripleFault)),
+            Interrupted::Dropped => {}
+            Interrupted::Deferred if first == Event::NMI => {
+                self.nmi = true;
+                self.nmi_mask.clear(vcpu);
+            }
+            Interrupted::Deferred => self.deferred = first,
+        }
+        if vector == DEBUG {
+            raise_debug(vcpu, 0);
+            self.attention = true;
+        } else {
+            self.raise(vcpu, event);
+        }
+        Ok(())
+    }
+
+    /// Puts a fault into the slot. What waits is looked at again, since the slot is taken now. The flags that a fault saves have
+    /// RF set, so that the instruction is not reported by a breakpoint again (APM vol. 2, section 13.1.1); a processor does not
+    /// do that for an event that its host delivers.
     fn raise<B: Backend>(&mut self, vcpu: &mut B, event: Event) {
+        let rflags = vcpu.get(Reg::Rflags);
+        vcpu.set(Reg::Rflags, rflags | RFLAGS_RF);
         vcpu.set_event(event);
         self.attention = true;
+    }
+}
+
+/// Fate of an event whose delivery an exception has cut short.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Interrupted {
+    /// No event, or an exception that is raised again if its cause is still there.
+    Dropped,
+    /// An interrupt, which is delivered after the exception.
+    Deferred,
+    /// The processor shuts down.
+    Shutdown,
+}
+
+/// Decides about `first`, whose delivery `#DB` or `#AC` has cut short (APM vol. 2, table 8-5). Both are benign, so the two do
+/// not make a double fault; but an exception in the delivery of a double fault shuts the processor down, as in KVM.
+fn interrupted_by_benign(first: Event) -> Interrupted {
+    const DOUBLE_FAULT: u8 = 8;
+    match first {
+        _ if first.is_exception() && first.vector() == DOUBLE_FAULT => Interrupted::Shutdown,
+        _ if !first.is_some() || first.is_exception() => Interrupted::Dropped,
+        _ => Interrupted::Deferred,
     }
 }
 
@@ -607,20 +736,53 @@ fn accepts_interrupt(vcpu: &mut impl Backend) -> bool {
 fn retire(vcpu: &mut impl Backend, next: u64) {
     vcpu.set(Reg::Rip, next);
     let shadow = vcpu.get(Reg::InterruptShadow) != 0;
-    if shadow || vcpu.get(Reg::Rflags) & RFLAGS_TF != 0 {
+    if shadow || vcpu.get(Reg::Rflags) & (RFLAGS_TF | RFLAGS_RF) != 0 {
         retire_marked(vcpu);
     }
 }
 
-/// After an instruction in an interrupt shadow, which ends, or in single-step mode.
+/// After an instruction in an interrupt shadow, which ends, behind a breakpoint, which counts again for the next one, or in
+/// single-step mode.
 #[cold]
 fn retire_marked(vcpu: &mut impl Backend) {
     vcpu.set(Reg::InterruptShadow, 0);
-    if vcpu.get(Reg::Rflags) & RFLAGS_TF != 0 {
-        let dr6 = vcpu.get(Reg::Dr6);
-        vcpu.set(Reg::Dr6, dr6 | DR6_SINGLE_STEP);
-        vcpu.set_event(Event::exception(DEBUG));
+    let rflags = vcpu.get(Reg::Rflags);
+    if rflags & RFLAGS_RF != 0 {
+        vcpu.set(Reg::Rflags, rflags & !RFLAGS_RF);
     }
+    single_step(vcpu, rflags);
+}
+
+/// Between two rounds of a repeated string instruction, which goes on at itself: as the processor, an instruction breakpoint at
+/// it has been reported, and single-step mode stops here (APM vol. 2, sections 13.1.1 and 13.1.4).
+#[cold]
+fn interrupt_repetition(vcpu: &mut impl Backend) {
+    vcpu.set(Reg::InterruptShadow, 0);
+    let rflags = vcpu.get(Reg::Rflags);
+    vcpu.set(Reg::Rflags, rflags | RFLAGS_RF);
+    single_step(vcpu, rflags);
+}
+
+/// Raises the `#DB` of single-step mode if that is on.
+fn single_step(vcpu: &mut impl Backend, rflags: u64) {
+    if rflags & RFLAGS_TF == 0 {
+        return;
+    }
+    raise_debug(vcpu, DR6_SINGLE_STEP);
+}
+
+/// Puts a `#DB` into the slot, and does what comes with it: adds `causes` to DR6, switches off general detection. Delivery of an
+/// event that is put into the slot does neither.
+fn raise_debug(vcpu: &mut impl Backend, causes: u64) {
+    if causes != 0 {
+        let dr6 = vcpu.get(Reg::Dr6);
+        vcpu.set(Reg::Dr6, dr6 | causes);
+    }
+    let dr7 = vcpu.get(Reg::Dr7);
+    if dr7 & DR7_GENERAL_DETECT != 0 {
+        vcpu.set(Reg::Dr7, dr7 & !DR7_GENERAL_DETECT);
+    }
+    vcpu.set_event(Event::exception(DEBUG));
 }
 
 /// [`hypercall::SEND_IPI`]: what is to be in `rax`.
@@ -723,6 +885,7 @@ mod tests {
         multicasts: Vec<(ApicIds, InterruptMessage)>,
         tsc_written: Vec<u64>,
         cr8: u8,
+        apic_base: Option<u64>,
         emulated: Emulated,
     }
 
@@ -767,6 +930,7 @@ mod tests {
                 multicasts: Vec::new(),
                 tsc_written: Vec::new(),
                 cr8: 0,
+                apic_base: None,
                 emulated: Emulated::Unknown,
             }
         }
@@ -819,8 +983,8 @@ mod tests {
         fn memory_out(&mut self, _: usize, address: u64, size: u8, value: u64) {
             self.written.push((address, size, value));
         }
-        fn apic_read(&mut self, _: usize, _: u32) -> Option<u64> {
-            Some(0x55)
+        fn apic_read(&mut self, _: usize, msr: u32) -> Option<u64> {
+            Some(self.apic_base.filter(|_| msr == APIC_BASE).unwrap_or(0x55))
         }
         fn apic_write(&mut self, _: usize, _: u32, value: u64) -> Option<()> {
             self.request(value as u8);
@@ -860,6 +1024,7 @@ mod tests {
                 init: core::mem::take(&mut self.init),
                 startup: self.startup.take(),
                 deadline: self.deadline,
+                cr8: self.cr8,
             }
         }
         fn acknowledge(&mut self, _: usize) -> Option<Acknowledged> {
@@ -900,6 +1065,92 @@ mod tests {
 
     fn interrupts(vcpu: &mut ScriptedVcpu, on: bool) {
         vcpu.set(Reg::Rflags, if on { RFLAGS_IF } else { 0 });
+    }
+
+    /// Plays one exit with `first` in the slot, whose delivery was cut short; gives the entries after it.
+    fn reflect(first: Event, vector: u8) -> (Cpu, ScriptedVcpu, Vec<(Event, bool)>) {
+        let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
+        vcpu.set(Reg::Dr6, 0xffff_4ff0);
+        vcpu.set(Reg::Dr7, 0x400 | DR7_GENERAL_DETECT);
+        vcpu.then(move |vcpu| {
+            vcpu.slot = first;
+            Exit::Exception { vector, code: 0xdead }
+        });
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        (cpu, vcpu, entries)
+    }
+
+    #[test]
+    fn intercepted_exceptions_are_reflected() {
+        let (_, mut vcpu, entries) = reflect(Event::NONE, DEBUG);
+        assert_eq!(entries[1], (Event::exception(DEBUG), false));
+        // DR6 is the processor's, as is RF: it is clear where an instruction breakpoint was hit.
+        assert_eq!((vcpu.get(Reg::Dr6), vcpu.get(Reg::Dr7)), (0xffff_4ff0, 0x400));
+        assert_eq!(vcpu.get(Reg::Rflags) & RFLAGS_RF, 0);
+
+        let (_, mut vcpu, entries) = reflect(Event::NONE, ALIGNMENT);
+        assert_eq!(entries[1], (Event::exception_code(ALIGNMENT, 0), false));
+        assert_eq!(vcpu.get(Reg::Dr7), 0x400 | DR7_GENERAL_DETECT);
+        assert_ne!(vcpu.get(Reg::Rflags) & RFLAGS_RF, 0);
+        assert_eq!(vcpu.get(Reg::Rip), CODE);
+    }
+
+    #[test]
+    fn exceptions_while_an_event_is_delivered() {
+        let page_fault = Event::exception_code(14, 2);
+        for vector in [DEBUG, ALIGNMENT] {
+            // Serially: an exception comes again by itself.
+            for first in [page_fault, PROTECTION, UNDEFINED, Event::exception(DEBUG)] {
+                let (cpu, _, entries) = reflect(first, vector);
+                assert_eq!((entries[1].0.vector(), cpu.deferred), (vector, Event::NONE));
+            }
+            // A non-maskable interrupt comes at the next exit.
+            let (cpu, _, entries) = reflect(Event::NMI, vector);
+            assert_eq!((entries[1].0.vector(), cpu.nmi), (vector, true));
+
+            let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
+            vcpu.then(|vcpu| {
+                vcpu.slot = Event::exception_code(8, 0);
+                Exit::Exception { vector: ALIGNMENT, code: 0 }
+            });
+            assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::TripleFault));
+        }
+    }
+
+    #[test]
+    fn an_interrupt_waits_for_the_exception_in_its_delivery() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
+        interrupts(&mut vcpu, true);
+        vcpu.then(|vcpu| {
+            vcpu.slot = Event::interrupt(0x31);
+            Exit::Exception { vector: ALIGNMENT, code: 0 }
+        });
+        vcpu.then(|vcpu| {
+            // In the handler of the exception.
+            interrupts(vcpu, false);
+            Exit::Spurious
+        });
+        vcpu.then(|vcpu| {
+            interrupts(vcpu, true);
+            Exit::Window
+        });
+        vcpu.then(|_| Exit::Spurious);
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let events = [
+            (Event::NONE, false),
+            (Event::exception_code(ALIGNMENT, 0), true),
+            (Event::NONE, true),
+            (Event::interrupt(0x31), false),
+            (Event::NONE, false),
+        ];
+        assert_eq!(entries, events);
+    }
+
+    #[test]
+    fn an_exception_that_is_not_intercepted_ends_the_machine() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        vcpu.then(|_| Exit::Exception { vector: 3, code: 0 });
+        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::HostError(3)));
     }
 
     #[test]
@@ -1212,6 +1463,80 @@ mod tests {
     }
 
     #[test]
+    fn a_local_apic_that_is_off_is_not_there() {
+        const APIC: u64 = 1 << 9;
+        let has = |number: u64, base: u64| {
+            let (mut cpu, mut vcpu, mut board) = guest(&[0x0f, 0xa2]);
+            board.apic_base = Some(base);
+            vcpu.set_gpr(Gpr::Rax, number);
+            vcpu.next_rip = CODE + 2;
+            vcpu.then(|_| Exit::Cpuid);
+            play(&mut cpu, &mut vcpu, &mut board);
+            vcpu.gpr(Gpr::Rdx) & APIC != 0
+        };
+        for number in [1, 0x8000_0001] {
+            assert!(has(number, 0xfee0_0000 | APIC_ENABLED), "{number:#x}");
+            assert!(!has(number, 0xfee0_0000), "{number:#x}");
+        }
+    }
+
+    /// `RFLAGS.RF` ends with the instruction, whoever carries it out.
+    #[test]
+    fn a_breakpoint_counts_again_behind_an_emulated_instruction() {
+        let io =
+            IoExit { port: 1, size: 1, write: true, string: false, rep: false, next_rip: CODE };
+        let fault = MemoryFault { gpa: 0, write: false, fetch: false, walk: false };
+        let flags = |exit: Exit, emulated| {
+            let (mut cpu, mut vcpu, mut board) = guest(&[0x0f, 0xa2]);
+            board.emulated = emulated;
+            vcpu.set_gpr(Gpr::Rcx, 0x80b);
+            vcpu.next_rip = CODE + 2;
+            vcpu.then(move |vcpu| {
+                vcpu.set(Reg::Rflags, RFLAGS_RF | 2);
+                exit
+            });
+            let entries = play(&mut cpu, &mut vcpu, &mut board);
+            (vcpu.get(Reg::Rflags), entries[1].0)
+        };
+        let next = Emulated::Next(CODE + 2);
+        for exit in [Exit::Cpuid, Exit::Io(io), Exit::Msr { write: true }, Exit::MemoryFault(fault)]
+        {
+            assert_eq!(flags(exit, next), (2, Event::NONE), "{exit:?}");
+        }
+        let string = Exit::Io(IoExit { string: true, ..io });
+        assert_eq!(flags(string, next), (2, Event::NONE));
+        // Not finished, or not carried out.
+        assert_eq!(flags(string, Emulated::Again), (RFLAGS_RF | 2, Event::NONE));
+        let raised = Event::exception_code(14, 0);
+        assert_eq!(flags(string, Emulated::Raise(raised)), (RFLAGS_RF | 2, raised));
+    }
+
+    /// A round of a repeated string instruction is a step, and a breakpoint at it is not reported again.
+    #[test]
+    fn steps_and_rounds() {
+        let string = IoExit { port: 1, size: 1, write: true, string: true, rep: true, next_rip: 0 };
+        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        board.emulated = Emulated::Again;
+        vcpu.then(move |vcpu| {
+            vcpu.set(Reg::Rflags, RFLAGS_TF | 2);
+            vcpu.set(Reg::Dr7, DR7_GENERAL_DETECT | 0x400);
+            vcpu.set(Reg::InterruptShadow, 1);
+            Exit::Io(string)
+        });
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!(entries[1].0, Event::exception(DEBUG));
+        assert_eq!((vcpu.get(Reg::Rip), vcpu.get(Reg::InterruptShadow)), (CODE, 0));
+        assert_eq!(vcpu.get(Reg::Rflags), RFLAGS_TF | RFLAGS_RF | 2);
+        assert_eq!((vcpu.get(Reg::Dr6), vcpu.get(Reg::Dr7)), (DR6_SINGLE_STEP, 0x400));
+        // The last round.
+        board.emulated = Emulated::Next(CODE + 2);
+        vcpu.then(move |_| Exit::Io(string));
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!(entries[1].0, Event::exception(DEBUG));
+        assert_eq!((vcpu.get(Reg::Rip), vcpu.get(Reg::Rflags)), (CODE + 2, RFLAGS_TF | 2));
+    }
+
+    #[test]
     fn event_delivery_outside_memory_ends_the_machine() {
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         let fault = MemoryFault { gpa: 0x1_0000, write: true, fetch: false, walk: false };
@@ -1221,6 +1546,64 @@ mod tests {
         });
         assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::TripleFault));
         assert_eq!(board.unknown.len(), 1);
+    }
+
+    #[test]
+    fn an_nmi_is_masked_until_the_end_of_iret() {
+        const OLD: u64 = 0xffff_0ff1;
+        let steps = |vcpu: &mut ScriptedVcpu| vcpu.get(Reg::Rflags) & RFLAGS_TF != 0;
+        let (mut cpu, mut vcpu, mut board) = guest(&[0x48, 0xcf]);
+        vcpu.iret_exits = Some(false);
+        vcpu.set(Reg::Dr6, OLD);
+        let mut delivered = |vcpu: &mut ScriptedVcpu, board: &mut TestBoard| {
+            vcpu.entries.clear();
+            vcpu.then(|_| Exit::Recall { events: 1 });
+            assert_eq!(cpu.run(vcpu, board), Pause::Recall(1));
+            vcpu.entries.iter().map(|entry| entry.event).find(|event| event.is_some())
+        };
+        board.nmi = true;
+        assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
+        assert_eq!(vcpu.iret_exits, Some(true));
+        // Two more are one, which waits. A fault of the handler and an interrupt do not.
+        for _ in 0..2 {
+            board.nmi = true;
+            assert_eq!(delivered(&mut vcpu, &mut board), None);
+        }
+        vcpu.then(|_| Exit::Undefined);
+        assert_eq!(delivered(&mut vcpu, &mut board), Some(UNDEFINED));
+        // The IRET is a step, of which the guest gets to know nothing.
+        vcpu.then(|_| Exit::Iret);
+        assert_eq!(delivered(&mut vcpu, &mut board), None);
+        assert!(steps(&mut vcpu) && vcpu.iret_exits == Some(false));
+        let ends = |vcpu: &mut ScriptedVcpu, causes: u64| {
+            vcpu.then(move |vcpu| {
+                let dr6 = vcpu.get(Reg::Dr6);
+                vcpu.set(Reg::Dr6, dr6 | causes);
+                interrupts(vcpu, true);
+                Exit::Exception { vector: DEBUG, code: 0 }
+            });
+        };
+        // A breakpoint at it comes first, and does not end it.
+        vcpu.then(|_| Exit::Exception { vector: DEBUG, code: 0 });
+        assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::exception(DEBUG)));
+        ends(&mut vcpu, DR6_SINGLE_STEP);
+        assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
+        assert_eq!((vcpu.get(Reg::Dr6), vcpu.iret_exits), (OLD, Some(true)));
+        // A breakpoint that the IRET has hit is the guest's, and so is a step of its own.
+        for (own_steps, causes, dr6) in [(false, 2, OLD | 2), (true, 0, OLD | DR6_SINGLE_STEP)] {
+            vcpu.set(Reg::Dr6, OLD);
+            vcpu.set(Reg::Rflags, if own_steps { RFLAGS_TF } else { 0 });
+            vcpu.then(|_| Exit::Iret);
+            ends(&mut vcpu, DR6_SINGLE_STEP | causes);
+            assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::exception(DEBUG)));
+            assert_eq!(vcpu.get(Reg::Dr6), dr6);
+            board.nmi = true;
+            assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
+        }
+        // INIT ends it, and a back end that masks by itself is not asked.
+        board.init = true;
+        assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }));
+        assert_eq!(vcpu.iret_exits, Some(false));
     }
 
     #[test]
@@ -1531,7 +1914,7 @@ mod tests {
     fn ends() {
         let cases = [
             (Exit::Shutdown, Outcome::TripleFault),
-            (Exit::InvalidState, Outcome::TripleFault),
+            (Exit::InvalidState { why: "no", code: 1 }, Outcome::TripleFault),
             (Exit::HostError(5), Outcome::HostError(5)),
             (Exit::Unknown(0x99), Outcome::HostError(0x99)),
         ];
@@ -1552,6 +1935,7 @@ mod tests {
         Nmi,
         Toggle,
         CutShort,
+        Exception,
         Exit,
     }
 
@@ -1561,6 +1945,7 @@ mod tests {
             Just(Move::Nmi),
             Just(Move::Toggle),
             Just(Move::CutShort),
+            Just(Move::Exception),
             Just(Move::Exit),
         ];
         proptest::collection::vec(one, 1..60)
@@ -1603,12 +1988,17 @@ mod tests {
                 }
                 vcpu.entries.clear();
                 let cut = matches!(step, Some(Move::CutShort));
+                let exception = matches!(step, Some(Move::Exception));
                 let toggle = matches!(step, Some(Move::Toggle)) || step.is_none();
                 vcpu.then(move |vcpu| {
                     let delivered = vcpu.entries.last().map_or(Event::NONE, |entry| entry.event);
                     if cut && delivered.is_some() {
                         vcpu.slot = delivered;
                         return Exit::Recall { events: 1 };
+                    }
+                    if exception {
+                        vcpu.slot = delivered;
+                        return Exit::Exception { vector: ALIGNMENT, code: 0 };
                     }
                     if delivered.is_some() {
                         interrupts(vcpu, false); // the handler
@@ -1632,7 +2022,8 @@ mod tests {
                 // After a window exit the next entry finds an empty script.
                 prop_assert!(matches!(pause, Pause::Recall(_) | Pause::End(Outcome::HostError(0))));
                 for (at, entry) in vcpu.entries.iter().enumerate() {
-                    if !entry.event.is_some() || (cut && at == 0) {
+                    let is_cut = (cut || exception) && at == 0;
+                    if !entry.event.is_some() || entry.event.is_exception() || is_cut {
                         continue;
                     }
                     if entry.event == Event::NMI {

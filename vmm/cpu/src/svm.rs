@@ -4,6 +4,9 @@ use hw_x86::vmcb::{exit, ioio, npf};
 
 use crate::exit::{Exit, IoExit, MemoryFault};
 
+/// What `VMEXIT_INVALID` says (APM vol. 2, section 15.5.1).
+const INVALID: &str = "the processor refuses the guest's registers (VMEXIT_INVALID)";
+
 /// Translates `EXITCODE`, `EXITINFO1` and `EXITINFO2`. Exit codes that a kernel adds to the
 /// processor's own are the back end's to decode first.
 #[inline]
@@ -37,13 +40,18 @@ pub fn decode(code: u64, info1: u64, info2: u64) -> Exit {
         | exit::INVLPGA
         | exit::RSM => Exit::Undefined,
         exit::RDPMC => Exit::Protected,
+        // A machine check is the kernel's.
+        exit::EXCEPTION_BASE..=exit::EXCEPTION_LAST if code != exit::MACHINE_CHECK => {
+            Exit::Exception { vector: (code - exit::EXCEPTION_BASE) as u8, code: info1 as u32 }
+        }
+        exit::IRET => Exit::Iret,
         exit::TASK_SWITCH => Exit::TaskSwitch,
         exit::CR0_READ..=exit::CR15_WRITE => {
             Exit::CrAccess { register: (code & 15) as u8, write: code & 16 != 0 }
         }
         exit::INTR | exit::NMI | exit::SMI | exit::INIT | exit::FERR_FREEZE => Exit::Spurious,
         exit::VINTR => Exit::Window,
-        exit::INVALID => Exit::InvalidState,
+        exit::INVALID | exit::INVALID_LOW => Exit::InvalidState { why: INVALID, code },
         _ => Exit::Unknown(code),
     }
 }
@@ -104,7 +112,12 @@ mod tests {
         assert_eq!(decode(0x08, 0, 0), Exit::CrAccess { register: 8, write: false });
         assert_eq!(decode(exit::RDPMC, 0, 0), Exit::Protected);
         assert_eq!(decode(exit::VMRUN, 0, 0), Exit::Undefined);
+        assert_eq!(decode(0x41, 0, 0), Exit::Exception { vector: 1, code: 0 });
+        assert_eq!(decode(0x51, 0, 0), Exit::Exception { vector: 17, code: 0 });
+        assert_eq!(decode(exit::MACHINE_CHECK, 0, 0), Exit::Unknown(0x52));
         assert_eq!(decode(0xdead, 0, 0), Exit::Unknown(0xdead));
-        assert_eq!(decode(u64::MAX, 0, 0), Exit::InvalidState);
+        for code in [u64::MAX, 0xffff_ffff] {
+            assert_eq!(decode(code, 0, 0), Exit::InvalidState { why: INVALID, code });
+        }
     }
 }

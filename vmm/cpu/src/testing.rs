@@ -34,6 +34,8 @@ pub struct ScriptedVcpu {
     pub gpr: [u64; 16],
     /// Other registers, by [`Reg`].
     pub regs: [u64; 23],
+    /// SSE registers, if it gives them.
+    pub vectors: Option<[[u64; 2]; 16]>,
     /// Segments, by [`Seg`].
     pub segments: [Segment; 10],
     /// What [`Backend::next_rip`] says.
@@ -48,6 +50,10 @@ pub struct ScriptedVcpu {
     pub stolen: u64,
     /// `CR8`, which the guest changes without an exit.
     pub cr8: u8,
+    /// What [`Backend::set_cr8_exits`] has set.
+    pub cr8_exits: bool,
+    /// What [`Backend::set_iret_exits`] has set; `None`: it masks by itself.
+    pub iret_exits: Option<bool>,
     /// What [`Backend::set_halts`] has set.
     pub halts: bool,
     /// What [`Backend::answer`] was told.
@@ -106,6 +112,14 @@ impl Backend for ScriptedVcpu {
         self.cr8 = value;
     }
 
+    fn set_cr8_exits(&mut self, exit: bool) {
+        self.cr8_exits = exit;
+    }
+
+    fn set_iret_exits(&mut self, exit: bool) -> bool {
+        self.iret_exits.as_mut().map(|place| *place = exit).is_some()
+    }
+
     fn gpr(&mut self, register: Gpr) -> u64 {
         self.gpr[register as usize]
     }
@@ -128,6 +142,16 @@ impl Backend for ScriptedVcpu {
 
     fn set_segment(&mut self, segment: Seg, value: Segment) {
         self.segments[segment as usize] = value;
+    }
+
+    fn vector(&mut self, register: u8) -> Option<[u64; 2]> {
+        Some(self.vectors?[usize::from(register)])
+    }
+
+    fn set_vector(&mut self, register: u8, value: [u64; 2]) {
+        if let Some(vectors) = &mut self.vectors {
+            vectors[usize::from(register)] = value;
+        }
     }
 
     fn next_rip(&mut self) -> u64 {

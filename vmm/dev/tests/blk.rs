@@ -31,7 +31,12 @@ struct Script {
 
 impl Script {
     fn new(info: BlockInfo, room: usize) -> Self {
-        let rig = Rig::ready(Blk::new(info), !F_EVENT_IDX, |env| {
+        Self::with(info, room, !F_EVENT_IDX)
+    }
+
+    /// With a driver that takes no features but these.
+    fn with(info: BlockInfo, room: usize, features: u64) -> Self {
+        let rig = Rig::ready(Blk::new(info), features, |env| {
             let mut disk = Disk::new(info.sectors as usize * 512, room);
             for (index, byte) in disk.content.iter_mut().enumerate() {
                 *byte = (index / 512) as u8 + 1;
@@ -295,6 +300,70 @@ fn reset_forgets_requests() {
     assert_eq!(script.rig.used(0), []);
     script.next = 0;
     script.does(T_IN, 1, Some((DATA, 512)));
+}
+
+/// A write of a driver without flushes ends when the flush behind it has, with that one's result.
+#[test]
+fn without_flushes_writes_go_through() {
+    let mut script = Script::with(info(), 4, !(F_EVENT_IDX | F_FLUSH));
+    let under_way = |script: &mut Script| -> Vec<_> {
+        script.disk().requests.iter().map(|(id, op, _)| (*id, *op)).collect()
+    };
+    for ends in [BlockStatus::Done, BlockStatus::Failed] {
+        let status = script.start(T_OUT, 5, Some((DATA, 512)));
+        assert_eq!(under_way(&mut script), [(0, BlockOp::Write { sector: 5 })]);
+        script.disk().complete(0);
+        script.rig.wake();
+        assert_eq!((script.status(status), script.rig.used(0)), (0xee, vec![]));
+        assert_eq!(under_way(&mut script), [(0, BlockOp::Flush)]);
+        script.disk().ended.push_back((0, ends));
+        script.rig.wake();
+        let expected = if ends == BlockStatus::Done { S_OK } else { S_IOERR };
+        assert_eq!((script.status(status), script.rig.used(0).len()), (expected, 1));
+    }
+    // A failed write needs no flush; a read has none.
+    let status = script.start(T_OUT, 5, Some((DATA, 512)));
+    script.disk().ended.push_back((0, BlockStatus::Failed));
+    script.rig.wake();
+    assert_eq!((script.status(status), under_way(&mut script)), (S_IOERR, vec![]));
+    script.rig.used(0);
+    script.rig.interrupts();
+    script.does(T_IN, 5, Some((DATA, 512)));
+    // Zeros are writes, too.
+    script.rig.put(DATA, &[7, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+    let status = script.start(T_WRITE_ZEROES, 0, Some((DATA, RANGE as u32)));
+    script.disk().complete(0);
+    script.rig.wake();
+    assert_eq!((script.status(status), under_way(&mut script)), (0xee, vec![(0, BlockOp::Flush)]));
+    script.disk().complete(0);
+    script.rig.wake();
+    assert_eq!(script.status(status), S_OK);
+}
+
+/// An outside without room for the flush at once gets it before anything new.
+#[test]
+fn a_flush_behind_a_write_waits_for_room() {
+    let mut script = Script::with(info(), 2, !(F_EVENT_IDX | F_FLUSH));
+    let write = script.start(T_OUT, 5, Some((DATA, 512)));
+    script.start(T_IN, 6, Some((DATA + 512, 512)));
+    // The disk has become smaller.
+    script.disk().room = 1;
+    script.disk().complete(0);
+    script.rig.wake();
+    let read = script.start(T_IN, 7, Some((DATA + 1024, 512)));
+    assert_eq!(script.disk().requests.len(), 1, "only the first read");
+    script.disk().complete(1);
+    script.rig.wake();
+    let ops: Vec<_> = script.disk().requests.iter().map(|(id, op, _)| (*id, *op)).collect();
+    assert_eq!((script.status(write), ops), (0xee, vec![(0, BlockOp::Flush)]));
+    script.disk().complete(0);
+    script.rig.wake();
+    assert_eq!((script.status(write), script.status(read)), (S_OK, 0xee));
+    // A driver that comes again may know flushes.
+    script.rig.set_up(!F_EVENT_IDX);
+    script.next = 0;
+    script.rig.interrupts();
+    script.does(T_OUT, 1, Some((DATA, 512)));
 }
 
 #[test]

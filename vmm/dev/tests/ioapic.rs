@@ -29,11 +29,14 @@ fn registers() {
     let (mut env, mut chip) = (Script::new(), IoApic::new(2));
     assert_eq!(read(&mut env, &mut chip, ID), 2 << 24);
     assert_eq!(read(&mut env, &mut chip, VERSION), 0x0017_0020);
-    assert_eq!(read(&mut env, &mut chip, ARBITRATION), 0);
+    assert_eq!(read(&mut env, &mut chip, ARBITRATION), 2 << 24);
+    write(&mut env, &mut chip, ARBITRATION, 0);
+    assert_eq!(read(&mut env, &mut chip, ARBITRATION), 2 << 24, "read-only");
     assert_eq!(read(&mut env, &mut chip, REDIRECTION), MASKED);
     assert_eq!(read(&mut env, &mut chip, REDIRECTION_LAST + 1), u32::MAX);
     write(&mut env, &mut chip, ID, u32::MAX);
     assert_eq!(read(&mut env, &mut chip, ID), 0xf << 24);
+    assert_eq!(read(&mut env, &mut chip, ARBITRATION), 0xf << 24, "follows the identifier");
     write(&mut env, &mut chip, REDIRECTION_LAST - 1, u32::MAX);
     assert_eq!(read(&mut env, &mut chip, REDIRECTION_LAST - 1), WRITABLE);
     write(&mut env, &mut chip, REDIRECTION_LAST, u32::MAX);

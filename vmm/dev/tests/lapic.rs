@@ -67,6 +67,9 @@ fn priorities_and_nesting() {
     assert!(!apic.eoi_is_quiet(), "others wait");
     assert_eq!(env.inl(&mut apic, PPR.into()), 0x50);
     assert_eq!(apic.pending(), None, "0x51 is of the same class");
+    apic.set_tpr(0x70);
+    assert!(!apic.is_held(), "it waits for the end of the other one, too");
+    apic.set_tpr(0);
     apic.deliver(&message(0, FIXED, 0x61));
     assert_eq!(apic.pending(), Some(0x61));
     apic.accept(0x61);
@@ -76,7 +79,10 @@ fn priorities_and_nesting() {
     assert_eq!(apic.pending(), Some(0x51));
     env.outl(&mut apic, TPR.into(), 0x5f);
     assert_eq!((apic.pending(), apic.cr8(), apic.ppr()), (None, 5, 0x5f));
+    assert!(apic.is_held() && apic.waits());
+    assert!(apic.take_events().priority, "a processor that has it in CR8 must be told");
     apic.set_cr8(4);
+    assert!(!apic.is_held() && !apic.take_events().priority);
     assert_eq!((apic.pending(), apic.tpr()), (Some(0x51), 0x40));
     assert_eq!(env.inl(&mut apic, APR.into()), 0x50);
     apic.accept(0x77);
@@ -287,8 +293,14 @@ fn events_of_messages() {
         assert!(apic.deliver(&message(1, delivery, 0x10)));
     }
     assert!(!apic.deliver(&message(1, 3, 0x10)));
-    let all =
-        Events { nmi: true, init: true, startup: Some(0x10), smi: true, ext_int: true, eoi: None };
+    let all = Events {
+        nmi: true,
+        init: true,
+        startup: Some(0x10),
+        smi: true,
+        ext_int: true,
+        ..Events::default()
+    };
     assert_eq!(apic.take_events(), all);
     apic.deliver(&message(1, FIXED, 0x80));
     apic.init(&mut env);

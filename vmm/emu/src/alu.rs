@@ -102,3 +102,78 @@ pub fn bit(op: BitOp, value: u64, bit: u64, rflags: u64) -> (u64, u64) {
     };
     (result, rflags & !CF | if value & mask != 0 { CF } else { 0 })
 }
+
+/// Number of the bit that `BSF` (or backwards `BSR`) finds; `None` if no bit is set. Only ZF is defined after it.
+pub fn scan(backwards: bool, value: u64, size: u8, rflags: u64) -> (Option<u64>, u64) {
+    let value = value & ones(size);
+    if value == 0 {
+        return (None, rflags | ZF);
+    }
+    let bit = if backwards { value.ilog2() } else { value.trailing_zeros() };
+    (Some(bit.into()), rflags & !ZF)
+}
+
+/// `TZCNT`, or backwards `LZCNT`.
+pub fn count_zeros(backwards: bool, value: u64, size: u8, rflags: u64) -> (u64, u64) {
+    let bits = 8 * u32::from(size);
+    let value = value & ones(size);
+    let count = match (value, backwards) {
+        (0, _) => bits,
+        (_, true) => value.leading_zeros() - (64 - bits),
+        (_, false) => value.trailing_zeros(),
+    };
+    let carry = if value == 0 { CF } else { 0 };
+    let zero = if count == 0 { ZF } else { 0 };
+    (count.into(), rflags & !(CF | ZF) | carry | zero)
+}
+
+/// Low and high half of a product. CF and OF say that the high half holds something; the others are not defined.
+pub fn multiply(signed: bool, first: u64, second: u64, size: u8, rflags: u64) -> ((u64, u64), u64) {
+    let bits = 8 * u32::from(size);
+    let wide = |value: u64| match signed {
+        true => i128::from(sign_extend(value, size) as i64),
+        false => i128::from(value & ones(size)),
+    };
+    // 64 by 64 bits fit: without sign in 128 bits, whose sign then means nothing.
+    let product = wide(first).wrapping_mul(wide(second)) as u128;
+    let low = product as u64 & ones(size);
+    let high = (product >> bits) as u64 & ones(size);
+    let expected = if signed && sign(low, size) { ones(size) } else { 0 };
+    let flags = if high == expected { 0 } else { CF | OF };
+    ((low, high), rflags & !(CF | OF) | flags)
+}
+
+/// `SHLD`, or backwards `SHRD`; `None` if nothing is shifted. AF is not defined, and neither is OF after more than one bit.
+pub fn double_shift(
+    backwards: bool,
+    first: u64,
+    second: u64,
+    count: u64,
+    size: u8,
+    rflags: u64,
+) -> Option<(u64, u64)> {
+    let bits = 8 * u32::from(size);
+    let count = count as u32 & if size == 8 { 63 } else { 31 };
+    // A 16-bit operand shifted by more than its width is not defined.
+    let count = if count > bits { count % bits } else { count };
+    if count == 0 {
+        return None;
+    }
+    let (first, second) = (u128::from(first & ones(size)), u128::from(second & ones(size)));
+    let (result, carry) = if backwards {
+        let both = second << bits | first;
+        ((both >> count) as u64, both >> (count - 1) & 1)
+    } else {
+        let both = first << bits | second;
+        ((both << count >> bits) as u64, first >> (bits - count) & 1)
+    };
+    let result = result & ones(size);
+    let mut flags = result_flags(result, size);
+    if carry != 0 {
+        flags |= CF;
+    }
+    if sign(result ^ first as u64, size) {
+        flags |= OF;
+    }
+    Some((result, rflags & !ARITHMETIC | flags))
+}

@@ -2,12 +2,15 @@
 //! appendix A).
 //!
 //! Accepted: moves of all sizes, the eight arithmetic and logic operations, `TEST`, `XCHG`, `XADD`, `CMPXCHG`,
-//! `INC`, `DEC`, `NOT`, `NEG`, bit tests, `MOVS`, `STOS`, `LODS`, `INS`, `OUTS`; in 16-, 32- and 64-bit code with
-//! all prefixes. Everything else is unknown. An accepted instruction has the length and operands that the manual
+//! `INC`, `DEC`, `NOT`, `NEG`, `MUL`, `IMUL`, `SHLD`, `SHRD`, bit tests and scans, `MOVS`, `CMPS`, `STOS`, `LODS`, `SCAS`,
+//! `INS`, `OUTS`; `PUSH`, `POP`, near `CALL`, `JMP` and `RET`, `ENTER` without nesting, `LEAVE`; `SMSW` and `LTR` of an operand in
+//! memory; `MOVDQU` and its like between memory and SSE registers; in 16-, 32- and 64-bit code with all prefixes. Everything else is unknown. An accepted instruction has the length and operands that the manual
 //! gives it: tests compare with another decoder.
 
 use vmm_cpu::walk::CodeSize;
 use vmm_cpu::{Gpr, Seg};
+
+use crate::vector;
 
 /// Arithmetic and logic operations, numbered as opcodes encode them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -84,6 +87,77 @@ pub enum Op {
     Ins,
     /// The port in `dx` is written with `[rSI]`.
     Outs,
+    /// Flags of `[rSI]` minus `[rDI]`.
+    Cmps,
+    /// Flags of the accumulator minus `[rDI]`.
+    Scas,
+    /// First becomes the number of the second's lowest bit that is set.
+    Bsf,
+    /// First becomes the number of the second's highest bit that is set.
+    Bsr,
+    /// First becomes the number of zeros at the second's lower end.
+    Tzcnt,
+    /// First becomes the number of zeros at the second's upper end.
+    Lzcnt,
+    /// First becomes the product of the second and the third, or of the first and the second, signed.
+    Imul,
+    /// `rDX:rAX` becomes the product of the accumulator and the second, signed or not.
+    Multiply {
+        /// As signed numbers.
+        signed: bool,
+    },
+    /// First is shifted left by the third, filled from the second.
+    Shld,
+    /// First is shifted right by the third, filled from the second.
+    Shrd,
+    /// First becomes the low half of `CR0`.
+    Smsw,
+    /// The task register is loaded with the descriptor that the second selects.
+    Ltr,
+    /// The second goes to the stack.
+    Push,
+    /// First comes from the stack.
+    Pop,
+    /// The next instruction's address goes to the stack; on at the second.
+    Call,
+    /// As [`Op::Call`]; the second is counted from the next instruction.
+    CallRelative,
+    /// On at the second.
+    Jump,
+    /// On at what comes from the stack, which then becomes shorter by the second.
+    Return,
+    /// A frame of the second's length on the stack.
+    Enter,
+    /// The frame leaves the stack.
+    Leave,
+    /// First becomes the second; one is an SSE register.
+    VectorMove {
+        /// An address in memory that is no multiple of 16 raises `#GP`.
+        is_aligned: bool,
+    },
+}
+
+impl Op {
+    /// Whether it counts rSI or rDI.
+    pub fn is_string(self) -> bool {
+        matches!(
+            self,
+            Self::Movs | Self::Stos | Self::Lods | Self::Ins | Self::Outs | Self::Cmps | Self::Scas
+        )
+    }
+}
+
+/// How often a string instruction is carried out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Repeat {
+    /// Once.
+    No,
+    /// As often as rCX says.
+    Count,
+    /// At most as often, while what is compared is equal (`REPE`).
+    WhileEqual,
+    /// At most as often, while it differs (`REPNE`).
+    WhileDifferent,
 }
 
 /// Base of an effective address.
@@ -126,6 +200,8 @@ pub enum Operand {
     },
     /// A constant, sign-extended where the manual says so.
     Immediate(u64),
+    /// An SSE register.
+    Vector(u8),
 }
 
 /// A decoded instruction.
@@ -133,7 +209,7 @@ pub enum Operand {
 pub struct Instruction {
     /// What it does.
     pub op: Op,
-    /// Bytes of its operands: 1, 2, 4 or 8.
+    /// Bytes of its operands: 1, 2, 4 or 8; of SSE registers 16.
     pub size: u8,
     /// Bytes of the second operand, where it is narrower.
     pub source_size: u8,
@@ -141,12 +217,14 @@ pub struct Instruction {
     pub first: Operand,
     /// Second operand.
     pub second: Operand,
+    /// Third operand: a constant, or `CL`.
+    pub third: Operand,
     /// Segment of `[rSI]` of a string instruction.
     pub segment: Seg,
     /// Bytes of an address: 2, 4 or 8.
     pub address_size: u8,
-    /// `REP`.
-    pub repeat: bool,
+    /// `REP` and its like.
+    pub repeat: Repeat,
     /// Bytes of the instruction.
     pub length: u8,
 }
@@ -309,9 +387,10 @@ impl<'a> Decoder<'a> {
             source_size: size,
             first,
             second,
+            third: Operand::None,
             segment: self.prefixes.segment.unwrap_or(Seg::Ds),
             address_size: self.address_size,
-            repeat: false,
+            repeat: Repeat::No,
             length: 0,
         }
     }
@@ -332,6 +411,15 @@ impl<'a> Decoder<'a> {
             0x63 if self.mode == CodeSize::Bits64 && self.wide != 2 => {
                 let (memory, register) = self.operands(4, self.wide)?;
                 Instruction { source_size: 4, ..self.make(Op::MovSx, self.wide, register, memory) }
+            }
+            0x50..=0x5f | 0x68 | 0x6a | 0x8f | 0xc2 | 0xc3 | 0xc8 | 0xc9 | 0xe8 => {
+                return self.stack(opcode);
+            }
+            0x69 | 0x6b => {
+                let (memory, register) = self.operands(self.wide, self.wide)?;
+                let bytes = if opcode == 0x6b { 1 } else { self.wide.min(4) };
+                let third = Operand::Immediate(self.bytes.number(bytes)?);
+                Instruction { third, ..self.make(Op::Imul, self.wide, register, memory) }
             }
             0x6c..=0x6f => {
                 // There is no 64-bit port access.
@@ -376,8 +464,10 @@ impl<'a> Decoder<'a> {
                 }
             }
             0xa4 | 0xa5 => self.string(Op::Movs, size),
+            0xa6 | 0xa7 => self.string(Op::Cmps, size),
             0xaa | 0xab => self.string(Op::Stos, size),
             0xac | 0xad => self.string(Op::Lods, size),
+            0xae | 0xaf => self.string(Op::Scas, size),
             0xc6 | 0xc7 => {
                 let (memory, 0) = self.group(size)? else { return Err(DecodeError::Unknown) };
                 let immediate = self.bytes.number(size.min(4))?;
@@ -392,10 +482,15 @@ impl<'a> Decoder<'a> {
                     }
                     2 => self.make(Op::Not, size, memory, Operand::None),
                     3 => self.make(Op::Neg, size, memory, Operand::None),
+                    4 | 5 => {
+                        let op = Op::Multiply { signed: selector == 5 };
+                        self.make(op, size, Operand::None, memory)
+                    }
                     _ => return Err(DecodeError::Unknown),
                 }
             }
-            0xfe | 0xff => {
+            0xff => return self.group_of_ff(),
+            0xfe => {
                 let op = match self.group(size)? {
                     (memory, 0) => (Op::Inc, memory),
                     (memory, 1) => (Op::Dec, memory),
@@ -410,6 +505,52 @@ impl<'a> Decoder<'a> {
     fn two_byte(&mut self, opcode: u8) -> Result<Instruction, DecodeError> {
         let size = self.size(opcode);
         Ok(match opcode {
+            0x00 | 0x01 => {
+                // In a register only their size differs, which no device sees.
+                let (memory @ Operand::Memory(_), selector) = self.group(2)? else {
+                    return Err(DecodeError::Unknown);
+                };
+                match (opcode, selector) {
+                    (0x00, 3) => self.make(Op::Ltr, 2, Operand::None, memory),
+                    (0x01, 4) => self.make(Op::Smsw, 2, memory, Operand::None),
+                    _ => return Err(DecodeError::Unknown),
+                }
+            }
+            0x10 | 0x11 | 0x28 | 0x29 | 0x2b | 0x6f | 0x7f | 0xe7 => {
+                let Prefixes { repeat, operand, .. } = self.prefixes;
+                let (op, stores) = vector::operation(opcode, repeat, operand)?;
+                // From register to register they reach no device.
+                let (memory @ Operand::Memory(_), register) = self.group(vector::SIZE)? else {
+                    return Err(DecodeError::Unknown);
+                };
+                let register = Operand::Vector(register | self.prefixes.rex_bit(2) << 3);
+                let (first, second) = if stores { (memory, register) } else { (register, memory) };
+                self.make(op, vector::SIZE, first, second)
+            }
+            0xa4 | 0xa5 | 0xac | 0xad => {
+                let (memory, register) = self.operands(self.wide, self.wide)?;
+                let third = match opcode & 1 {
+                    0 => Operand::Immediate(self.bytes.byte()?.into()),
+                    _ => Operand::Register { register: Gpr::Rcx, high: false },
+                };
+                let op = if opcode < 0xac { Op::Shld } else { Op::Shrd };
+                Instruction { third, ..self.make(op, self.wide, memory, register) }
+            }
+            0xaf => {
+                let (memory, register) = self.operands(self.wide, self.wide)?;
+                self.make(Op::Imul, self.wide, register, memory)
+            }
+            0xbc | 0xbd => {
+                let op = match (opcode, self.prefixes.repeat) {
+                    (0xbc, None) => Op::Bsf,
+                    (_, None) => Op::Bsr,
+                    (0xbc, Some(0xf3)) => Op::Tzcnt,
+                    (_, Some(0xf3)) => Op::Lzcnt,
+                    _ => return Err(DecodeError::Unknown),
+                };
+                let (memory, register) = self.operands(self.wide, self.wide)?;
+                self.make(op, self.wide, register, memory)
+            }
             0xa3 | 0xab | 0xb3 | 0xbb => {
                 let (memory, register) = self.operands(self.wide, self.wide)?;
                 self.make(Op::Bit(bit_op(opcode >> 3)), self.wide, memory, register)
@@ -469,7 +610,95 @@ impl<'a> Decoder<'a> {
 
     fn string(&self, op: Op, size: u8) -> Instruction {
         let instruction = self.make(op, size, Operand::None, Operand::None);
-        Instruction { repeat: self.prefixes.repeat.is_some(), ..instruction }
+        let repeat = match self.prefixes.repeat {
+            None => Repeat::No,
+            Some(prefix) if matches!(op, Op::Cmps | Op::Scas) => {
+                if prefix == 0xf3 {
+                    Repeat::WhileEqual
+                } else {
+                    Repeat::WhileDifferent
+                }
+            }
+            Some(_) => Repeat::Count,
+        };
+        Instruction { repeat, ..instruction }
+    }
+
+    /// Bytes that an instruction moves to or from the stack (APM vol. 3, section 1.2.2 and table B-5).
+    fn stack_size(&self) -> u8 {
+        match self.mode {
+            CodeSize::Bits64 if self.wide != 2 => 8,
+            _ => self.wide,
+        }
+    }
+
+    /// Bytes of a near branch's target. With a prefix processors do not agree in 64-bit mode, and elsewhere nobody has one.
+    fn branch_size(&self) -> Result<u8, DecodeError> {
+        match self.mode {
+            _ if self.prefixes.operand => Err(DecodeError::Unknown),
+            CodeSize::Bits64 => Ok(8),
+            _ => Ok(self.wide),
+        }
+    }
+
+    /// `PUSH`, `POP`, near branches through the stack, `ENTER`, `LEAVE`.
+    fn stack(&mut self, opcode: u8) -> Result<Instruction, DecodeError> {
+        let size = self.stack_size();
+        let nothing = Operand::None;
+        let register = |decoder: &Self| {
+            let code = opcode & 7 | decoder.prefixes.rex_bit(0) << 3;
+            Operand::Register { register: Gpr::from_code(code), high: false }
+        };
+        Ok(match opcode {
+            0x50..=0x57 => self.make(Op::Push, size, nothing, register(self)),
+            0x58..=0x5f => self.make(Op::Pop, size, register(self), nothing),
+            0x68 | 0x6a => {
+                let bytes = if opcode == 0x6a { 1 } else { size.min(4) };
+                let value = Operand::Immediate(self.bytes.number(bytes)?);
+                self.make(Op::Push, size, nothing, value)
+            }
+            0x8f => match self.group(size)? {
+                (place, 0) => self.make(Op::Pop, size, place, nothing),
+                _ => return Err(DecodeError::Unknown),
+            },
+            0xc2 | 0xc3 => {
+                let size = self.branch_size()?;
+                let more = if opcode == 0xc2 { self.bytes.number(2)? & 0xffff } else { 0 };
+                self.make(Op::Return, size, nothing, Operand::Immediate(more))
+            }
+            0xc8 => {
+                let length = Operand::Immediate(self.bytes.number(2)? & 0xffff);
+                if self.bytes.byte()? & 31 != 0 {
+                    return Err(DecodeError::Unknown);
+                }
+                self.make(Op::Enter, size, nothing, length)
+            }
+            0xc9 => self.make(Op::Leave, size, nothing, nothing),
+            0xe8 => {
+                let size = self.branch_size()?;
+                let distance = Operand::Immediate(self.bytes.number(size.min(4))?);
+                self.make(Op::CallRelative, size, nothing, distance)
+            }
+            _ => return Err(DecodeError::Unknown),
+        })
+    }
+
+    /// Opcode `FF`, whose selector decides even the size.
+    fn group_of_ff(&mut self) -> Result<Instruction, DecodeError> {
+        let modrm = self.bytes.byte()?;
+        let (op, size) = match modrm >> 3 & 7 {
+            0 => (Op::Inc, self.wide),
+            1 => (Op::Dec, self.wide),
+            2 => (Op::Call, self.branch_size()?),
+            4 => (Op::Jump, self.branch_size()?),
+            6 => (Op::Push, self.stack_size()),
+            _ => return Err(DecodeError::Unknown),
+        };
+        let place = self.place(modrm, size)?;
+        Ok(match op {
+            Op::Inc | Op::Dec => self.make(op, size, place, Operand::None),
+            _ => self.make(op, size, Operand::None, place),
+        })
     }
 
     /// A general register of `size` bytes by its encoding with REX bit.
@@ -660,6 +889,29 @@ mod tests {
             Op::Lods => &["lods"],
             Op::Ins => &["ins"],
             Op::Outs => &["outs"],
+            Op::Cmps => &["cmps"],
+            Op::Scas => &["scas"],
+            Op::Bsf => &["bsf"],
+            Op::Bsr => &["bsr"],
+            Op::Tzcnt => &["tzcnt"],
+            Op::Lzcnt => &["lzcnt"],
+            Op::Imul | Op::Multiply { signed: true } => &["imul"],
+            Op::Multiply { signed: false } => &["mul"],
+            Op::Shld => &["shld"],
+            Op::Shrd => &["shrd"],
+            Op::Smsw => &["smsw"],
+            Op::Ltr => &["ltr"],
+            Op::Push => &["push"],
+            Op::Pop => &["pop"],
+            Op::Call | Op::CallRelative => &["call"],
+            Op::Jump => &["jmp"],
+            Op::Return => &["ret", "return"],
+            Op::Enter => &["enter"],
+            Op::Leave => &["leave"],
+            Op::VectorMove { is_aligned: false } => &["movdqu", "movups", "movupd"],
+            Op::VectorMove { is_aligned: true } => {
+                &["movdqa", "movaps", "movapd", "movntps", "movntpd", "movntdq"]
+            }
         }
     }
 
@@ -711,7 +963,7 @@ mod tests {
             prop_assert_eq!(u64::from(found.length), other.length, "{}", what);
             prop_assert!(name(found.op).contains(&other.name.as_str()), "{}", what);
             let is_memory = |operand| matches!(operand, Operand::Memory(_));
-            let string = matches!(found.op, Op::Movs | Op::Stos | Op::Lods | Op::Ins | Op::Outs);
+            let string = found.op.is_string();
             // Of a bit test with a constant the other decoder says 8 bytes in 64-bit code, whatever the prefixes.
             let sized = !matches!((found.op, found.second), (Op::Bit(_), Operand::Immediate(_)));
             if !string && sized {

@@ -6,16 +6,20 @@
 //! raises the guest's own page fault with nothing changed. An operand may be in memory or with a device,
 //! or cross from one page to another.
 //!
-//! Repeated string instructions do at most [`MOST_REPEATS`] rounds; the rest follows when the guest
-//! executes the instruction again, which is where the processor would take interrupts too.
+//! Repeated string instructions do at most [`MOST_REPEATS`] rounds, one in single-step mode; the rest follows when the
+//! guest executes the instruction again, which is where the processor would take interrupts too.
 //!
 //! Missing: segment limits and rights (they matter in 32-bit code only), protection keys, alignment checks,
-//! atomicity of a locked access that crosses from memory to a device, debug-register matches.
+//! atomicity of a locked access that crosses from memory to a device, matches of debug registers with data, and
+//! of what reaches vector registers everything but the moves of whole SSE registers.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
 pub mod alu;
 pub mod decode;
+mod stack;
+mod system;
+mod vector;
 
 use hw_x86::msr::efer;
 use vmm_cpu::msr::is_canonical;
@@ -24,11 +28,17 @@ use vmm_cpu::{Backend, Event, Gpr, IoExit, Reg, Seg};
 use vmm_mem::GuestMemory;
 
 use crate::decode::{
-    Address, Base, BitOp, DecodeError, Instruction, Op, Operand, ones, sign_extend,
+    Address, Base, BitOp, DecodeError, Instruction, Op, Operand, Repeat, ones, sign_extend,
 };
 
 /// Most rounds of a repeated string instruction at a time.
 pub const MOST_REPEATS: u32 = 256;
+/// Vectors of exceptions.
+const NOT_PRESENT: u8 = 11;
+const STACK_FAULT: u8 = 12;
+const PROTECTION: u8 = 13;
+/// `RFLAGS.TF`.
+const RFLAGS_TF: u64 = 1 << 8;
 
 /// What answers where there is no memory.
 pub trait Devices {
@@ -42,6 +52,15 @@ pub trait Devices {
     fn port_out(&mut self, port: u16, size: u8, value: u32);
 }
 
+/// How an instruction was carried out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Done {
+    /// Entirely: the guest goes on at this address.
+    Next(u64),
+    /// A repeated one, up to some round: the guest goes on at it.
+    Again,
+}
+
 /// Why an instruction was not carried out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stop {
@@ -51,8 +70,7 @@ pub enum Stop {
     Unknown(u64),
 }
 
-/// Emulates the present instruction, which accessed memory where there is none. Gives the address at
-/// which the guest goes on.
+/// Emulates the present instruction, which accessed memory where there is none.
 ///
 /// # Errors
 /// See [`Stop`].
@@ -60,11 +78,14 @@ pub fn memory_access<B: Backend>(
     vcpu: &mut B,
     memory: &GuestMemory,
     devices: &mut impl Devices,
-) -> Result<u64, Stop> {
+) -> Result<Done, Stop> {
     let code = CodeView::of(vcpu);
     let (instruction, bytes) = fetch(vcpu, memory, &code)?;
     if matches!(instruction.op, Op::Ins | Op::Outs) {
         // A device behind INS or OUTS is reached through the port exit, which comes first.
+        return Err(Stop::Unknown(bytes));
+    }
+    if matches!(instruction.op, Op::VectorMove { .. }) && vcpu.vector(0).is_none() {
         return Err(Stop::Unknown(bytes));
     }
     Emulator { vcpu, memory, devices, code, instruction }.execute()
@@ -79,7 +100,7 @@ pub fn string_io<B: Backend>(
     memory: &GuestMemory,
     devices: &mut impl Devices,
     io: IoExit,
-) -> Result<u64, Stop> {
+) -> Result<Done, Stop> {
     let code = CodeView::of(vcpu);
     let (instruction, bytes) = fetch(vcpu, memory, &code)?;
     let expected = if io.write { Op::Outs } else { Op::Ins };
@@ -143,18 +164,26 @@ struct Emulator<'a, B, D> {
 }
 
 impl<B: Backend, D: Devices> Emulator<'_, B, D> {
-    fn execute(&mut self) -> Result<u64, Stop> {
+    fn execute(&mut self) -> Result<Done, Stop> {
         let rip = self.vcpu.get(Reg::Rip);
         let Instruction { op, length, .. } = self.instruction;
-        if matches!(op, Op::Movs | Op::Stos | Op::Lods | Op::Ins | Op::Outs) {
-            let finished = self.string()?;
-            return Ok(if finished { self.code.advance(rip, length.into()) } else { rip });
+        let next = self.code.advance(rip, length.into());
+        if op.is_string() {
+            return Ok(if self.string()? { Done::Next(next) } else { Done::Again });
         }
-        self.single()?;
-        Ok(self.code.advance(rip, length.into()))
+        match op {
+            Op::Push | Op::Pop | Op::Enter | Op::Leave => self.stack(op)?,
+            Op::Call | Op::CallRelative | Op::Jump | Op::Return => {
+                return self.branch(op, next).map(Done::Next);
+            }
+            Op::Ltr => self.load_task_register()?,
+            Op::VectorMove { is_aligned } => self.vector_move(is_aligned)?,
+            _ => self.single()?,
+        }
+        Ok(Done::Next(next))
     }
 
-    /// Everything but string instructions.
+    /// What has no order of its own.
     fn single(&mut self) -> Result<(), Stop> {
         let Instruction { op, size, source_size, first, second, .. } = self.instruction;
         let rflags = self.vcpu.get(Reg::Rflags);
@@ -240,7 +269,65 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
                 }
                 self.vcpu.set(Reg::Rflags, flags);
             }
-            Op::Movs | Op::Stos | Op::Lods | Op::Ins | Op::Outs => {}
+            Op::Bsf | Op::Bsr => {
+                let value = self.load(from, size);
+                let (bit, flags) = alu::scan(op == Op::Bsr, value, size, rflags);
+                // Without a bit the register stays, its upper half too (APM vol. 3, BSF).
+                if let Some(bit) = bit {
+                    self.store(to, size, bit);
+                }
+                self.vcpu.set(Reg::Rflags, flags);
+            }
+            Op::Tzcnt | Op::Lzcnt => {
+                let value = self.load(from, size);
+                let (count, flags) = alu::count_zeros(op == Op::Lzcnt, value, size, rflags);
+                self.store(to, size, count);
+                self.vcpu.set(Reg::Rflags, flags);
+            }
+            Op::Imul => {
+                let other = match self.instruction.third {
+                    Operand::Immediate(value) => value,
+                    _ => self.load(to, size),
+                };
+                let value = self.load(from, size);
+                let ((product, _), flags) = alu::multiply(true, value, other, size, rflags);
+                self.store(to, size, product);
+                self.vcpu.set(Reg::Rflags, flags);
+            }
+            Op::Multiply { signed } => {
+                let accumulator = Place::Register { register: Gpr::Rax, high: false };
+                let (a, b) = (self.load(accumulator, size), self.load(from, size));
+                let ((low, high), flags) = alu::multiply(signed, a, b, size, rflags);
+                // The product of bytes is in AX.
+                let upper = match size {
+                    1 => Place::Register { register: Gpr::Rax, high: true },
+                    _ => Place::Register { register: Gpr::Rdx, high: false },
+                };
+                self.store(accumulator, size, low);
+                self.store(upper, size, high);
+                self.vcpu.set(Reg::Rflags, flags);
+            }
+            Op::Shld | Op::Shrd => {
+                let count = match self.instruction.third {
+                    Operand::Immediate(count) => count,
+                    _ => self.vcpu.gpr(Gpr::Rcx),
+                };
+                let (a, b) = (self.load(to, size), self.load(from, size));
+                let back = op == Op::Shrd;
+                if let Some((result, flags)) = alu::double_shift(back, a, b, count, size, rflags) {
+                    self.store(to, size, result);
+                    self.vcpu.set(Reg::Rflags, flags);
+                } else if size == 4 && matches!(to, Place::Register { .. }) {
+                    // The upper half is cleared all the same.
+                    self.store(to, size, a);
+                }
+            }
+            Op::Smsw => {
+                let value = self.vcpu.get(Reg::Cr0);
+                self.store(to, size, value);
+            }
+            // The rest has been carried out elsewhere.
+            _ => {}
         }
         Ok(())
     }
@@ -253,12 +340,15 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
         let step = if backwards { u64::from(size).wrapping_neg() } else { size.into() };
         let port = self.vcpu.gpr(Gpr::Rdx) as u16;
         let accumulator = Place::Register { register: Gpr::Rax, high: false };
+        // Each round is a step of its own.
+        let steps = self.vcpu.get(Reg::Rflags) & RFLAGS_TF != 0;
+        let most = if steps { 1 } else { MOST_REPEATS };
         let mut round = 0;
         loop {
-            if repeat && self.vcpu.gpr(Gpr::Rcx) & mask == 0 {
+            if repeat != Repeat::No && self.vcpu.gpr(Gpr::Rcx) & mask == 0 {
                 return Ok(true);
             }
-            if round == MOST_REPEATS {
+            if round == most {
                 return Ok(false);
             }
             round += 1;
@@ -281,6 +371,17 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
                     let value = self.read(from);
                     self.store(accumulator, size, value);
                 }
+                Op::Cmps => {
+                    let from = self.span(segment, source, size, Intent::Read)?;
+                    let to = self.span(Seg::Es, target, size, Intent::Read)?;
+                    let (a, b) = (self.read(from), self.read(to));
+                    self.compare(a, b, size);
+                }
+                Op::Scas => {
+                    let to = self.span(Seg::Es, target, size, Intent::Read)?;
+                    let (a, b) = (self.load(accumulator, size), self.read(to));
+                    self.compare(a, b, size);
+                }
                 Op::Ins => {
                     let to = self.span(Seg::Es, target, size, Intent::Write)?;
                     let value = self.devices.port_in(port, size);
@@ -292,17 +393,28 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
                     self.devices.port_out(port, size, value);
                 }
             }
-            if matches!(op, Op::Movs | Op::Lods | Op::Outs) {
+            if matches!(op, Op::Movs | Op::Lods | Op::Outs | Op::Cmps) {
                 self.count(Gpr::Rsi, step, mask);
             }
-            if matches!(op, Op::Movs | Op::Stos | Op::Ins) {
+            if matches!(op, Op::Movs | Op::Stos | Op::Ins | Op::Cmps | Op::Scas) {
                 self.count(Gpr::Rdi, step, mask);
             }
-            if !repeat {
+            if repeat == Repeat::No {
                 return Ok(true);
             }
             self.count(Gpr::Rcx, u64::MAX, mask);
+            let equal = self.vcpu.get(Reg::Rflags) & alu::ZF != 0;
+            if repeat == Repeat::WhileEqual && !equal || repeat == Repeat::WhileDifferent && equal {
+                return Ok(true);
+            }
         }
+    }
+
+    /// Sets the flags as `CMP` does.
+    fn compare(&mut self, first: u64, second: u64, size: u8) {
+        let rflags = self.vcpu.get(Reg::Rflags);
+        let (_, flags) = alu::alu(decode::Alu::Cmp, first, second, size, rflags);
+        self.vcpu.set(Reg::Rflags, flags);
     }
 
     /// Adds to a counting register of the address size.
@@ -323,7 +435,7 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
         other: Operand,
     ) -> Result<Place, Stop> {
         Ok(match operand {
-            Operand::None => Place::Constant(0),
+            Operand::None | Operand::Vector(_) => Place::Constant(0),
             Operand::Immediate(value) => Place::Constant(value),
             Operand::Register { register, high } => Place::Register { register, high },
             Operand::Memory(address) => {
@@ -360,10 +472,8 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
             & ones(self.instruction.address_size)
     }
 
-    /// Translates `size` bytes at `offset` in a segment.
-    fn span(&mut self, segment: Seg, offset: u64, size: u8, intent: Intent) -> Result<Span, Stop> {
-        const STACK_FAULT: u8 = 12;
-        const PROTECTION: u8 = 13;
+    /// The linear address of `offset` in a segment.
+    fn linear(&mut self, segment: Seg, offset: u64) -> u64 {
         let long = self.code.size == CodeSize::Bits64;
         let base = if long && !matches!(segment, Seg::Fs | Seg::Gs) {
             0
@@ -371,12 +481,23 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
             self.vcpu.segment(segment).base
         };
         let linear = base.wrapping_add(offset);
-        let linear = if long { linear } else { linear & 0xffff_ffff };
+        if long { linear } else { linear & 0xffff_ffff }
+    }
+
+    /// Translates `size` bytes at `offset` in a segment.
+    fn span(&mut self, segment: Seg, offset: u64, size: u8, intent: Intent) -> Result<Span, Stop> {
+        let long = self.code.size == CodeSize::Bits64;
+        let linear = self.linear(segment, offset);
         let last = linear.wrapping_add(u64::from(size) - 1);
         if long && !(is_canonical(linear) && is_canonical(last)) {
             let vector = if segment == Seg::Ss { STACK_FAULT } else { PROTECTION };
             return Err(Stop::Raise(Event::exception_code(vector, 0)));
         }
+        self.span_at(linear, size, intent)
+    }
+
+    /// Translates `size` bytes at a linear address.
+    fn span_at(&mut self, linear: u64, size: u8, intent: Intent) -> Result<Span, Stop> {
         let (first, left) = self.translate(linear, intent)?;
         let first_size = left.min(size.into()) as u8;
         let second = if first_size < size {
@@ -484,6 +605,8 @@ enum Place {
 
 #[cfg(test)]
 mod tests {
+    mod further;
+
     use super::*;
     use hw_x86::paging::{cr0, cr4, entry};
     use vmm_cpu::testing::ScriptedVcpu;
@@ -556,7 +679,7 @@ mod tests {
         device.bytes[..4].copy_from_slice(&0x8000_00f1_u32.to_le_bytes());
         vcpu.set_gpr(Gpr::Rax, rax);
         let next = memory_access(&mut vcpu, &memory, &mut device);
-        assert_eq!(next, Ok(CODE + code.len() as u64));
+        assert_eq!(next, Ok(Done::Next(CODE + code.len() as u64)));
         assert_eq!(vcpu.gpr(Gpr::Rax), expected_rax, "rax");
         let word = u64::from_le_bytes(device.bytes[..8].try_into().unwrap());
         assert_eq!(word, expected_word, "word");
@@ -620,7 +743,7 @@ mod tests {
         vcpu.set_gpr(Gpr::Rsi, 0x2000);
         vcpu.set_gpr(Gpr::Rdi, DEVICE);
         vcpu.set_gpr(Gpr::Rcx, 5);
-        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(CODE + 2));
+        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Next(CODE + 2)));
         assert_eq!(&device.bytes[..5], b"hello");
         assert_eq!(vcpu.gpr(Gpr::Rcx), 0);
 
@@ -628,11 +751,25 @@ mod tests {
         vcpu.set_gpr(Gpr::Rdi, 0x2000);
         vcpu.set_gpr(Gpr::Rcx, 300);
         vcpu.set_gpr(Gpr::Rax, u64::MAX);
-        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(CODE));
+        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Again));
         assert_eq!(vcpu.gpr(Gpr::Rcx), 300 - u64::from(MOST_REPEATS));
-        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(CODE + 3));
+        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Next(CODE + 3)));
         assert_eq!(memory.read::<u64>(0x2000 + 299 * 8), Ok(u64::MAX));
         assert_eq!(memory.read::<u64>(0x2000 + 300 * 8), Ok(0));
+    }
+
+    #[test]
+    fn a_round_is_a_step() {
+        let (mut vcpu, memory, mut device) = long(&[0xf3, 0xa4]);
+        vcpu.set_gpr(Gpr::Rsi, 0x2000);
+        vcpu.set_gpr(Gpr::Rdi, DEVICE);
+        vcpu.set_gpr(Gpr::Rcx, 2);
+        vcpu.set(Reg::Rflags, RFLAGS_TF);
+        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Again));
+        assert_eq!((vcpu.gpr(Gpr::Rcx), vcpu.gpr(Gpr::Rdi)), (1, DEVICE + 1));
+        // No round is left: the last one is the end.
+        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Next(CODE + 2)));
+        assert_eq!((vcpu.gpr(Gpr::Rcx), device.log.len()), (0, 2));
     }
 
     #[test]
@@ -643,7 +780,7 @@ mod tests {
         vcpu.set_gpr(Gpr::Rcx, 2);
         vcpu.set_gpr(Gpr::Rdx, 0x3f8);
         let io = IoExit { port: 0x3f8, size: 1, write: true, string: true, rep: true, next_rip: 0 };
-        assert_eq!(string_io(&mut vcpu, &memory, &mut device, io), Ok(CODE + 2));
+        assert_eq!(string_io(&mut vcpu, &memory, &mut device, io), Ok(Done::Next(CODE + 2)));
         assert_eq!(device.log, [('o', 0x3f8, 1, b'o'.into()), ('o', 0x3f8, 1, b'k'.into())]);
         // An exit that does not fit the instruction is not carried out.
         let other = IoExit { size: 2, ..io };
@@ -654,7 +791,7 @@ mod tests {
         vcpu.set(Reg::Rflags, alu::DF);
         let io =
             IoExit { port: 0x10, size: 2, write: false, string: true, rep: false, next_rip: 0 };
-        assert_eq!(string_io(&mut vcpu, &memory, &mut device, io), Ok(CODE + 2));
+        assert_eq!(string_io(&mut vcpu, &memory, &mut device, io), Ok(Done::Next(CODE + 2)));
         assert_eq!((memory.read::<u16>(0x2002), vcpu.gpr(Gpr::Rdi)), (Ok(1), 0x2000));
     }
 
@@ -702,7 +839,7 @@ mod tests {
         vcpu.set_gpr(Gpr::Rax, 0x4433_2211);
         vcpu.set_gpr(Gpr::Rbx, 0x403c);
         let mut device = Recorder::new();
-        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(0x2001));
+        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Next(0x2001)));
         assert_eq!(device.log, [('w', 0x3c, 4, 0x4433_2211)]);
     }
 
@@ -722,7 +859,7 @@ mod tests {
         vcpu.set_gpr(Gpr::Rax, 0x4433_2211);
         vcpu.set_gpr(Gpr::Rbx, 0x4ffd);
         let mut device = Recorder::new();
-        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(0x1002));
+        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Next(0x1002)));
         assert_eq!(memory.read::<u16>(0x6ffd), Ok(0x2211));
         assert_eq!(device.log, [('w', 0, 1, 0x44)]);
         let leaf = |page: u64| memory.read::<u64>(0xb000 + 8 * page).unwrap();
@@ -739,7 +876,7 @@ mod tests {
         assert_eq!(memory.read::<u16>(0x6ffd), Ok(0));
         // The kernel may write read-only pages when WP is off.
         vcpu.set(Reg::Cr0, cr0::PE | cr0::PG);
-        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(0x1002));
+        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Next(0x1002)));
     }
 
     #[test]
@@ -758,7 +895,7 @@ mod tests {
         vcpu.set_gpr(Gpr::Rax, 7);
         vcpu.set_gpr(Gpr::Rbx, 0x40_0010);
         let mut device = Recorder::new();
-        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(CODE + 2));
+        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Next(CODE + 2)));
         assert_eq!(device.log, [('w', 0x10, 4, 7)]);
 
         let memory = testing::memory(&[(0, 0x10_000)]);
@@ -771,7 +908,7 @@ mod tests {
         vcpu.set(Reg::Cr3, 0x8020);
         vcpu.set_gpr(Gpr::Rbx, 0x20_0020);
         let mut device = Recorder::new();
-        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(CODE + 2));
+        assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Next(CODE + 2)));
         assert_eq!(device.log, [('w', 0x20, 4, 7)]);
     }
 }

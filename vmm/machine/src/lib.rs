@@ -35,6 +35,7 @@ use core::fmt;
 
 pub use functions::{Functions, Model, Outside, Slots};
 pub use layout::{layout, layout_with_pci};
+pub use once::Once;
 pub use pc::{Counters, Pc};
 use proto::wedge::log;
 use vmm_cpu::TscClock;

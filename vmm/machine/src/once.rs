@@ -1,8 +1,9 @@
-//! Things that are logged once each: a small set that forgets nothing and says when it is full.
+//! Messages that are logged once each: a small set of keys that forgets nothing and says when it is full.
 
 const ENTRIES: usize = 48;
 
-/// A set of keys.
+/// Keys of the messages that a virtual machine has logged. It bounds what a guest can log in its whole life only if
+/// the host hands it on to the board of the next boot ([`Pc::keep_logged`](crate::Pc::keep_logged)).
 #[derive(Clone, Debug)]
 pub struct Once {
     keys: [u64; ENTRIES],
@@ -34,6 +35,12 @@ impl Once {
         self.keys[self.used] = key;
         self.used += 1;
         if self.used == ENTRIES { Say::Last } else { Say::It }
+    }
+}
+
+impl Default for Once {
+    fn default() -> Self {
+        Self::new()
     }
 }
 

@@ -32,12 +32,13 @@ use vmm_dev::pc::pvpanic::PvPanic;
 use vmm_dev::pc::reset::ResetPort;
 use vmm_dev::pc::rtc::{self, Rtc};
 use vmm_dev::pc::uart::Uart;
-use vmm_emu::{Devices, Stop};
+use vmm_emu::{Devices, Done, Stop};
 use vmm_mem::GuestMemory;
 
 use crate::functions::Functions;
 use crate::hypercalls;
 use crate::layout;
+use crate::once::Once;
 pub use crate::wires::Counters;
 use crate::wires::{CHIPS, Chip, ChipEnv, FUNCTIONS, FunctionEnv, Wires};
 use crate::{Host, Level, PcConfig};
@@ -331,6 +332,16 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
     /// What the guest did that the machine does not know.
     pub fn counters(&self) -> Counters {
         self.machine.lock().wires.counters
+    }
+
+    /// Keys of the messages that were logged so far, for the board of the guest's next boot.
+    pub fn logged(&self) -> Once {
+        self.machine.lock().wires.once.clone()
+    }
+
+    /// Takes over the keys of messages that earlier boots of the guest have logged: none of them is logged again.
+    pub fn keep_logged(&self, logged: Once) {
+        self.machine.lock().wires.once = logged;
     }
 
     /// Works on the chips, on behalf of virtual CPU `running` ([`CPUS`](Self): of none), and kicks those CPUs that have
@@ -689,7 +700,8 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         if events.smi {
             self.machine.wires.counters.other += 1;
         }
-        if events.nmi || events.init || events.startup.is_some() || events.ext_int {
+        let alerts = events.nmi || events.init || events.ext_int || events.priority;
+        if alerts || events.startup.is_some() {
             self.alert(cpu);
         }
     }
@@ -702,9 +714,11 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         machine.intr && (asked || machine.apics[cpu].accepts_pic() && cpu == 0)
     }
 
+    /// Whether an interrupt waits for this CPU, maybe for a lower task priority: the CPU may have one already that its local APIC
+    /// does not know yet.
     #[inline]
     fn interrupt_waits(&self, cpu: usize) -> bool {
-        self.machine.apics[cpu].pending().is_some() || self.pic_waits(cpu)
+        self.machine.apics[cpu].waits() || self.pic_waits(cpu)
     }
 
     /// The interrupt that waits for this CPU.
@@ -713,6 +727,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         match apic.pending() {
             _ if self.pic_waits(cpu) => Waiting::Asks,
             Some(vector) => Waiting::Vector { vector, quiet: apic.eoi_will_be_quiet(vector) },
+            None if apic.is_held() => Waiting::Held,
             None => Waiting::Nothing,
         }
     }
@@ -927,6 +942,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
             init,
             startup: machine.startup[cpu].take(),
             deadline: machine.wires.deadline(cpu),
+            cr8: machine.apics[cpu].cr8(),
         };
         machine.nmi &= !bit;
         machine.init &= !bit;
@@ -939,7 +955,8 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
             self.machine.ext_int &= !(1 << cpu);
             let vector = self.machine.chips.pic.acknowledge();
             self.update_intr();
-            return Some(Acknowledged { vector, quiet: false, more: self.interrupt_waits(cpu) });
+            let more = self.machine.apics[cpu].pending().is_some() || self.pic_waits(cpu);
+            return Some(Acknowledged { vector, quiet: false, more });
         }
         let apic = &mut self.machine.apics[cpu];
         let vector = apic.pending()?;
@@ -1013,9 +1030,10 @@ impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Seat<'_, 'm
     }
 
     /// What an emulated access comes to.
-    fn finish<B: Backend>(&mut self, vcpu: &mut B, result: Result<u64, Stop>) -> Emulated {
+    fn finish<B: Backend>(&mut self, vcpu: &mut B, result: Result<Done, Stop>) -> Emulated {
         match result {
-            Ok(next) => Emulated::Next(next),
+            Ok(Done::Next(next)) => Emulated::Next(next),
+            Ok(Done::Again) => Emulated::Again,
             Err(Stop::Raise(event)) => Emulated::Raise(event),
             Err(Stop::Unknown(bytes)) => {
                 let rip = vcpu.get(vmm_cpu::Reg::Rip);
@@ -1469,6 +1487,28 @@ mod tests {
     }
 
     #[test]
+    fn a_reset_does_not_let_the_guest_log_the_same_again() {
+        let memory = memory();
+        let mut logged = Once::new();
+        let mut lines = Vec::new();
+        for boot in 0..100 {
+            let mut rig = Rig::new(&memory, 1);
+            rig.pc.keep_logged(logged);
+            rig.inb(0x2e8);
+            // Another port at each boot.
+            rig.inb(0x1000 + boot);
+            // The kernel's crash kernel runs, as often as it likes to say so.
+            rig.out(0x505, 2);
+            rig.out(0x505, 2);
+            logged = rig.pc.logged();
+            lines.extend(rig.host.log);
+        }
+        assert!(lines[2].contains("crash kernel"), "{lines:?}");
+        assert!(lines.len() < 50, "{} lines", lines.len());
+        assert!(lines.last().is_some_and(|line| line.contains("only counted")), "{lines:?}");
+    }
+
+    #[test]
     fn ways_to_end() {
         let cases: [(u16, u8, u32, Outcome); 7] = [
             (0x604, 2, 5 << 10 | 1 << 13, Outcome::PowerOff),
@@ -1511,6 +1551,52 @@ mod tests {
         second.then(|_| Exit::Recall { events: 1 });
         rig.pc.run(&mut cpu, &mut second, &mut rig.host);
         assert_eq!(second.gpr(Gpr::Rbx) >> 24, 1);
+    }
+
+    #[test]
+    fn the_task_priority_holds_interrupts_off() {
+        const VECTOR: u32 = 0x41;
+        const SEND_SELF: u32 = 1 << 18 | 1 << 14;
+        let memory = memory();
+        memory.write_slice(0x1000, &[0x0f, 0x22, 0xc0]).unwrap(); // mov cr8, eax
+        let mut rig = Rig::new(&memory, 1);
+        rig.mmio(&memory, 0xfee0_00f0, Some(0x1ff));
+        // Another register sets it, and the processor has it.
+        rig.mmio(&memory, 0xfee0_0080, Some(0x93));
+        assert_eq!(rig.vcpu.cr8, 9);
+        rig.mmio(&memory, 0xfee0_0300, Some(SEND_SELF | VECTOR));
+        assert_eq!((rig.events(), rig.vcpu.cr8_exits), ([].into(), true));
+        // It lets this class through only when it is below.
+        memory.write_slice(0x1000, &[0x0f, 0x22, 0xc0]).unwrap();
+        for (priority, expected) in [(4, None), (3, Some(Event::interrupt(VECTOR as u8)))] {
+            rig.vcpu.set(Reg::Rip, 0x1000);
+            rig.vcpu.set_gpr(Gpr::Rax, priority);
+            rig.exit(Exit::CrAccess { register: 8, write: true });
+            assert_eq!(u64::from(rig.vcpu.cr8), priority);
+            assert_eq!(rig.vcpu.cr8_exits, expected.is_none());
+            assert_eq!(rig.events().first().copied(), expected);
+        }
+        assert_eq!(rig.mmio(&memory, 0xfee0_0080, None), 0x30);
+    }
+
+    #[test]
+    fn a_task_priority_that_the_guest_lowers_by_itself_loses_no_interrupt() {
+        let memory = memory();
+        let mut rig = Rig::new(&memory, 2);
+        rig.mmio(&memory, 0xfee0_00f0, Some(0x1ff));
+        rig.mmio(&memory, 0xfee0_0080, Some(0xf0));
+        // A timer that another processor's thread finds due, while the guest has already lowered its priority without an exit.
+        rig.mmio(&memory, 0xfee0_0320, Some(0x51));
+        rig.mmio(&memory, 0xfee0_03e0, Some(0xb));
+        rig.mmio(&memory, 0xfee0_0380, Some(1000));
+        rig.host.tsc += 1_000_000;
+        let mut second = ScriptedVcpu::flat32();
+        let mut cpu = rig.pc.cpu(1);
+        rig.pc.run(&mut cpu, &mut second, &mut rig.host);
+        assert_eq!(rig.host.kicks, [0], "the local APIC still knows of the old priority only");
+        rig.vcpu.cr8 = 0;
+        assert_eq!(rig.events(), [Event::interrupt(0x51)]);
+        assert_eq!(rig.mmio(&memory, 0xfee0_0080, None), 0);
     }
 
     #[test]

@@ -16,6 +16,7 @@ pub fn set(vcpu: &mut impl Backend, state: &InitialState) {
     }
     vcpu.set_gpr(Gpr::Rsp, state.rsp);
     vcpu.set_gpr(Gpr::Rbx, state.rbx);
+    vcpu.set_gpr(Gpr::Rax, state.rax);
     vcpu.set_gpr(Gpr::Rsi, state.rsi);
     let zero = [
         Reg::InterruptShadow,

@@ -343,8 +343,9 @@ impl<H: Host> Env for ChipEnv<'_, H> {
             MachineEvent::GuestPanic => Outcome::GuestPanic,
             MachineEvent::ExitCode(code) => Outcome::Code(code),
             MachineEvent::GuestCrashLoaded => {
-                let text = format_args!("the guest has crashed and runs its crash kernel");
-                return self.host.log(Level::Info, text);
+                let what = "the guest has crashed and runs its crash kernel";
+                let key = what.as_ptr().addr() as u64;
+                return self.wires.say(self.host, Level::Info, key, format_args!("{what}"));
             }
         };
         self.wires.end(outcome);

@@ -266,7 +266,9 @@ pub fn real() -> Result<PathBuf, Error> {
     }
     let this = env::current_exe().and_then(fs::canonicalize).ok();
     let path = env::var_os("PATH").ok_or(Error::NoAssembler)?;
-    let mut candidates = env::split_paths(&path).map(|folder| folder.join(NAME));
+    // Relative folders mean the current one, where others may have put programs.
+    let folders = env::split_paths(&path).filter(|folder| folder.is_absolute());
+    let mut candidates = folders.map(|folder| folder.join(NAME));
     let real = |path: &PathBuf| {
         path.is_file() && fs::canonicalize(path).ok().is_some_and(|path| Some(path) != this)
     };

@@ -23,6 +23,12 @@ pub struct Image<'d> {
     pub symbols: Vec<Symbol<'d>>,
     /// Not linked: a module.
     pub is_module: bool,
+    /// Address of the 32-bit entry that the PVH note names (Xen, docs/misc/pvh.pandoc).
+    pub pvh_entry: Option<u64>,
+    /// Addresses that relocations of a module refer to: every one in code begins an instruction.
+    pub referred: Vec<u64>,
+    /// Physical address, virtual address and bytes of each part of a linked image that is loaded.
+    loaded: Vec<(u64, u64, u64)>,
     /// Places in code that change when a linked image is moved, sorted. Known if the linker kept relocations.
     relocations: Vec<u64>,
 }
@@ -112,6 +118,18 @@ impl<'d> Image<'d> {
             }
         }
         let relocations = if is_module { Vec::new() } else { absolute(&inputs) };
+        let referred = if is_module { referred(&file, &inputs, &addresses) } else { Vec::new() };
+        let endian = object::LittleEndian;
+        let loaded: Vec<(u64, u64, u64)> = file
+            .elf_program_headers()
+            .iter()
+            .filter(|header| header.p_type.get(endian) == elf::PT_LOAD)
+            .map(|header| (&header.p_paddr, &header.p_vaddr, &header.p_filesz))
+            .map(|(physical, address, size)| {
+                (physical.get(endian), address.get(endian), size.get(endian))
+            })
+            .collect();
+        let pvh_entry = physical_entry(&sections).and_then(|entry| virtual_address(&loaded, entry));
         let mut symbols: Vec<Symbol<'d>> = file
             .symbols()
             .filter(|symbol| !matches!(symbol.kind(), SymbolKind::Section | SymbolKind::File))
@@ -123,7 +141,7 @@ impl<'d> Image<'d> {
             })
             .collect();
         symbols.sort_by_key(|symbol| symbol.address);
-        Ok(Self { sections, symbols, is_module, relocations })
+        Ok(Self { sections, symbols, is_module, pvh_entry, referred, loaded, relocations })
     }
 
     /// A section by name.
@@ -140,6 +158,25 @@ impl<'d> Image<'d> {
     pub fn symbols_at(&self, address: u64) -> impl Iterator<Item = &Symbol<'d>> {
         let first = self.symbols.partition_point(|symbol| symbol.address < address);
         self.symbols[first..].iter().take_while(move |symbol| symbol.address == address)
+    }
+
+    /// How many bytes belong to a symbol: those up to the next one that is no label, if it does not say.
+    pub fn extent(&self, symbol: &Symbol<'_>) -> u64 {
+        if symbol.size > 0 {
+            return symbol.size;
+        }
+        let section = &self.sections[symbol.section];
+        let after = self.symbols.partition_point(|other| other.address <= symbol.address);
+        let others = &self.symbols[after..];
+        let next =
+            others.iter().find(|other| other.section == symbol.section && !is_local(other.name));
+        let end = section.address.saturating_add(section.data.len() as u64);
+        next.map_or(end, |next| next.address) - symbol.address
+    }
+
+    /// Where a linked image has what is loaded at a physical address.
+    pub fn virtual_address(&self, physical: u64) -> Option<u64> {
+        virtual_address(&self.loaded, physical)
     }
 
     /// Whether moving the image would change some of these bytes.
@@ -247,6 +284,64 @@ fn absolute(sections: &[ElfSection64<'_, '_, object::LittleEndian>]) -> Vec<u64>
     }
     places.sort_unstable();
     places
+}
+
+/// Where relocations of a module lead to. Those in instructions are distances from the end of their 32-bit field,
+/// which in branches is the end of the instruction.
+fn referred(
+    file: &ElfFile64<'_, object::LittleEndian>,
+    inputs: &[ElfSection64<'_, '_, object::LittleEndian>],
+    addresses: &HashMap<object::SectionIndex, (u64, usize)>,
+) -> Vec<u64> {
+    let mut list = Vec::new();
+    for input in inputs {
+        let code = input.kind() == object::SectionKind::Text;
+        for (_, relocation) in input.relocations() {
+            let RelocationFlags::Elf { r_type } = relocation.flags() else { continue };
+            let RelocationTarget::Symbol(index) = relocation.target() else { continue };
+            let Ok(symbol) = file.symbol_by_index(index) else { continue };
+            let Some((base, _)) = symbol.section_index().and_then(|index| addresses.get(&index))
+            else {
+                continue;
+            };
+            let distance = matches!(r_type, elf::R_X86_64_PC32 | elf::R_X86_64_PLT32);
+            let end = if code && distance { 4 } else { 0 };
+            let target = base.wrapping_add(symbol.address());
+            list.push(target.wrapping_add_signed(relocation.addend()).wrapping_add(end));
+        }
+    }
+    list.sort_unstable();
+    list.dedup();
+    list
+}
+
+/// `XEN_ELFNOTE_PHYS32_ENTRY` (Xen, include/public/elfnote.h).
+fn physical_entry(sections: &[Section<'_>]) -> Option<u64> {
+    let notes = sections.iter().filter(|section| section.name.starts_with(".note"));
+    notes.filter_map(|section| physical_entry_in(&section.data)).next()
+}
+
+/// The same, in the notes of one section (System V ABI, "Note Section").
+fn physical_entry_in(data: &[u8]) -> Option<u64> {
+    const PHYS32_ENTRY: u32 = 18;
+    let word = |at: usize| data.get(at..)?.first_chunk().map(|word| u32::from_le_bytes(*word));
+    let mut at = 0_usize;
+    loop {
+        let (name, size) = (word(at)? as usize, word(at + 4)? as usize);
+        let contents = (at + 12).checked_add(name.checked_next_multiple_of(4)?)?;
+        let is_xen = name == 4 && data.get(at + 12..)?.starts_with(b"Xen\0");
+        if is_xen && word(at + 8)? == PHYS32_ENTRY {
+            return word(contents).map(u64::from);
+        }
+        at = contents.checked_add(size.checked_next_multiple_of(4)?)?;
+    }
+}
+
+fn virtual_address(loaded: &[(u64, u64, u64)], address: u64) -> Option<u64> {
+    loaded.iter().find_map(|&(physical, start, length)| {
+        let offset = address.checked_sub(physical).filter(|offset| *offset < length)?;
+        Some(start.wrapping_add(offset))
+    })
 }
 
 /// Applies what relocations say about a section of a module. What refers to other images stays 0.

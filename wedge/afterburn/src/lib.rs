@@ -13,10 +13,11 @@ mod machine;
 mod mnemonics;
 pub mod null;
 pub mod rewrite;
+mod sweep;
 mod tables;
 pub mod verify;
 
 pub use error::Error;
 pub use null::null;
 pub use rewrite::{Misunderstood, Pad, Rewritten, rewrite};
-pub use verify::verify;
+pub use verify::{Exceptions, verify};

@@ -401,14 +401,35 @@ fn is_prefix(name: &[u8]) -> bool {
             | b"data32"
             | b"addr16"
             | b"addr32"
-            | b"rex"
-            | b"rex64"
-            | b"rex.w"
+            | b"word"
+            | b"adword"
+            | b"ht"
+            | b"hnt"
             | b"notrack"
             | b"bnd"
             | b"xacquire"
             | b"xrelease"
-    )
+    ) || is_rex(name)
+}
+
+/// REX prefixes: `rex`, `rex.wrxb`, and the old `rex64xyz`.
+fn is_rex(name: &[u8]) -> bool {
+    let bits = name.strip_prefix(b"rex");
+    bits.is_some_and(|bits| bits.iter().all(|bit| b".wrxb64yz".contains(bit)))
+}
+
+/// An instruction that the assembler takes for a prefix.
+pub fn is_wait(name: &[u8]) -> bool {
+    name.eq_ignore_ascii_case(b"wait") || name.eq_ignore_ascii_case(b"fwait")
+}
+
+/// Whether some instruction of this mnemonic is sensitive, or it stands before one.
+pub fn may_be_sensitive(name: &[u8]) -> bool {
+    let name = name.to_ascii_lowercase();
+    [&b""[..], b"%cr0,%rax", b"%ds"]
+        .iter()
+        .any(|operands| matches!(class(&name, operands), Class::Sensitive(_) | Class::Prefix))
+        || is_wait(&name)
 }
 
 /// Conservative: what is not known to lose the flags is taken to keep them.

@@ -16,6 +16,7 @@
 //! an error with its place, never passed over in silence; what hides from the text is found by [`crate::verify`].
 
 mod bytes;
+mod conditional;
 mod expansion;
 mod flags;
 mod macros;
@@ -29,6 +30,7 @@ pub use place::Source;
 use crate::lexer::{Lexer, Token, Unterminated};
 use crate::mnemonics::{self, Class};
 use bytes::{Meaning, Run};
+use conditional::{Condition, REGISTER_ALIAS, names_sensitive_register};
 use flags::{Watch, keeps_flags};
 use macros::Macro;
 use output::{Edit, What};
@@ -155,11 +157,9 @@ struct Rewriter<'a> {
     place: Place,
     names: Names,
     sections: Stack,
-    section_text: Range<usize>,
     mode: Mode,
-    /// Last mode of sections that have code of several, by the operands that named them.
-    modes: BTreeMap<Vec<u8>, Mode>,
-    mapping: u32,
+    /// Conditionals that are open, innermost last.
+    conditions: Vec<Condition>,
     frames: Vec<Frame>,
     macros: HashMap<Vec<u8>, Macro>,
     alternate: bool,
@@ -199,10 +199,8 @@ impl<'a> Rewriter<'a> {
             place: Place::new(name),
             names: Names::default(),
             sections: Stack::default(),
-            section_text: 0..0,
             mode: Mode::Long,
-            modes: BTreeMap::new(),
-            mapping: 0,
+            conditions: Vec::new(),
             frames: Vec::new(),
             macros: HashMap::new(),
             alternate: false,
@@ -356,8 +354,16 @@ impl<'a> Rewriter<'a> {
         let length = word(&body[at..]);
         let (name, operands) = (&body[at..at + length], at + length);
         let operands = operands + blanks(&body[operands..]);
-        if body.len() == start || body.get(operands) == Some(&b'=') {
+        if body.len() == start {
             return Ok(());
+        }
+        if body.get(operands) == Some(&b'=') {
+            let value = body[operands..].trim_ascii_start();
+            let value = value.iter().position(|&byte| byte != b'=').map(|at| &value[at..]);
+            return match names_sensitive_register(value.unwrap_or_default()) {
+                true => Err(self.error(REGISTER_ALIAS)),
+                false => Ok(()),
+            };
         }
         let place = range.start;
         let statement = Statement {
@@ -438,9 +444,6 @@ impl<'a> Rewriter<'a> {
     // Instructions.
 
     fn instruction(&mut self, statement: &Statement<'_>) -> Step {
-        if self.mode != Mode::Long || !self.modes.is_empty() {
-            self.map_mode(statement.start);
-        }
         if self.mode != Mode::Long || self.section() == Section::Discarded {
             return Ok(());
         }
@@ -457,6 +460,11 @@ impl<'a> Rewriter<'a> {
             return self.item(statement.start..statement.end, class);
         }
         let mut class = mnemonics::class(name, operands);
+        if mnemonics::is_wait(name) && !operands.is_empty() {
+            return Err(
+                self.error("`wait` before an instruction: write it as a statement of its own")
+            );
+        }
         while class == Class::Prefix {
             operands = operands.strip_prefix(b"/").unwrap_or(operands);
             let length = word(operands);
@@ -581,6 +589,9 @@ impl<'a> Rewriter<'a> {
         let operands = statement.operands;
         match &*name {
             b".loc" | b".file" => self.place.directive(&name, operands),
+            b".set" | b".equ" | b".equiv" | b".eqv" if names_sensitive_register(operands) => {
+                return Err(self.error(REGISTER_ALIAS));
+            }
             name if is_neutral(name) => {}
             b".byte" | b".dc.b" => return self.data(statement, 1),
             b".word" | b".value" | b".short" | b".hword" | b".2byte" => {
@@ -590,12 +601,10 @@ impl<'a> Rewriter<'a> {
             b".quad" | b".8byte" => return self.data(statement, 8),
             b".macro" => return self.macro_begins(statement),
             b".endm" | b".endmacro" => return self.macro_ends(),
-            b".purgem" => {
-                self.macros.remove(&*lowered(operands));
-            }
+            b".purgem" => return self.purge(operands),
             b".rept" | b".rep" | b".irp" | b".irep" | b".irpc" | b".irepc" => {
                 self.settle()?;
-                self.pass(operands);
+                self.pass(operands)?;
                 let at = statement.operands_at;
                 self.frames.push(Frame::Repeat { values: at..at + operands.len() });
             }
@@ -604,15 +613,21 @@ impl<'a> Rewriter<'a> {
                 if !matches!(self.frames.pop(), Some(Frame::Repeat { .. })) {
                     return Err(self.error("`.endr` without `.rept` or `.irp`"));
                 }
+                self.conditions_end();
             }
             b".text" | b".data" | b".bss" | b".section" | b".pushsection" | b".popsection"
             | b".previous" => {
                 return self.change_section(&name, statement);
             }
-            b".code64" => return self.change_mode(Mode::Long),
-            b".code32" | b".code16" | b".code16gcc" => return self.change_mode(Mode::Legacy),
-            b".altmacro" => self.alternate = true,
-            b".noaltmacro" => self.alternate = false,
+            b".code64" => return self.change_mode(&name, Mode::Long),
+            b".code32" | b".code16" | b".code16gcc" => {
+                return self.change_mode(&name, Mode::Legacy);
+            }
+            b".altmacro" | b".noaltmacro" => {
+                self.unconditional(&name)?;
+                self.alternate = &*name == b".altmacro";
+            }
+            name if conditional::is_condition(name) => return self.condition(name),
             b".intel_syntax" => return Err(self.error("Intel syntax is not understood")),
             b".att_syntax" if operands.trim_ascii() == b"noprefix" => {
                 return Err(self.error("registers without `%` are not understood"));
@@ -622,11 +637,27 @@ impl<'a> Rewriter<'a> {
                     "`.include` hides instructions: let the preprocessor include the file",
                 ));
             }
+            b".incbin" if self.section() != Section::Data => {
+                return Err(
+                    self.error("`.incbin` hides instructions: put the file into a data section")
+                );
+            }
+            b".insn" => {
+                return Err(
+                    self.error("`.insn` hides an instruction: write its mnemonic, or `.byte`")
+                );
+            }
             b".end" => {
+                self.unconditional(&name)?;
                 self.settle()?;
                 self.ended = self.frames.is_empty();
             }
             name if name.contains(&b'\\') => {
+                if conditional::may_be_mode(name) {
+                    return Err(self.error(
+                        "a directive that may change the mode, made of a macro's parameter",
+                    ));
+                }
                 self.settle()?;
             }
             _ => {
@@ -656,7 +687,6 @@ impl<'a> Rewriter<'a> {
 
     fn change_section(&mut self, name: &[u8], statement: &Statement<'_>) -> Step {
         self.settle()?;
-        let operands = statement.operands_at..statement.operands_at + statement.operands.len();
         let change = match name {
             b".text" => Change::Set(Section::Code),
             b".data" | b".bss" => Change::Set(Section::Data),
@@ -665,9 +695,6 @@ impl<'a> Rewriter<'a> {
             b".previous" => Change::Previous,
             _ => Change::Pop,
         };
-        if matches!(change, Change::Set(_)) {
-            self.section_text = operands;
-        }
         self.apply(&[change])
     }
 
@@ -686,26 +713,6 @@ impl<'a> Rewriter<'a> {
             }
         }
         Ok(())
-    }
-
-    fn change_mode(&mut self, mode: Mode) -> Step {
-        self.settle()?;
-        self.mode = mode;
-        Ok(())
-    }
-
-    /// Marks where code of another mode begins, for whoever decodes the binary.
-    fn map_mode(&mut self, at: usize) {
-        if !self.frames.is_empty() || self.string.is_some() || self.section() != Section::Code {
-            return;
-        }
-        let name = self.text[self.section_text.clone()].to_vec();
-        let known = self.modes.get(&name).copied().unwrap_or(Mode::Long);
-        if known != self.mode {
-            self.edits.push(Edit { at, what: What::Mode(self.mode == Mode::Long, self.mapping) });
-            self.mapping += 1;
-            self.modes.insert(name, self.mode);
-        }
     }
 }
 

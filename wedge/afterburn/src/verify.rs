@@ -1,13 +1,13 @@
 //! Checks a finished kernel or module: every sensitive instruction is a site, every site is what its record says,
 //! and no pad is where the kernel changes instructions itself.
 //!
-//! All code is decoded, from each symbol and each site anew, so that data between functions cannot lead the decoder
-//! astray for long. Code of other modes is left out where mapping symbols (`$c32.N`, `$c64.N`, which the front-end
-//! makes) say so.
+//! The afterburner's own word counts for nothing here: [`sweep`] decodes all bytes of executable sections by itself.
+//! The caller names what is not 64-bit code ([`Exceptions`]), and the report lists it.
 
 use crate::error::Error;
 use crate::image::Image;
 use crate::machine;
+use crate::sweep;
 use crate::tables::{self, Places};
 use iced_x86::{Decoder, DecoderOptions, Instruction, Mnemonic};
 use serde::Serialize;
@@ -33,6 +33,10 @@ pub struct Report {
     pub wrong: Vec<Wrong>,
     /// Pads where the kernel changes instructions itself.
     pub overlaps: Vec<Overlap>,
+    /// Bytes that are no instructions from any place that is known, and would be sensitive ones from some.
+    pub unjudged: Vec<Region>,
+    /// What was not judged as 64-bit code: the exceptions of the caller, and the PVH entry.
+    pub excepted: Vec<Region>,
     /// Entries in each table that was compared.
     pub tables: BTreeMap<&'static str, usize>,
     /// Sites that begin where the exception table says: as intended.
@@ -93,6 +97,30 @@ pub struct Overlap {
     pub place: u64,
 }
 
+/// Bytes of an executable section that are not 64-bit code, or not known to be.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Region {
+    /// The first byte.
+    pub address: u64,
+    /// Bytes. Of code in another mode only those of instructions that its entry leads to.
+    pub length: u64,
+    /// The function, with an offset.
+    pub function: String,
+    /// The reason for which it is not judged.
+    pub reason: &'static str,
+}
+
+/// What a caller says is not 64-bit code, by symbols. Nothing is taken from the image itself except the PVH entry.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct Exceptions {
+    /// Entries of 16-bit code.
+    pub code16: Vec<String>,
+    /// Entries of 32-bit code.
+    pub code32: Vec<String>,
+    /// Data: all bytes of the symbol, or up to the next symbol if it has no size.
+    pub data: Vec<String>,
+}
+
 /// Sizes in bytes.
 #[derive(Clone, Copy, PartialEq, Default, Debug, Serialize)]
 pub struct Text {
@@ -102,21 +130,22 @@ pub struct Text {
     pub pads: u64,
     /// Pads in per cent of the code.
     pub growth_percent: f64,
-    /// What could not be decoded: data.
+    /// What could not be decoded, and is no sensitive instruction from any byte: data.
     pub undecoded: u64,
-    /// Code of other modes.
-    pub other_modes: u64,
 }
 
 impl Report {
-    /// Whether nothing is missed, wrong or overlapping.
+    /// Whether nothing is missed, wrong, overlapping or left unjudged.
     pub fn is_good(&self) -> bool {
-        self.missed.is_empty() && self.wrong.is_empty() && self.overlaps.is_empty()
+        self.missed.is_empty()
+            && self.wrong.is_empty()
+            && self.overlaps.is_empty()
+            && self.unjudged.is_empty()
     }
 }
 
-/// Checks the contents of a file.
-pub fn verify(path: &Path, data: &[u8]) -> Result<Report, Error> {
+/// Checks the contents of a file. An exception that names no symbol of it is an error.
+pub fn verify(path: &Path, data: &[u8], exceptions: &Exceptions) -> Result<Report, Error> {
     let image = Image::parse(path, data)?;
     let mut sites = image.sites(path)?;
     sites.sort_by_key(|site| (site.address, site.padded));
@@ -128,6 +157,8 @@ pub fn verify(path: &Path, data: &[u8]) -> Result<Report, Error> {
         missed: Vec::new(),
         wrong: Vec::new(),
         overlaps: Vec::new(),
+        unjudged: Vec::new(),
+        excepted: Vec::new(),
         tables: BTreeMap::new(),
         exception_starts: 0,
         text: Text::default(),
@@ -163,13 +194,7 @@ pub fn verify(path: &Path, data: &[u8]) -> Result<Report, Error> {
     let originals = tables.iter().find(|table| table.name == tables::ORIGINALS);
     let mut originals: Vec<(u64, u64)> = originals.map_or(Vec::new(), |table| table.places.clone());
     originals.sort_unstable();
-    for (index, section) in image.sections.iter().enumerate() {
-        // Linkers throw these away.
-        if !section.executable || section.name.starts_with(".discard") {
-            continue;
-        }
-        decode(&image, index, &sites, &originals, &mut report);
-    }
+    sweep::sweep(&image, &sites, &originals, exceptions, &mut report)?;
     overlaps(&image, tables, &sites, &mut report);
     let text = &mut report.text;
     text.growth_percent = 100.0 * text.pads as f64 / text.code.max(1) as f64;
@@ -206,92 +231,14 @@ fn check(image: &Image<'_>, site: &Site) -> Result<(), String> {
     }
 }
 
-/// Decodes a section and looks for sensitive instructions that are no sites.
-fn decode(
-    image: &Image<'_>,
-    index: usize,
-    sites: &[Site],
-    originals: &[(u64, u64)],
-    report: &mut Report,
-) {
-    let section = &image.sections[index];
-    let end = section.address.saturating_add(section.data.len() as u64);
-    let within = |address: &u64| (section.address..end).contains(address);
-    let mut cuts: Vec<u64> = [section.address, end]
-        .into_iter()
-        .chain(image.symbols.iter().map(|symbol| symbol.address).filter(within))
-        .chain(sites.iter().flat_map(|site| [site.address, site.end()]).filter(within))
-        .collect();
-    cuts.sort_unstable();
-    cuts.dedup();
-    let replacement = section.name.starts_with(".altinstr_replacement");
-    let mut modes = image
-        .symbols
-        .iter()
-        .filter(|symbol| symbol.section == index)
-        .filter_map(|symbol| {
-            let name = symbol.name.strip_prefix("$c")?;
-            Some((symbol.address, name.starts_with("64")))
-        })
-        .peekable();
-    let mut long = true;
-    for pair in cuts.windows(2) {
-        let (start, stop) = (pair[0], pair[1]);
-        while let Some((_, mode)) = modes.next_if(|(address, _)| *address <= start) {
-            long = mode;
-        }
-        if !long {
-            report.text.other_modes += stop - start;
-            continue;
-        }
-        let Some(bytes) = image.bytes(start, (stop - start) as usize) else { continue };
-        if let Some(site) = site_at(sites, start).filter(|site| site.address == start) {
-            let prefixes = match site.padded - site.length {
-                0 => bytes.iter().take_while(|&&byte| byte == machine::CS).count() as u64,
-                _ => 0,
-            };
-            report.text.code += u64::from(site.length) - prefixes;
-            report.text.pads += u64::from(site.padded - site.length) + prefixes;
-        }
-        for instruction in Decoder::with_ip(64, bytes, start, DecoderOptions::NONE).iter() {
-            let address = instruction.ip();
-            if instruction.is_invalid() {
-                report.text.undecoded += stop - address;
-                break;
-            }
-            let site = site_at(sites, address);
-            let filler = matches!(instruction.mnemonic(), Mnemonic::Nop | Mnemonic::Int3)
-                || bytes[(address - start) as usize..].starts_with(&[0, 0]);
-            if site.is_none() && !filler {
-                report.text.code += instruction.len() as u64;
-            }
-            let Some(kind) = machine::kind(&instruction) else { continue };
-            // What an alternative may overwrite need not be rewritten if it traps.
-            let original = || kind.traps() && is_within(originals, address);
-            let covered = site.is_some_and(|site| {
-                address < site.address + u64::from(site.length)
-                    && (!site.flags.contains(Flags::RECORD_ONLY) || replacement || original())
-            });
-            if !covered {
-                report.missed.push(Missed {
-                    address,
-                    kind: kind.name(),
-                    section: section.name.to_owned(),
-                    function: image.describe(address),
-                });
-            }
-        }
-    }
-}
-
 /// The site that owns the byte at an address.
-fn site_at(sites: &[Site], address: u64) -> Option<&Site> {
+pub(crate) fn site_at(sites: &[Site], address: u64) -> Option<&Site> {
     let after = sites.partition_point(|site| site.address <= address);
     sites[..after].last().filter(|site| address < site.end())
 }
 
 /// Whether one of the places, sorted, has this address.
-fn is_within(places: &[(u64, u64)], address: u64) -> bool {
+pub(crate) fn is_within(places: &[(u64, u64)], address: u64) -> bool {
     let after = places.partition_point(|(start, _)| *start <= address);
     places[..after].iter().rev().take(8).any(|(start, length)| address - start < *length)
 }
@@ -337,6 +284,12 @@ impl fmt::Display for Report {
             let Overlap { address, kind, function, table, place } = overlap;
             writeln!(f, "  overlap: {address:#x} {kind} in {function} with {table} at {place:#x}")?;
         }
+        for Region { address, length, function, reason } in &self.unjudged {
+            writeln!(f, "  unjudged: {address:#x} {length} bytes in {function}: {reason}")?;
+        }
+        for Region { address, length, function, reason } in &self.excepted {
+            writeln!(f, "  excepted: {address:#x} {length} bytes in {function}: {reason}")?;
+        }
         writeln!(f, "{:<20} {:>7} {:>9} {:>10}", "  kind", "padded", "recorded", "flags dead")?;
         for (kind, count) in self.kinds.iter().chain([(&"all", sites)]) {
             let Count { padded, recorded, flags_dead } = count;
@@ -350,15 +303,16 @@ impl fmt::Display for Report {
         writeln!(f, "  layout constants: {}", self.constants)?;
         writeln!(
             f,
-            "  code: {} bytes and {} of pads, +{:.2} %; not decoded {}, of other modes {}",
-            text.code, text.pads, text.growth_percent, text.undecoded, text.other_modes
+            "  code: {} bytes and {} of pads, +{:.2} %; data {} bytes",
+            text.code, text.pads, text.growth_percent, text.undecoded
         )?;
         writeln!(
             f,
-            "  missed {}, wrong {}, overlapping {}",
+            "  missed {}, wrong {}, overlapping {}, unjudged {}",
             self.missed.len(),
             self.wrong.len(),
-            self.overlaps.len()
+            self.overlaps.len(),
+            self.unjudged.len()
         )
     }
 }

@@ -33,7 +33,7 @@ pub struct Frame {
     pub gpr: [u64; 16],
     /// Instruction pointer.
     pub rip: u64,
-    /// Flags. `IF` has no meaning here: see [`VirtualCpu::interrupt_flag`].
+    /// Flags as the host's processor has them: see [`VirtualCpu::held_flags`].
     pub rflags: u64,
 }
 
@@ -64,8 +64,10 @@ pub struct Shared {
 pub struct VirtualCpu {
     /// Registers of the guest.
     pub frame: Frame,
-    /// `RFLAGS.IF`, the other bits 0. Rewritten sites change it in place.
-    pub interrupt_flag: u64,
+    /// Bits of `RFLAGS` that the host's processor does not hold; the other bits are 0. `IF`,
+    /// always: rewritten sites change it in place. `AC` at privilege level 0: that code runs at the
+    /// host's level 3, where `AC` makes unaligned accesses fault (APM vol. 2, 3.1.6).
+    pub held_flags: u64,
     /// Not 0: the guest is not to go on once interrupts are on, before somebody has looked at what waits.
     pub attention: u8,
     /// Current privilege level, 0 or 3.
@@ -129,7 +131,7 @@ impl VirtualCpu {
         let code = Segment { attrib: USABLE_CODE_64, ..data };
         Self {
             frame: Frame { gpr: [0; 16], rip: 0, rflags: rflags::FIXED },
-            interrupt_flag: 0,
+            held_flags: 0,
             attention: 0,
             cpl: 0,
             kernel_gs_base: 0,
@@ -159,13 +161,35 @@ impl VirtualCpu {
 
     /// `RFLAGS` as the guest sees them.
     pub fn rflags(&self) -> u64 {
-        self.frame.rflags & !rflags::IF | self.interrupt_flag & rflags::IF | rflags::FIXED
+        let held = self.held();
+        self.frame.rflags & !held | self.held_flags & held | rflags::FIXED
     }
 
     /// Sets `RFLAGS`.
     pub fn set_rflags(&mut self, value: u64) {
-        self.interrupt_flag = value & rflags::IF;
-        self.frame.rflags = value & (rflags::OPEN | rflags::IOPL) | rflags::FIXED;
+        let held = self.held();
+        self.held_flags = value & held;
+        self.frame.rflags = value & !held & (rflags::OPEN | rflags::IOPL) | rflags::FIXED;
+    }
+
+    /// The bits of [`VirtualCpu::held_flags`] that count at the current privilege level.
+    fn held(&self) -> u64 {
+        if self.cpl == 0 { rflags::IF | rflags::AC } else { rflags::IF }
+    }
+
+    /// Changes the privilege level; the guest sees the same `RFLAGS`.
+    pub(crate) fn set_level(&mut self, level: u8) {
+        let flags = self.rflags();
+        self.cpl = level;
+        self.set_rflags(flags);
+    }
+
+    /// The guest has stopped with these flags in the host's processor. `AC` at privilege level 0
+    /// comes from a `POPF` that is no site.
+    pub fn found_flags(&mut self, flags: u64) {
+        let moved = flags & self.held() & rflags::AC;
+        self.held_flags |= moved;
+        self.frame.rflags = flags & !moved;
     }
 
     /// The process-context identifier of the current space.
@@ -181,7 +205,7 @@ impl VirtualCpu {
             cr3: if shared { self.shared.root } else { self.cr3 },
             cr4: self.cr4,
             efer: self.efer,
-            rflags: self.frame.rflags,
+            rflags: self.rflags(),
             user,
         }
     }

@@ -20,7 +20,9 @@ const IN_IDT: u32 = 2;
 /// How an event came about.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Source {
-    /// Interrupt or exception.
+    /// Exception of an instruction that is to be executed again.
+    Fault,
+    /// Interrupt, or another exception.
     Hardware,
     /// `INT n`, `INT3`: the gate must be open to the caller.
     Software,
@@ -29,6 +31,14 @@ enum Source {
 /// Exceptions that make a double fault of a second one (APM vol. 2, table 8-3).
 fn is_contributory(vector: u8) -> bool {
     matches!(vector, 0 | 10..=13)
+}
+
+/// Where an event comes from. Faults are all exceptions but `#DB`, `#BP`, `#OF`, `#DF` and `#MC` (APM vol. 2, table 8-1).
+fn source_of(event: Event) -> Source {
+    match event.is_exception() && !matches!(event.vector(), 1 | 3 | 4 | 8 | 18) {
+        true => Source::Fault,
+        false => Source::Hardware,
+    }
 }
 
 impl VirtualCpu {
@@ -41,8 +51,8 @@ impl VirtualCpu {
         // The event, a fault of its delivery, the double fault.
         for _ in 0..3 {
             let code = (current.0 & event::ERROR_VALID != 0).then_some((current.0 >> 32) as u32);
-            let Err(trouble) = self.through_gate(memory, current.vector(), code, Source::Hardware)
-            else {
+            let source = source_of(current);
+            let Err(trouble) = self.through_gate(memory, current.vector(), code, source) else {
                 return Ok(());
             };
             let second = match trouble {
@@ -147,11 +157,13 @@ impl VirtualCpu {
         } else {
             self.frame.gpr[4]
         };
+        // Behind a fault, an instruction breakpoint is not reported again (APM vol. 2, section 13.1.1).
+        let again = if source == Source::Fault { rflags::RF } else { 0 };
         let mut words = [0_u64; 6];
         let frame = [
             self.frame.rip,
             self.segments[CS].selector.into(),
-            self.rflags(),
+            self.rflags() & !rflags::RF | again,
             self.frame.gpr[4],
             self.segments[SS].selector.into(),
         ];
@@ -175,11 +187,11 @@ impl VirtualCpu {
         if inward {
             // The null selector of the new level.
             self.segments[SS] = segment::null();
-            self.cpl = 0;
+            self.set_level(0);
         }
         self.frame.rflags &= !(rflags::TF | rflags::NT | rflags::RF | rflags::VM);
         if kind == INTERRUPT_GATE {
-            self.interrupt_flag = 0;
+            self.held_flags &= !rflags::IF;
         }
         Ok(())
     }
@@ -249,11 +261,11 @@ impl VirtualCpu {
         // IOPL and IF may be changed at level 0 only.
         let kept = if self.cpl == 0 { 0 } else { rflags::IOPL | rflags::IF };
         let flags = flags & !kept | self.rflags() & kept;
-        self.set_rflags(flags & !rflags::VM);
         if outward {
             self.cpl = level;
             self.drop_inner_segments();
         }
+        self.set_rflags(flags & !rflags::VM);
         Ok(Outcome::Jump)
     }
 
@@ -279,7 +291,7 @@ impl VirtualCpu {
             let stack = self.return_stack(memory, ss, level)?;
             top = outer.wrapping_add(drop);
             self.segments[SS] = stack;
-            self.cpl = level;
+            self.set_level(level);
             self.drop_inner_segments();
         }
         self.segments[CS] = code;

@@ -40,7 +40,14 @@ const CR4_VALID: u64 = cr4::TSD
 type Result<T> = core::result::Result<T, Trouble>;
 
 impl VirtualCpu {
-    /// Carries out the instruction at the instruction pointer. After [`Outcome::Next`] the caller moves the instruction pointer on.
+    /// Goes on at an address: the instruction is complete, and an instruction breakpoint counts for the next one.
+    pub fn complete(&mut self, next: u64) {
+        self.frame.rip = next;
+        self.frame.rflags &= !rflags::RF;
+    }
+
+    /// Carries out the instruction at the instruction pointer. After [`Outcome::Next`] the caller moves the instruction pointer on
+    /// ([`VirtualCpu::complete`]).
     pub fn execute(
         &mut self,
         memory: &GuestMemory,
@@ -66,8 +73,8 @@ impl VirtualCpu {
             return Err(protection(0).into());
         }
         match op {
-            Op::Cli => self.interrupt_flag = 0,
-            Op::Sti => self.interrupt_flag = rflags::IF,
+            Op::Cli => self.held_flags &= !rflags::IF,
+            Op::Sti => self.held_flags |= rflags::IF,
             Op::Hlt => return Ok(Outcome::Exit(Exit::Hlt)),
             Op::Pushf => {
                 let value = self.rflags() & !(rflags::RF | rflags::VM);
@@ -284,8 +291,8 @@ impl VirtualCpu {
         self.frame.rip = self.lstar;
         self.segments[CS] = segment::kernel_code(selector);
         self.segments[SS] = segment::flat_data((selector & !3).wrapping_add(8));
-        self.set_rflags(flags & !self.sfmask & !rflags::RF);
         self.cpl = 0;
+        self.set_rflags(flags & !self.sfmask & !rflags::RF);
     }
 
     /// `CS` and `SS` of programs and of the kernel, as `SYSRET` to 64-bit code and `SYSCALL` load them.
@@ -304,7 +311,7 @@ impl VirtualCpu {
     pub fn enter_program(&mut self) {
         let [[code, stack], _] = self.call_segments();
         (self.segments[CS], self.segments[SS]) = (code, stack);
-        self.interrupt_flag = rflags::IF;
+        self.held_flags = rflags::IF;
         self.cpl = 3;
     }
 
@@ -321,7 +328,6 @@ impl VirtualCpu {
         }
         self.frame.rip = if long { rip } else { rip & 0xffff_ffff };
         let flags = self.frame.gpr[11];
-        self.set_rflags(flags & !(rflags::RF | rflags::VM));
         self.segments[CS] = if long {
             segment::user_code_64(selector.wrapping_add(16))
         } else {
@@ -329,6 +335,7 @@ impl VirtualCpu {
         };
         self.segments[SS] = segment::flat_data(segment::user_stack(self.star));
         self.cpl = 3;
+        self.set_rflags(flags & !(rflags::RF | rflags::VM));
         Ok(Outcome::Jump)
     }
 

@@ -147,7 +147,7 @@ impl Machine {
         self.cpu.cpl = 3;
         self.cpu.segments[1].selector = USER_CS;
         self.cpu.segments[2].selector = USER_DS;
-        self.cpu.interrupt_flag = rflags::IF;
+        self.cpu.held_flags = rflags::IF;
     }
 }
 
@@ -177,15 +177,16 @@ fn stacks_of_exceptions() {
     m.cpu.frame.gpr[4] = STACK - 4;
     m.cpu.deliver(&m.memory, Event::exception_code(vector::PROTECTION, 0x18)).unwrap();
     assert_eq!(m.cpu.frame.gpr[4], STACK - 16 - 48);
-    let expected = [0x18, CODE, KERNEL_CS.into(), rflags::FIXED, STACK - 4, KERNEL_DS.into()];
+    let flags = rflags::FIXED | rflags::RF;
+    let expected = [0x18, CODE, KERNEL_CS.into(), flags, STACK - 4, KERNEL_DS.into()];
     assert_eq!(m.words::<6>(STACK - 64), expected);
     assert_eq!(m.cpu.segments[2].selector, KERNEL_DS, "stays at the same level");
     // On a stack of its own, whatever the level; a trap gate leaves IF.
     let mut m = Machine::new();
     m.gate(2, 0x8f, 1);
-    m.cpu.interrupt_flag = rflags::IF;
+    m.cpu.held_flags = rflags::IF;
     m.cpu.deliver(&m.memory, Event::NMI).unwrap();
-    assert_eq!((m.cpu.frame.gpr[4], m.cpu.interrupt_flag), (IST1 - 40, rflags::IF));
+    assert_eq!((m.cpu.frame.gpr[4], m.cpu.held_flags), (IST1 - 40, rflags::IF));
 }
 
 #[test]
@@ -264,14 +265,14 @@ fn system_calls() {
 #[test]
 fn flags() {
     let mut m = Machine::new();
-    m.cpu.interrupt_flag = rflags::IF;
+    m.cpu.held_flags = rflags::IF;
     m.cpu.frame.rflags = rflags::FIXED | 0x41;
     assert_eq!(m.run(&[0x9c]), Outcome::Next);
     assert_eq!(m.words::<1>(STACK - 8), [rflags::FIXED | rflags::IF | 0x41]);
     assert_eq!(m.run(&[0xfa]), Outcome::Next);
-    assert_eq!(m.cpu.interrupt_flag, 0);
+    assert_eq!(m.cpu.held_flags, 0);
     assert_eq!(m.run(&[0x9d]), Outcome::Next);
-    assert_eq!((m.cpu.interrupt_flag, m.cpu.frame.gpr[4]), (rflags::IF, STACK));
+    assert_eq!((m.cpu.held_flags, m.cpu.frame.gpr[4]), (rflags::IF, STACK));
     // A program's POPF leaves IF and IOPL; the reserved bits are what they are.
     m.program();
     m.memory.write(STACK, !rflags::IF).unwrap();
@@ -280,6 +281,59 @@ fn flags() {
     assert_eq!(m.cpu.rflags(), open | rflags::FIXED | rflags::IF);
     let refused = Event::exception_code(vector::PROTECTION, 0);
     assert_eq!(m.run(&[0xfa]), Outcome::Raise(refused));
+}
+
+/// What a fault saves has RF set, what anything else saves has not; it ends with the instruction.
+#[test]
+fn breakpoints_are_reported_once() {
+    let saved = |event: Event, flags: u64| {
+        let mut m = Machine::new();
+        m.cpu.frame.rflags = rflags::FIXED | flags;
+        m.cpu.deliver(&m.memory, event).unwrap();
+        assert_eq!(m.cpu.frame.rflags & rflags::RF, 0);
+        m.memory
+            .read::<u64>(m.cpu.frame.gpr[4] + if event.0 >> 11 & 1 != 0 { 24 } else { 16 })
+            .unwrap()
+            & rflags::RF
+    };
+    for flags in [0, rflags::RF] {
+        assert_eq!(saved(Event::exception_code(vector::PROTECTION, 0), flags), rflags::RF);
+        assert_eq!(saved(Event::exception(6), flags), rflags::RF);
+        assert_eq!(saved(Event::exception(vector::DEBUG), flags), 0);
+        assert_eq!(saved(Event::interrupt(0x40), flags), 0);
+    }
+    let mut m = Machine::new();
+    m.cpu.frame.rflags = rflags::FIXED | rflags::RF;
+    m.cpu.complete(CODE + 1);
+    assert_eq!((m.cpu.frame.rip, m.cpu.frame.rflags), (CODE + 1, rflags::FIXED));
+}
+
+/// The host's processor has `AC` at level 3 only; the guest sees it as it is.
+#[test]
+fn alignment_checks_are_not_the_kernels() {
+    let is_on = |m: &Machine| (m.cpu.frame.rflags & rflags::AC, m.cpu.rflags() & rflags::AC);
+    let mut m = Machine::new();
+    m.program();
+    m.cpu.frame.rflags |= rflags::AC;
+    m.cpu.deliver(&m.memory, Event::interrupt(0x31)).unwrap();
+    assert_eq!(is_on(&m), (0, rflags::AC), "a gate leaves it to the guest's kernel");
+    let [.., flags] = m.words::<3>(RSP0 - 40);
+    assert_eq!(flags & rflags::AC, rflags::AC);
+    assert_eq!(m.run(&[0x9c]), Outcome::Next);
+    assert_eq!(m.words::<1>(RSP0 - 48)[0] & rflags::AC, rflags::AC, "PUSHF");
+    m.memory.write(RSP0 - 48, rflags::FIXED).unwrap();
+    assert_eq!((m.run(&[0x9d]), is_on(&m)), (Outcome::Next, (0, 0)), "POPF without it");
+    assert_eq!((m.run(&[0x48, 0xcf]), is_on(&m)), (Outcome::Jump, (rflags::AC, rflags::AC)));
+    m.cpu.sfmask = rflags::IF;
+    m.cpu.system_call();
+    assert_eq!(is_on(&m), (0, rflags::AC), "SYSCALL without AC in SFMASK");
+    assert_eq!((m.run(&[0x48, 0x0f, 0x07]), is_on(&m)), (Outcome::Jump, (rflags::AC, rflags::AC)));
+    // What the kernel's own POPF has set where it was no site.
+    let mut m = Machine::new();
+    m.cpu.found_flags(rflags::FIXED | rflags::AC);
+    assert_eq!(is_on(&m), (0, rflags::AC));
+    m.cpu.enter_program();
+    assert_eq!(is_on(&m), (0, 0), "SYSRET takes all flags from R11");
 }
 
 #[test]

@@ -12,6 +12,9 @@
 //! Invariant: the first process goes on only when the host's kernel says that the program's thread waits for the orders ([`is_stopped`]).
 //! Whatever a program has done to its process, it does not run then, and goes on in the gate. So changes of its mappings are collected until
 //! it is to run again.
+//!
+//! Invariant: the program's thread goes on only when the host's kernel says that the mapper thread waits for the next batch, having
+//! completed each call of this one ([`await_mapper`]). No word of [`Reports`] is evidence of either.
 
 use core::arch::naked_asm;
 use core::convert::Infallible;
@@ -25,10 +28,12 @@ use proto::wedge::{Filters, layout, option};
 use wedge_core::cpu::rflags;
 use wedge_x86::Cause;
 
+use crate::config::{self, has};
 use crate::memory::PAGE;
 use crate::processes::{self, KICK};
 use crate::report::{self, HOST};
-use crate::shared::{PRIVATE_LENGTH, cell, events, has, mine, shared, vcpu};
+use crate::setup::{self, Kind};
+use crate::shared::{Mine, PRIVATE_LENGTH, cell, events, export_words, mine, vcpu};
 use crate::signal::{self, Context};
 use crate::sys::{self, Backing, Errno};
 use crate::{clock, compat, extended, guest, place, steal};
@@ -42,6 +47,8 @@ const STACK: usize = 0x8000;
 const PATIENCE: u32 = 10_000;
 /// Nanoseconds.
 const SHORT: u64 = 1_000_000;
+/// Processes in a row of which the host has refused to map or unmap something, before the machine ends.
+const FAILURES: u32 = 16;
 /// From saying that it has stopped to waiting, the program's thread takes less than that, in microseconds, unless others have its CPU.
 const WAY: u64 = 200;
 
@@ -52,8 +59,14 @@ pub struct Orders {
     turn: AtomicU32,
     /// Where that waits when the first process has seen that it waits. Never changed.
     parked: AtomicU32,
-    /// Counts up when the other thread has something to do.
+    /// Counts up when the mapper has something to do. It waits here once it has completed that batch.
     batch: AtomicU32,
+    /// Futex queue to which the first process moves the mapper when it finds it waiting. Never changed.
+    batch_parked: AtomicU32,
+    /// The mapper waits here for its end once a call has failed. Never changed.
+    failed: AtomicU32,
+    /// As `batch_parked`, for `failed`.
+    failed_parked: AtomicU32,
     /// Commands of that batch.
     used: AtomicU32,
     /// Segment registers are to be loaded, and descriptors before: the program is one with 32-bit code.
@@ -62,9 +75,8 @@ pub struct Orders {
     selectors: [AtomicU32; 4],
     /// Descriptions for `set_thread_area`.
     areas: [[AtomicU32; 4]; 3],
-    /// The thread is to go to the CPUs of this set first.
-    moves: AtomicU32,
-    cpus: place::Cpus,
+    /// The thread is to go to the CPUs of this set first, one at [`layout::CPU_SETS`]; 0: it stays where it is.
+    cpu_set: AtomicU64,
     /// The signal's context, from which the program goes on.
     context: AtomicU64,
     /// Bases of `FS` and `GS`.
@@ -76,12 +88,10 @@ pub struct Orders {
 /// What the program process tells. Programs can write anything there.
 #[repr(C, align(4096))]
 pub struct Reports {
-    /// [`Orders::turn`] of the last stop.
+    /// [`Orders::turn`] of the last stop. A hint: see [`is_stopped`].
     turn: AtomicU32,
-    /// [`Orders::batch`] that is done.
+    /// [`Orders::batch`] that has ended. A hint of when to ask the host kernel: see [`await_mapper`].
     batch: AtomicU32,
-    /// The last error of it, as the host's kernel returns it.
-    error: AtomicU32,
     /// The signal.
     number: AtomicU32,
     /// `ES`, `DS`, `FS`, `GS`.
@@ -107,6 +117,9 @@ const _: () = assert!(size_of::<Gate>() as u64 <= layout::GATE_LENGTH);
 const ORDERS: u64 = layout::GATE;
 const REPORTS: u64 = layout::GATE + offset_of!(Gate, reports) as u64;
 
+export_words!("orders", ORDERS, Orders; batch used commands);
+export_words!("reports", REPORTS, Reports; batch);
+
 /// What the first process knows of the other one.
 #[derive(Clone, Copy, Debug)]
 pub struct Peer {
@@ -124,6 +137,8 @@ pub struct Peer {
     cpu: u32,
     /// What the program has in `ES`, `DS`, `FS`, `GS`.
     selectors: [u16; 4],
+    /// Processes replaced in a row because of a failed batch.
+    failures: u32,
 }
 
 /// Whether programs have processes of their own.
@@ -147,6 +162,7 @@ pub fn map_gate(vcpu: usize, slot: usize) -> Result<(), Errno> {
 
 /// Makes a slot's program process; gives its number. For the device process.
 pub fn make(vcpu: usize, slot: usize, filters: &Filters) -> Result<u32, Errno> {
+    setup::words().confined(Kind::Program, vcpu, slot).store(false, SeqCst);
     let child = processes::fork()?;
     if child != 0 {
         return Ok(child);
@@ -157,14 +173,19 @@ pub fn make(vcpu: usize, slot: usize, filters: &Filters) -> Result<u32, Errno> {
     }
 }
 
-/// Sets this new process up: two threads, in each its own part of the gate.
+/// Sets this new process up: two threads, in each its own part of the gate. It gets no signal until it has its filter, but for the one that
+/// it causes itself then: the handler goes on with what the first process has written, which is the guest's.
 fn become_programs(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infallible, Errno> {
+    sys::set_signal_mask(processes::ALL_SIGNALS & !(1 << (linux::SIGILL - 1)))?;
     processes::die_with_parent(processes::device())?;
+    // It lasts when the configuration is unmapped.
+    let filters = *filters;
     // SAFETY: no memory is touched.
     let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
     let rights = linux::PROT_READ | linux::PROT_WRITE;
     let orders = REPORTS - ORDERS;
     let at = layout::gate(vcpu, slot);
+    setup::finish(Kind::Program, vcpu, slot)?;
     // SAFETY: what the child inherited was the device process's, and is not used here any longer; neither the wedge's own code nor the stack of
     // this function is in what is unmapped.
     unsafe {
@@ -177,6 +198,7 @@ fn become_programs(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infall
             (layout::SHARED, layout::PRIVATE),
             (layout::PRIVATE + PRIVATE_LENGTH, layout::GATE),
             (layout::GATE + layout::GATE_LENGTH, layout::HOST),
+            (layout::CONFIG, layout::CPU_SETS),
         ] {
             sys::unmap(from, to - from)?;
         }
@@ -186,10 +208,8 @@ fn become_programs(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infall
     gate().reports.process.store(own, Relaxed);
     sys::close(layout::INPUT_FD, layout::MEMORY_FD - 1)?;
     sys::close(layout::MEMORY_FD + 1, u32::MAX)?;
-    start_mapper(filters)?;
+    start_mapper(&filters)?;
     sys::close(layout::MEMORY_FD, layout::MEMORY_FD)?;
-    // SAFETY: the other thread needs its stack no longer.
-    unsafe { sys::unmap(layout::PRIVATE, PRIVATE_LENGTH) }?;
     let stack = [REPORTS + offset_of!(Reports, stack) as u64, 0, STACK as u64];
     // SAFETY: the stack is used for nothing else.
     unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
@@ -202,10 +222,6 @@ fn become_programs(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infall
         // SAFETY: the handler uses the gate only.
         unsafe { sys::call(linux::__NR_rt_sigaction, arguments) }?;
     }
-    let none = 0_u64;
-    let arguments = [linux::SIG_SETMASK.into(), &raw const none as u64, 0, 8, 0, 0];
-    // SAFETY: the mask is read.
-    unsafe { sys::call(linux::__NR_rt_sigprocmask, arguments) }?;
     let start = stopped as *const () as u64;
     let on = [
         prctl::PR_SET_SYSCALL_USER_DISPATCH.into(),
@@ -225,7 +241,7 @@ fn become_programs(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infall
     unsafe { confine_and_stop(program.as_ptr()) }
 }
 
-/// Starts the thread that maps, with the descriptor of guest memory; returns when it is ready.
+/// Starts the thread that maps, with the descriptor of guest memory; returns when it has its filter.
 fn start_mapper(filters: &Filters) -> Result<(), Errno> {
     /// Of its stack, which it needs until it has taken its filter.
     const TOP: u64 = crate::shared::PRIVATE_STACK_TOP;
@@ -235,11 +251,20 @@ fn start_mapper(filters: &Filters) -> Result<(), Errno> {
     if thread < 0 {
         return Err(Errno(-thread as i32));
     }
-    let ready = &gate().reports.batch;
+    let ready = &mine().mapper.is_confined;
     while ready.load(SeqCst) == 0 {
         sys::wait(ready, 0, None);
     }
     Ok(())
+}
+
+/// What the two threads of a program process tell each other before either obeys the guest, in memory that only they have.
+#[repr(C)]
+pub struct Mapper {
+    /// The mapper has its filter, and reads the other thread's memory no longer.
+    is_confined: AtomicU32,
+    /// The other thread has its filter: what the mapper maps can no longer become code that runs without one.
+    may_map: AtomicU32,
 }
 
 /// clone(2), by which the new thread goes to [`begin_mapper`].
@@ -268,22 +293,65 @@ extern "sysv64" fn begin_mapper(filters: *const Filters) -> ! {
     // SAFETY: the other thread waits until this one has read them.
     let filters = unsafe { &*filters };
     // Signals are the other thread's.
-    let all = u64::MAX;
-    let arguments = [linux::SIG_SETMASK.into(), &raw const all as u64, 0, 8, 0, 0];
-    // SAFETY: the mask is read.
-    let masked = unsafe { sys::call(linux::__NR_rt_sigprocmask, arguments) };
+    let masked = sys::set_signal_mask(processes::ALL_SIGNALS);
     if masked.is_err() || processes::confine(filters, Filters::GUEST).is_err() {
         sys::exit(HOST);
     }
     // SAFETY: nothing of this stack is needed any longer.
-    unsafe { map_for_ever() }
+    unsafe { await_start() }
 }
 
-const SET: u64 = ORDERS + offset_of!(Orders, cpus) as u64;
+const CONFINED: u64 =
+    layout::PRIVATE + (offset_of!(Mine, mapper) + offset_of!(Mapper, is_confined)) as u64;
+const MAY_MAP: u64 =
+    layout::PRIVATE + (offset_of!(Mine, mapper) + offset_of!(Mapper, may_map)) as u64;
+
+/// Says that the mapper has its filter, waits until the other thread has its own, unmaps what both have used, and carries batches out.
+///
+/// # Safety
+/// The caller's stack is given up.
+#[unsafe(naked)]
+unsafe extern "sysv64" fn await_start() -> ! {
+    naked_asm!(
+        "mov dword ptr [{confined}], 1",
+        "mov edi, {confined}",
+        "mov esi, {wake}",
+        "mov edx, 1",
+        "mov eax, {futex}",
+        "syscall",
+        "2:",
+        "cmp dword ptr [{may_map}], 0",
+        "jne 3f",
+        "mov edi, {may_map}",
+        "mov esi, {wait}",
+        "xor edx, edx",
+        "xor r10d, r10d",
+        "mov eax, {futex}",
+        "syscall",
+        "jmp 2b",
+        "3:",
+        "mov edi, {private}",
+        "mov esi, {length}",
+        "mov eax, {munmap}",
+        "syscall",
+        "jmp {map}",
+        confined = const CONFINED,
+        may_map = const MAY_MAP,
+        private = const layout::PRIVATE,
+        length = const PRIVATE_LENGTH,
+        munmap = const linux::__NR_munmap,
+        wake = const linux::FUTEX_WAKE,
+        wait = const linux::FUTEX_WAIT,
+        futex = const linux::__NR_futex,
+        map = sym map_for_ever,
+    )
+}
+
 const BATCH: u64 = ORDERS + offset_of!(Orders, batch) as u64;
 const DONE: u64 = REPORTS + offset_of!(Reports, batch) as u64;
 
-/// Carries the batches out, without a stack.
+/// Carries the batches out, without a stack. After the last call of a batch it waits for `batch` to change; after a failed one it waits on
+/// `failed` for ever. It waits on nothing else, and reads nothing but the orders, so a program cannot make it wait on the wrong one.
 ///
 /// # Safety
 /// The caller's stack is given up.
@@ -314,7 +382,6 @@ unsafe extern "sysv64" fn map_for_ever() -> ! {
         "jmp 3b",
         "5:",
         "mov ebx, edx",
-        "mov dword ptr [{error}], 0",
         "mov r12d, [{used}]",
         "mov r13d, {commands}",
         "6:",
@@ -330,14 +397,42 @@ unsafe extern "sysv64" fn map_for_ever() -> ! {
         "syscall",
         "cmp rax, -4096",
         "jbe 7f",
-        "mov [{error}], eax",
+        // Rights cannot be taken from a range with holes, or if a mapping had to be split: it goes, and is filled in again.
+        "cmp dword ptr [r13], {mprotect}",
+        "jne 12f",
+        "mov eax, {munmap}",
+        "syscall",
+        "cmp rax, -4096",
+        "jbe 7f",
+        "12:",
+        // Where this thread runs is no matter of protection.
+        "cmp dword ptr [r13], {set_affinity}",
+        "jne 8f",
         "7:",
         "add r13, 56",
         "dec r12d",
         "jmp 6b",
+        "8:",
+        "mov [{done}], ebx",
+        "mov edi, {done}",
+        "mov esi, {wake}",
+        "mov edx, 1",
+        "mov eax, {futex}",
+        "syscall",
+        "9:",
+        "mov edi, {failed}",
+        "mov esi, {wait}",
+        "xor edx, edx",
+        "xor r10d, r10d",
+        "mov eax, {futex}",
+        "syscall",
+        "jmp 9b",
         done = const DONE,
         batch = const BATCH,
-        error = const REPORTS + offset_of!(Reports, error) as u64,
+        failed = const ORDERS + offset_of!(Orders, failed) as u64,
+        mprotect = const linux::__NR_mprotect,
+        munmap = const linux::__NR_munmap,
+        set_affinity = const linux::__NR_sched_setaffinity,
         used = const ORDERS + offset_of!(Orders, used) as u64,
         commands = const ORDERS + offset_of!(Orders, commands) as u64,
         wake = const linux::FUTEX_WAKE,
@@ -408,11 +503,11 @@ unsafe extern "sysv64" fn stopped() -> ! {
         "mov eax, [{selectors_now} + 12]",
         "mov gs, eax",
         "4:",
-        "cmp dword ptr [{moves}], 0",
-        "je 6f",
+        "mov rdx, [{cpu_set}]",
+        "test rdx, rdx",
+        "jz 6f",
         "xor edi, edi",
         "mov esi, {set_length}",
-        "mov edx, {set}",
         "mov eax, {set_affinity}",
         "syscall",
         "6:",
@@ -433,6 +528,12 @@ unsafe extern "sysv64" fn stopped() -> ! {
         "syscall",
         "test eax, eax",
         "jnz 5f",
+        "mov dword ptr [{may_map}], 1",
+        "mov edi, {may_map}",
+        "mov esi, {wake}",
+        "mov edx, 1",
+        "mov eax, {futex}",
+        "syscall",
         // A signal.
         "ud2",
         "5:",
@@ -454,15 +555,15 @@ unsafe extern "sysv64" fn stopped() -> ! {
         bases_now = const ORDERS + offset_of!(Orders, bases) as u64,
         context_now = const ORDERS + offset_of!(Orders, context) as u64,
         set_thread_area = const compat::SET_THREAD_AREA,
-        moves = const ORDERS + offset_of!(Orders, moves) as u64,
-        set = const SET,
-        set_length = const size_of::<place::Cpus>(),
+        cpu_set = const ORDERS + offset_of!(Orders, cpu_set) as u64,
+        set_length = const layout::CPU_SET_LENGTH,
         set_affinity = const linux::__NR_sched_setaffinity,
         wake = const linux::FUTEX_WAKE,
         wait = const linux::FUTEX_WAIT,
         futex = const linux::__NR_futex,
         sigreturn = const linux::__NR_rt_sigreturn,
         seccomp = const linux::__NR_seccomp,
+        may_map = const MAY_MAP,
         exit = const linux::__NR_exit_group,
         host = const HOST as u32,
     )
@@ -519,22 +620,28 @@ unsafe extern "sysv64" fn wait_unless(events: *const u32, word: *const u32, seen
     )
 }
 
-/// Whether the program's thread waits for the orders, by what the host's kernel says; it waits for [`Orders::parked`] then, without having been
-/// woken.
-fn is_stopped() -> bool {
-    let Orders { turn, parked, .. } = &gate().orders;
+/// Whether a thread of the program process waits on `word` while that has the value `value`, as the host kernel says
+/// (`FUTEX_CMP_REQUEUE`); the thread waits on `parked` then, without having been woken.
+fn is_waiting(word: &AtomicU32, parked: &AtomicU32, value: u32) -> bool {
     let (none, one) = (0, 1);
     let arguments = [
-        turn.as_ptr() as u64,
+        word.as_ptr() as u64,
         linux::FUTEX_CMP_REQUEUE.into(),
         none,
         one,
         parked.as_ptr() as u64,
-        turn.load(SeqCst).into(),
+        value.into(),
     ];
     // SAFETY: it moves a thread from one queue to the other.
     let moved = unsafe { sys::call(linux::__NR_futex, arguments) };
     moved == Ok(1)
+}
+
+/// Whether the program's thread waits for the orders, by what the host's kernel says; it waits for [`Orders::parked`] then, without having been
+/// woken.
+fn is_stopped() -> bool {
+    let Orders { turn, parked, .. } = &gate().orders;
+    is_waiting(turn, parked, turn.load(SeqCst))
 }
 
 /// Lets the program's thread go on.
@@ -559,6 +666,7 @@ fn meet() {
     /// Where `struct _fpx_sw_bytes` is in the extended state, and the size of that in it.
     const LAYOUT: u64 = 464;
     let orders = &gate().orders;
+    // The mapper waits for another value, and takes neither this one nor 1 for the number of a batch.
     orders.batch.store(0, SeqCst);
     orders.used.store(0, Relaxed);
     let wanted = &vcpu().program;
@@ -577,6 +685,15 @@ fn meet() {
             sys::yield_now();
         }
     }
+    // Before any program runs the mapper has unmapped the memory that both threads have used.
+    let until = guest::tsc() + clock::ticks(WAY);
+    while !is_waiting(&orders.batch, &orders.batch_parked, 0) {
+        if guest::tsc() < until {
+            sys::yield_now();
+        } else {
+            wait_patiently(&reports.turn, reports.turn.load(SeqCst), &mut times);
+        }
+    }
     let peer = peer();
     peer.context = reports.context.load(Relaxed);
     let stack = REPORTS + offset_of!(Reports, stack) as u64;
@@ -585,6 +702,8 @@ fn meet() {
     let is_whole = stack.contains(&peer.context)
         && unsafe {
             peer.template = (peer.context as *const [u64; 38]).read_volatile();
+            // What has been blocked until now.
+            peer.template[MASK] = 0;
             let area = peer.template[EXTENDED];
             stack.contains(&area) && {
                 peer.layout = ((area + LAYOUT) as *const [u64; 6]).read_volatile();
@@ -611,6 +730,8 @@ fn wait_patiently(word: &AtomicU32, seen: u32, times: &mut u32) {
 
 /// Index of the address of the extended state in a context.
 const EXTENDED: usize = 28;
+/// Index of the mask of blocked signals.
+const MASK: usize = signal::CONTEXT as usize / 8 - 1;
 
 /// A change of mappings, for when a program goes on.
 fn push(command: [u64; 7]) {
@@ -630,27 +751,53 @@ fn push(command: [u64; 7]) {
     orders.used.store(used + 1, Relaxed);
 }
 
-/// Has what was collected done. Programs do not run.
+/// Has the mapper carry out what was collected. Programs do not run. If the host kernel does not say that each call has succeeded, the process
+/// is given up: what it has mapped is not known, so no program runs in it any more, and [`run`] replaces it.
 fn commit() {
-    let Gate { orders, reports } = gate();
+    let orders = &gate().orders;
     if orders.used.load(Relaxed) == 0 {
         return;
     }
     // Neither the number of none nor that of being ready.
     let batch = orders.batch.load(Relaxed).checked_add(1).unwrap_or(2);
     orders.batch.store(batch, SeqCst);
+    // Both, whether the first one wakes it or not: who waits on `batch` from here on has read its new value.
+    sys::wake(&orders.batch_parked);
     sys::wake(&orders.batch);
-    let mut times = 0;
-    loop {
-        let done = reports.batch.load(SeqCst);
-        if done == batch {
-            break;
-        }
-        wait_patiently(&reports.batch, done, &mut times);
-    }
+    let is_done = await_mapper(batch);
     orders.used.store(0, Relaxed);
-    if reports.error.load(Relaxed) != 0 {
+    if !is_done {
+        renew();
         mine().unmapped.store(true, Relaxed);
+    }
+}
+
+/// Waits until the mapper has ended this batch; gives whether each of its calls has succeeded.
+///
+/// The host kernel is asked where it waits. A thread enters the queue of `batch` only while that has the value that the thread has read,
+/// the mapper does so only when it has completed the batch of this number, and who has entered before was woken by [`commit`]. The program's
+/// thread cannot be there instead: it waits for its turn.
+fn await_mapper(batch: u32) -> bool {
+    let Gate { orders, reports } = gate();
+    let (mut times, mut on_its_way) = (0, None);
+    loop {
+        // Only a hint: programs can write it. What is forged makes the host kernel be asked too early, or a little later.
+        let seen = reports.batch.load(SeqCst);
+        if seen != batch || on_its_way.is_some_and(|until| guest::tsc() >= until) {
+            sys::wait(&reports.batch, seen, Some(SHORT));
+            times += 1;
+        }
+        if is_waiting(&orders.batch, &orders.batch_parked, batch) {
+            return true;
+        }
+        if times > PATIENCE || is_waiting(&orders.failed, &orders.failed_parked, 0) {
+            return false;
+        }
+        if seen == batch {
+            on_its_way.get_or_insert_with(|| guest::tsc() + clock::ticks(WAY));
+            // It may need this CPU.
+            sys::yield_now();
+        }
     }
 }
 
@@ -691,12 +838,14 @@ pub fn run() -> Cause {
     follow();
     commit();
     if mine().unmapped.swap(false, Relaxed) {
-        // The host has had no room: everything can be filled in again.
-        crate::memory::drop_programs();
-        commit();
-        if mine().unmapped.load(Relaxed) {
-            report::fatal(format_args!("the host does not unmap a program's memory"));
+        // The host has had no room. The next process has nothing mapped, and everything can be filled in again.
+        peer().failures += 1;
+        if peer().failures > FAILURES {
+            report::fatal(format_args!(
+                "the host refuses to map or unmap a program's memory in {FAILURES} processes in a row"
+            ));
         }
+        crate::memory::drop_programs();
         return Cause::Events;
     }
     if events().load(SeqCst) != 0 {
@@ -705,6 +854,7 @@ pub fn run() -> Cause {
     give();
     place::give();
     steal::rest();
+    peer().failures = 0;
     go_on();
     wait();
     steal::go_on();
@@ -718,13 +868,11 @@ fn follow() {
     let Some(cpu) = place::cpu() else { return };
     let (peer, orders) = (peer(), &gate().orders);
     let is_elsewhere = peer.cpu != cpu + 1;
-    orders.moves.store(is_elsewhere.into(), Relaxed);
+    let set = if is_elsewhere { place::only(cpu) } else { 0 };
+    orders.cpu_set.store(set, Relaxed);
     if is_elsewhere {
         peer.cpu = cpu + 1;
-        for (word, value) in orders.cpus.iter().zip(place::only(cpu)) {
-            word.store(value, Relaxed);
-        }
-        call(linux::__NR_sched_setaffinity, [0, size_of::<place::Cpus>() as u64, SET, 0, 0, 0]);
+        call(linux::__NR_sched_setaffinity, [0, layout::CPU_SET_LENGTH, set, 0, 0, 0]);
     }
 }
 
@@ -784,7 +932,7 @@ fn wait_until_told() {
 
 /// Makes the program stop.
 fn stop() {
-    if shared().kicks.load(Relaxed) {
+    if config::kicks() {
         sys::kill(peer().process, KICK);
     } else {
         let vcpu = vcpu();
@@ -813,7 +961,6 @@ fn give() {
     // SAFETY: `meet` has looked where they are, in memory that is used for nothing else; the thread waits.
     unsafe {
         (peer.context as *mut [u64; 38]).write_volatile(words);
-        ((area + 512) as *mut [u64; 8]).write_volatile([0; 8]);
         ((area + 464) as *mut [u64; 6]).write_volatile(peer.layout);
         ((area + u64::from(peer.end)) as *mut u32).write_unaligned(MAGIC_2);
         extended::save(area, features);

@@ -11,7 +11,7 @@
 //! it (`read`'s number is 0, for which there are shorter ones), `syscall` becomes a short jump to bytes near it that are never executed
 //! ([`padding`]), where the other jump is. Elsewhere signals stay.
 //!
-//! Invariants: only pages that are not writable are copied; a copy is dropped with any other mapping of its page, and slots are used
+//! Invariants: only pages that are not writable are copied; what is decided on, changed and searched is the copy that is executed; a copy is dropped with any other mapping of its page, and slots are used
 //! again only when all copies of the process have been dropped.
 
 use linux_raw_sys::general as linux;
@@ -20,10 +20,11 @@ use vmm_mem::GuestMemory;
 use wedge_core::{VirtualCpu, padding};
 use wedge_x86::{CLOSED, READABLE};
 
-use crate::memory::{PAGE, leaf};
+use crate::code::{self, Page, Searched};
+use crate::memory::{self, PAGE, Ram, leaf};
 use crate::shared::mine;
 use crate::sys::{self, Backing, Errno};
-use crate::{code, keys};
+use crate::{frames, keys};
 
 /// Slots: its third byte is `INT`, its fourth the vector.
 const SLOTS: u64 = 0x74cd_0000;
@@ -54,15 +55,14 @@ const SHORT_JUMP: u8 = 0xeb;
 /// `syscall`.
 pub const SYSCALL: [u8; 2] = [0x0f, 0x05];
 
-/// Bytes of a page of code.
-type Page = [u8; PAGE as usize];
-
 /// What a process knows of its calls.
 pub struct Calls {
     /// Address behind the call, and how often.
     places: [(u64, u32); PLACES],
     /// Addresses of copied pages; 0: none.
     pages: [u64; PAGES],
+    /// Offsets in guest memory of what they are copies of.
+    frames: [u64; PAGES],
     used: u32,
 }
 
@@ -93,7 +93,7 @@ pub fn made(cpu: &VirtualCpu, memory: &GuestMemory) {
         *place = (behind, 0);
     }
     place.1 += 1;
-    if place.1 == OFTEN && cpu.call_masks_flags() {
+    if place.1.is_multiple_of(OFTEN) && cpu.call_masks_flags() {
         // If it cannot be, signals go on.
         let _ = rewrite(cpu, memory, behind);
     }
@@ -136,9 +136,17 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
     if found.writable || !found.executable || keys::are_on() && !code::is_copy_of(page, frame) {
         return None;
     }
-    let mut bytes = [0; PAGE as usize];
-    memory.read_slice(frame, &mut bytes).ok()?;
-    let form = form(&bytes, (behind - page) as usize, cpu.frame.gpr[0] as u32)?;
+    let (offset, _) = Ram::new(&crate::shared::start()?).offset(frame)?;
+    if frames::are_used() && !frames::may_copy(offset) {
+        return None;
+    }
+    let mut original = [0; PAGE as usize];
+    match keys::are_on() {
+        // As it is mapped.
+        true => code::read(frame, &mut original)?,
+        false => memory.read_slice(frame, &mut original).ok()?,
+    }
+    let form = form(&original, (behind - page) as usize, cpu.frame.gpr[0] as u32)?;
     let calls = calls();
     if calls.used == MOST {
         return None;
@@ -149,64 +157,35 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
     jump[3..].copy_from_slice(&(slot as u32).to_le_bytes());
     // What a program chooses, numbers and addresses, must not make another instruction there.
     let stub_code = stub_code(stub, &form.first, behind);
-    let call = (behind - page) as usize - SYSCALL.len();
-    let short = form.short.unwrap_or(SYSCALL);
-    if code::find(&stub_code, 0).is_some() || joins(&bytes, call, &short) {
+    if code::find(&stub_code, 0).is_some() {
         return None;
     }
-    if !calls.pages.contains(&page) {
-        let free = calls.pages.iter_mut().find(|page| **page == 0)?;
-        copy(page, frame, memory)?;
-        *free = page;
+    let call = (behind - page) as usize - SYSCALL.len();
+    let jump = (form.jump, &jump[..]);
+    let short = form.short.as_ref().map(|short| (call, &short[..]));
+    let is_copied = calls.pages.contains(&page);
+    if is_copied {
+        // SAFETY: the copy is this process's own memory, readable, and nobody writes to it now.
+        let copy = unsafe { &*(page as *const Page) };
+        // The page may have changed since it was copied, and another call's jump may be where this one's is to be.
+        let is_same = |at: usize, length| copy[at..at + length] == original[at..at + length];
+        if !is_same(call, SYSCALL.len()) || !is_same(form.jump, LENGTH) {
+            return None;
+        }
+        original = *copy;
     }
+    let wanted = if is_copied { page } else { 0 };
+    let index = calls.pages.iter().position(|copied| *copied == wanted)?;
+    let searched = Searched::edited(original, [Some(jump), short].into_iter().flatten())?;
     calls.used += 1;
     // SAFETY: stubs are this process's own memory, and this one is not used yet.
     unsafe { (stub as *mut [u8; STUB as usize]).write(stub_code) };
     // SAFETY: slots are this process's own memory.
     unsafe { (slot as *mut u64).write(stub) };
-    let changed = protect(page, linux::PROT_READ | linux::PROT_WRITE);
-    if changed.is_ok() {
-        let place = (page as usize + form.jump) as *mut [u8; LENGTH];
-        // SAFETY: the page is this process's own copy, writable now; the guest does not run.
-        unsafe { place.write_unaligned(jump) };
-        if let Some(short) = form.short {
-            let place = (page as usize + call) as *mut [u8; SYSCALL.len()];
-            // SAFETY: as above.
-            unsafe { place.write_unaligned(short) };
-        }
-        protect(page, linux::PROT_READ | linux::PROT_EXEC).ok()?;
-    }
-    Some(())
-}
-
-/// Whether bytes written at an offset of a page make a sequence with what is around them that programs may not have.
-fn joins(page: &Page, at: usize, written: &[u8; 2]) -> bool {
-    let mut around = [0; 6];
-    for (index, byte) in around.iter_mut().enumerate() {
-        let from = (at + index).wrapping_sub(2);
-        *byte = match index {
-            2 | 3 => written[index - 2],
-            _ => page.get(from).copied().unwrap_or(0),
-        };
-    }
-    code::find(&around, 0).is_some()
-}
-
-/// Puts a copy of a page in the place of its mapping.
-fn copy(page: u64, frame: u64, memory: &GuestMemory) -> Option<()> {
-    let mut bytes = [0; PAGE as usize];
-    match keys::are_on() {
-        // As it is mapped.
-        true => code::read(frame, &mut bytes)?,
-        false => memory.read_slice(frame, &mut bytes).ok()?,
-    }
-    let rights = linux::PROT_READ | linux::PROT_WRITE;
-    // SAFETY: a page of a program of the guest is mapped there; the guest does not run.
-    unsafe {
-        sys::map(page, PAGE, rights, Backing::Own).ok()?;
-        (page as *mut [u8; PAGE as usize]).write(bytes);
-    }
-    Some(())
+    calls.pages[index] = page;
+    calls.frames[index] = offset;
+    // SAFETY: a page of a program of the guest is mapped there, or its copy; the guest does not run.
+    unsafe { searched.publish(page) }.ok()
 }
 
 /// Changes the rights of a page that this process alone has.
@@ -231,6 +210,16 @@ fn stub_code(at: u64, first: &[u8], behind: u64) -> [u8; STUB as usize] {
 pub fn is_rewritten(rip: u64) -> bool {
     let page = rip & !(PAGE - 1);
     page != 0 && calls().pages.contains(&page)
+}
+
+/// Whether there is the second jump of a rewritten call, between its place and its stub.
+pub fn is_on_way(rip: u64) -> bool {
+    if rip % PAGE > PAGE - LENGTH as u64 || !has_copy(rip & !(PAGE - 1)) {
+        return false;
+    }
+    // SAFETY: the copy is this process's own memory, readable, and nobody writes to it now.
+    let jump = unsafe { *(rip as *const [u8; LENGTH]) };
+    led_to(&jump).is_some_and(|(first, _)| first == NONE)
 }
 
 /// Whether there is the code of a rewritten call.
@@ -314,6 +303,57 @@ fn led_to(jump: &[u8]) -> Option<([u8; NONE.len()], u64)> {
 fn is_jump_for(jump: &[u8], original: &[u8]) -> bool {
     let Some((first, _)) = led_to(jump) else { return false };
     original.starts_with(&first) && original.ends_with(&SYSCALL)
+}
+
+/// Drops the copies of the frame at this offset of guest memory.
+pub fn drop_copies(offset: u64) {
+    for index in 0..PAGES {
+        let calls = calls();
+        if calls.pages[index] != 0 && calls.frames[index] == offset {
+            let page = calls.pages[index];
+            memory::drop_range(page, page + PAGE);
+        }
+    }
+}
+
+/// User mode was interrupted: if that was between a rewritten call and its stub, it goes on at the system call.
+pub fn step_back(cpu: &mut VirtualCpu) {
+    let rip = cpu.frame.rip;
+    if !is_on_way(rip) {
+        return;
+    }
+    // SAFETY: the copy is this process's own memory, readable, and nobody writes to it now.
+    let jump = unsafe { *(rip as *const [u8; LENGTH]) };
+    if let Some((_, behind)) = led_to(&jump) {
+        cpu.frame.rip = behind - SYSCALL.len() as u64;
+    }
+}
+
+/// The guest's kernel goes on to user mode: if that is the handler of a system call that a seccomp filter refuses, it finds the call's
+/// page as it is, not the copy.
+pub fn show_refused(cpu: &VirtualCpu, memory: &GuestMemory) {
+    /// `SIGSYS`, and `SYS_SECCOMP` (`asm-generic/siginfo.h`).
+    const SIGNAL: u32 = 31;
+    const CODE: u32 = 1;
+    let [number, information] = [7, 6].map(|register| cpu.frame.gpr[register]);
+    if cpu.cpl != 3 || number != u64::from(SIGNAL) {
+        return;
+    }
+    let mut bytes = [0; 24];
+    if cpu.read(memory, information, &mut bytes).is_err() {
+        return;
+    }
+    let word =
+        |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    if word(0) == SIGNAL && word(8) == CODE {
+        let behind = u64::from(word(16)) | u64::from(word(20)) << 32;
+        for page in [behind.wrapping_sub(SYSCALL.len() as u64), behind.wrapping_sub(1)] {
+            let page = page & !(PAGE - 1);
+            if page != 0 && has_copy(page) {
+                memory::drop_range(page, page + PAGE);
+            }
+        }
+    }
 }
 
 /// What was mapped between these addresses is not any longer.

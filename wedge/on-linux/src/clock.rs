@@ -1,12 +1,12 @@
 //! The host's time-stamp counter: how fast it is, and what time it was when it read 0.
 
 use core::arch::x86_64::__cpuid;
-use core::sync::atomic::Ordering::Relaxed;
 
 use linux_raw_sys::general as linux;
 
+use crate::config::config;
 use crate::guest::tsc;
-use crate::shared::shared;
+
 use crate::sys;
 
 /// Time that measuring the frequency takes, if nobody says it, in nanoseconds.
@@ -15,7 +15,7 @@ const SECOND: u64 = 1_000_000_000;
 
 /// So many microseconds in ticks of the counter, for processes of the machine.
 pub fn ticks(microseconds: u64) -> u64 {
-    microseconds.saturating_mul(shared().tsc_khz.load(Relaxed).max(1)) / 1000
+    microseconds.saturating_mul(config().tsc_khz) / 1000
 }
 
 /// Frequency in kHz: as a hypervisor or the processor says it, else measured.

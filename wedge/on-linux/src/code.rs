@@ -8,6 +8,8 @@
 //! A page in which they are part of other instructions is executed step by step: from a copy that this process alone has, one instruction at a
 //! time that was looked at before, with the trap flag. When it is left the copy goes.
 //!
+//! Bytes that are to be executed by programs are of one type, [`Searched`], which only searching makes; nothing else is written to copies.
+//!
 //! Invariants: what a process has mapped executable for programs are copies, [`crate::calls`]'s, or, while the trap flag is set, the pages of a
 //! step; a copy has neither sequence; nor have two mapped one behind the other. Copies are of one virtual CPU: while the wedge changes one,
 //! nobody executes it.
@@ -24,6 +26,7 @@ use wedge_core::mapped::Piece;
 
 use crate::memory::{self, PAGE, Ram};
 use crate::shared::mine;
+use crate::sites::MOST_POKED;
 use crate::{calls, sys};
 
 /// First byte of both.
@@ -154,6 +157,52 @@ pub fn original(ram: &Ram, offset: u64) -> Option<u64> {
     offset.checked_sub(copies(ram.length(), mine().vcpu.load(Relaxed) as usize))
 }
 
+/// Bytes of a page of code.
+pub type Page = [u8; PAGE as usize];
+
+/// A page that programs may execute: with protection keys neither sequence is in it, nor does one begin or end in it that did not before.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Searched(Page);
+
+impl Searched {
+    /// A page with its sequences closed; `None`: it must not be executed.
+    fn closed(mut page: Page) -> Option<Self> {
+        close(&mut page).then_some(Self(page))
+    }
+
+    /// A page that is executed, with other bytes at some offsets; `None`: it must not be executed so.
+    pub fn edited<'a>(
+        mut page: Page,
+        edits: impl Iterator<Item = (usize, &'a [u8])>,
+    ) -> Option<Self> {
+        const BORDER: usize = LENGTH - 1;
+        for (at, bytes) in edits {
+            let end = at + bytes.len();
+            // What its neighbours may be was decided by its borders.
+            if crate::keys::are_on() && (at < BORDER || end > page.len() - BORDER) {
+                return None;
+            }
+            page.get_mut(at..end)?.copy_from_slice(bytes);
+        }
+        let has_sequence = crate::keys::are_on() && find(&page, 0).is_some();
+        (!has_sequence).then_some(Self(page))
+    }
+
+    /// Puts it in the place of what is mapped at a linear address, as memory of this process alone.
+    ///
+    /// # Safety
+    /// A page of a program of the guest is there, or its copy, and the guest does not run.
+    pub unsafe fn publish(&self, page: u64) -> Result<(), sys::Errno> {
+        let rights = linux::PROT_READ | linux::PROT_WRITE;
+        // SAFETY: the caller's; nobody executes or reads the page while it is written.
+        unsafe {
+            sys::map(page, PAGE, rights, sys::Backing::Own)?;
+            (page as *mut Page).write(self.0);
+        }
+        calls::protect(page, linux::PROT_READ | linux::PROT_EXEC)
+    }
+}
+
 /// Makes a page what may be executed; `false`: it must not be.
 pub fn close(bytes: &mut [u8; PAGE as usize]) -> bool {
     let mut from = 0;
@@ -188,11 +237,9 @@ fn renew(memory: &GuestMemory, address: u64, offset: u64) -> Option<bool> {
     }
     let mut bytes = [0; PAGE as usize];
     memory.read_slice(address, &mut bytes).ok()?;
-    if !close(&mut bytes) {
-        return None;
-    }
+    let Searched(bytes) = Searched::closed(bytes)?;
     let changes = *copy != bytes;
-    let borders = |page: &[u8; PAGE as usize]| {
+    let borders = |page: &Page| {
         let ([a, b, ..], [.., y, z]) = (*page, *page);
         [a, b, y, z]
     };
@@ -286,12 +333,12 @@ fn remember(page: u64, end: [u8; 2]) {
 }
 
 /// Makes the sequences that these bytes will be in the kernel's code, or be part of, what the wedge carries out, before they are written to a
-/// linear address: other virtual CPUs may be in programs.
+/// linear address: other virtual CPUs may be in programs. There are at most [`MOST_POKED`] bytes.
 pub fn close_poke(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &mut [u8]) {
     const BORDER: usize = LENGTH - 1;
-    let mut around = [0; PAGE as usize + 2 * BORDER];
+    let mut around = [0; MOST_POKED + 2 * BORDER];
     let end = BORDER + bytes.len();
-    let Some(all) = around.get_mut(..end + BORDER) else { return };
+    let all = &mut around[..end + BORDER];
     let from = to.wrapping_sub(BORDER as u64);
     for (start, end) in [(0, BORDER), (end, end + BORDER)] {
         // What is not there is no sequence.

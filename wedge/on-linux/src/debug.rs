@@ -11,9 +11,9 @@ use proto::wedge::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 
-use crate::processes;
-use crate::shared::mine;
+use crate::shared::{mine, vcpu};
 use crate::sys;
+use crate::{idle, processes};
 
 /// How long a virtual CPU waits before it looks whether it is still to wait, in nanoseconds.
 const LOOK: u64 = 100_000_000;
@@ -78,7 +78,10 @@ pub fn halt(cpu: &mut VirtualCpu, why: u32) -> bool {
     registers[register::CR3] = cpu.cr3;
     registers[register::KERNEL_ROOT] = cpu.shared.root;
     registers[register::LEVELS] = 4;
+    // No other vCPU waits for this one (`frames::settle`), which comes by there before the guest goes on.
+    vcpu().idle.store(idle::state::LOOKS, SeqCst);
     let steps = shared().halt(mine().vcpu.load(SeqCst) as usize, why, &mut registers, &Host);
+    vcpu().idle.store(idle::state::BUSY, SeqCst);
     let general = cpu.frame.gpr.len();
     cpu.frame.gpr.copy_from_slice(&registers[..general]);
     cpu.frame.rip = registers[register::RIP];

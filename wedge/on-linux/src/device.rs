@@ -1,23 +1,27 @@
 //! The device process: serves the console, makes processes for address spaces, and ends them all with the machine.
 
 use core::fmt;
-use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+use core::sync::atomic::Ordering::SeqCst;
 
 use linux_raw_sys::general as linux;
-use proto::wedge::{Filters, MAX_DISKS, MAX_QUEUES, control, layout};
+use proto::wedge::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout};
 use vmm_cpu::MAX_VCPUS;
 
+use crate::config::{self, config};
 use crate::memory::Ram;
-use crate::processes::{self, KICK};
-use crate::report::{HOST, say};
-use crate::shared::{RING, Ring, SLOTS, Vcpu, event, shared, vcpus};
+use crate::processes::{self, KICK, TIMER};
+use crate::report::{HOST, INTERNAL, say};
+use crate::setup::{self, Kind};
+use crate::shared::{RING, Ring, SLOTS, Vcpu, event, shared, started, vcpus};
 use crate::{apart, debug, disk, idle, net, sys};
 
 const READABLE: u16 = linux::POLLIN as u16;
+/// How often, and after how many milliseconds, to look for the death that may be why the host makes no process.
+const DEATH_TRIES: u32 = 20;
+const DEATH_WAIT: u64 = 10;
 
 /// The device process. It believes nothing of what is in shared memory, which the guest can change: numbers of processes are its own.
 pub struct Device {
-    filters: Filters,
     ram: Ram,
     /// By virtual CPU and slot; 0: none.
     guests: [[u32; SLOTS]; MAX_VCPUS],
@@ -25,8 +29,8 @@ pub struct Device {
     programs: [[u32; SLOTS]; MAX_VCPUS],
     disks: [u32; disk::MAX_WORKERS],
     nets: [u32; net::MAX_WORKERS],
-    /// There is a virtio console.
-    has_console: bool,
+    /// The guest's first instruction has been allowed: what guest processes say from then on is the guest's word.
+    has_started: bool,
 }
 
 /// The serial line, and the virtio console: what is typed and printed.
@@ -59,23 +63,17 @@ fn lines() -> [Line; 2] {
 
 impl Device {
     /// With the processes of disks and networks, and without any of the guest.
-    pub fn new(
-        filters: Filters,
-        ram: Ram,
-        disks: [u32; disk::MAX_WORKERS],
-        nets: [u32; net::MAX_WORKERS],
-        has_console: bool,
-    ) -> Self {
+    pub fn new(ram: Ram, disks: [u32; disk::MAX_WORKERS], nets: [u32; net::MAX_WORKERS]) -> Self {
         let none = [[0; SLOTS]; MAX_VCPUS];
-        Self { filters, ram, guests: none, programs: none, disks, nets, has_console }
+        Self { ram, guests: none, programs: none, disks, nets, has_started: false }
     }
 
-    /// Makes the process of a slot of a virtual CPU, if it has none.
+    /// Makes the process of a slot of a virtual CPU, if it has none and there is such a slot.
     pub fn make(&mut self, vcpu: usize, number: usize) -> Result<(), sys::Errno> {
         let guests = self.guests.get_mut(vcpu);
-        let guest = guests.and_then(|guests| guests.get_mut(number));
+        let guest = guests.and_then(|guests| guests[..config::slots()].get_mut(number));
         if let Some(guest) = guest.filter(|guest| **guest == 0) {
-            *guest = processes::make(vcpu, number, self.ram, &self.filters)?;
+            *guest = processes::make(vcpu, number, self.ram)?;
             // Nobody to tell if it cannot be written.
             let _ = sys::write(layout::CONTROL_FD, &[control::MADE]);
         }
@@ -86,14 +84,13 @@ impl Device {
     fn renew(&mut self, index: usize, vcpu: &Vcpu) -> Result<(), sys::Errno> {
         let number = vcpu.program.load(SeqCst).wrapping_sub(1) as usize;
         let programs = self.programs.get_mut(index);
-        let Some(program) = programs.and_then(|programs| programs.get_mut(number)) else {
-            return Ok(());
-        };
+        let program = programs.and_then(|programs| programs[..config::slots()].get_mut(number));
+        let Some(program) = program.filter(|_| apart::are()) else { return Ok(()) };
         if *program != 0 {
             sys::kill(*program, linux::SIGKILL);
             Death::of(*program);
         }
-        *program = apart::make(index, number, &self.filters)?;
+        *program = apart::make(index, number, &config().filters)?;
         vcpu.program.store(0, SeqCst);
         sys::wake(&vcpu.program);
         Ok(())
@@ -120,21 +117,21 @@ impl Device {
         let guests = self.guests.get(vcpu);
         match guests.and_then(|guests| guests.iter().position(|guest| *guest == 0)) {
             // The last one serves all that have no slot of their own.
-            Some(number) if number < SLOTS - 1 => self.make(vcpu, number),
+            Some(number) if number < config::slots() - 1 => self.make(vcpu, number),
             _ => Ok(()),
         }
     }
 
     /// Takes its filter of system calls and serves until the machine has ended; gives its exit code.
     pub fn serve(&mut self) -> u8 {
-        if let Err(error) = processes::confine(&self.filters, Filters::DEVICE) {
-            say(format_args!("the host takes no filter of system calls: {error:?}"));
+        if let Err(error) = processes::confine(&config().filters, Filters::DEVICE) {
+            say(format_args!("cannot install the seccomp filter of the device process: {error}"));
             self.end_all();
             return HOST;
         }
         let shared = shared();
-        let (lines, mut inputs) = (lines(), [true, self.has_console]);
-        let (mut controlled, mut started) = (true, false);
+        let (lines, mut inputs) = (lines(), [true, has_console()]);
+        let mut controlled = true;
         loop {
             shared.rung.store(0, SeqCst);
             let has_more = self.drain();
@@ -142,7 +139,7 @@ impl Device {
             if ended != 0 {
                 self.drain();
                 self.end_all();
-                return (ended - 1) as u8;
+                return self.code_of_guest(ended - 1);
             }
             for (index, vcpu) in vcpus().iter().enumerate() {
                 let wanted = vcpu.wanted.swap(0, SeqCst);
@@ -153,9 +150,7 @@ impl Device {
                     }
                 };
                 if let Err(error) = made.and_then(|()| self.renew(index, vcpu)) {
-                    say(format_args!("the host makes no process: {error:?}"));
-                    self.end_all();
-                    return HOST;
+                    return self.end_refused(error);
                 }
             }
             let kick = shared.kick.swap(0, SeqCst);
@@ -170,17 +165,14 @@ impl Device {
                 }
             }
             if let Some(death) = Death::next(linux::WNOHANG) {
-                self.drain();
-                let others = self.end_all();
-                // The end of a namespace's first process ends all, and comes to be known last.
-                let death = if death.is_killed() { others.unwrap_or(death) } else { death };
-                say(format_args!("{death}"));
-                return death.code();
+                return self.end_after(death);
             }
-            if !started && shared.started.load(SeqCst) != 0 {
-                started = true;
+            if !self.has_started && shared.started.load(SeqCst) == started::READY {
+                self.has_started = true;
                 // Nobody to tell if it cannot be written.
                 let _ = sys::write(layout::CONTROL_FD, &[control::STARTED]);
+                shared.started.store(started::ALLOWED, SeqCst);
+                sys::wake(&shared.started);
             }
             if debug::shared().news.swap(0, SeqCst) != 0 {
                 let _ = sys::write(layout::CONTROL_FD, &[control::HALTED]);
@@ -223,6 +215,54 @@ impl Device {
                 }
             }
         }
+    }
+
+    /// Ends the VM because one of its processes has ended; gives the exit code.
+    fn end_after(&self, death: Death) -> u8 {
+        self.drain();
+        let others = self.end_all();
+        // The end of a namespace's first process ends all, and comes to be known last.
+        let death = if death.is_killed() { others.unwrap_or(death) } else { death };
+        let cause = self.cause_of(&death);
+        say(format_args!("{cause} {death}"));
+        death.code(cause)
+    }
+
+    /// Ends the VM because the host makes no process; gives the exit code. A namespace whose first process was killed refuses
+    /// new ones a little before the others die: then that death is the reason.
+    fn end_refused(&self, error: sys::Errno) -> u8 {
+        for _ in 0..DEATH_TRIES {
+            if let Some(death) = Death::next(linux::WNOHANG) {
+                return self.end_after(death);
+            }
+            wait([], DEATH_WAIT);
+        }
+        say(format_args!("cannot create a guest process: {error}"));
+        self.end_all();
+        HOST
+    }
+
+    /// The exit code for one that a guest process has given. From the guest there are those of `docs/spec/exit-codes.md` only: another
+    /// one is a fault. The wedge says what it likes before the guest's first instruction.
+    fn code_of_guest(&self, code: u32) -> u8 {
+        match u8::try_from(code) {
+            Ok(code) if !self.has_started || exit::is_of_guest(code) => code,
+            _ => {
+                say(format_args!("the guest ends its VM with code {code}, which is not a guest's"));
+                exit::FAULT
+            }
+        }
+    }
+
+    /// Whose end this is.
+    fn cause_of(&self, death: &Death) -> Cause {
+        for (kind, processes) in [(Kind::Guest, &self.guests), (Kind::Program, &self.programs)] {
+            let place = processes.as_flattened().iter().position(|id| *id == death.process);
+            let Some(place) = place else { continue };
+            let mark = setup::words().confined(kind, place / SLOTS, place % SLOTS);
+            return if mark.load(SeqCst) { Cause::Guest } else { Cause::Setup };
+        }
+        Cause::Worker
     }
 
     /// Does what the one who has started the machine wants, and says so.
@@ -288,7 +328,7 @@ impl Device {
 
     /// Prints what the guest has put; whether there is more, which waits until other things have been looked at.
     fn drain(&self) -> bool {
-        let count = 1 + usize::from(self.has_console);
+        let count = 1 + usize::from(has_console());
         // Each line has its turn.
         lines().iter().take(count).fold(false, |more, line| self.drain_line(line) | more)
     }
@@ -347,7 +387,13 @@ pub fn tell(index: usize, what: u32) {
     if vcpu.events().fetch_or(what, SeqCst) & what != 0 || idle::wake(vcpu) {
         return;
     }
-    if shared().kicks.load(Relaxed) {
+    interrupt(index);
+}
+
+/// Interrupts a virtual CPU, or has the device process do it.
+pub fn interrupt(index: usize) {
+    let Some(vcpu) = vcpus().get(index) else { return };
+    if config::kicks() {
         // If it is going from one process to another, or to one that does not listen yet, the next one looks.
         let slot = vcpu.slots.get(vcpu.running.load(SeqCst) as usize);
         let process = slot.map_or(0, |slot| slot.process.load(SeqCst));
@@ -408,15 +454,57 @@ impl Death {
         u32::from(self.signal()) == linux::SIGKILL
     }
 
-    /// The exit code that it means for the machine.
-    fn code(&self) -> u8 {
-        if self.signal() != 0 { 128 + self.signal() } else { (self.status >> 8) as u8 }
+    /// Nobody has ended it: it exited, or was killed for what it did itself or by a signal that
+    /// processes of the VM send each other.
+    fn is_own_doing(&self) -> bool {
+        let signal = u32::from(self.signal());
+        [0, KICK, TIMER].contains(&signal) || exit::OWN_DOING.contains(&signal)
+    }
+
+    /// The exit code that it means for the machine (`docs/spec/exit-codes.md`).
+    fn code(&self, cause: Cause) -> u8 {
+        match cause {
+            _ if !self.is_own_doing() => 128 + self.signal(),
+            Cause::Guest => exit::FAULT,
+            Cause::Setup | Cause::Worker if self.signal() == 0 => HOST,
+            Cause::Setup | Cause::Worker => INTERNAL,
+        }
+    }
+}
+
+/// What has ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Cause {
+    /// A guest process, which has its filter: the guest may have brought it about.
+    Guest,
+    /// One that did not have it yet.
+    Setup,
+    /// A process of a disk or network.
+    Worker,
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Self::Guest => "guest process",
+            Self::Setup => "a new guest process,",
+            Self::Worker => "worker process",
+        })
     }
 }
 
 impl fmt::Display for Death {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (process, status, signal) = (self.process, self.status >> 8 & 0xff, self.signal());
-        write!(out, "process {process} of the machine died: status {status}, signal {signal}")
+        write!(out, "{} ", self.process)?;
+        match u32::from(self.signal()) {
+            0 => write!(out, "exited with status {}", self.status >> 8 & 0xff),
+            linux::SIGSYS => write!(out, "was killed by its seccomp filter (signal 31, SIGSYS)"),
+            signal => write!(out, "was killed by signal {signal}"),
+        }
     }
+}
+
+/// There is a virtio console.
+fn has_console() -> bool {
+    config().start.console != 0
 }

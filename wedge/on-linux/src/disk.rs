@@ -7,6 +7,9 @@
 //! the guest's processes have not.
 //!
 //! A worker believes nothing of what it finds in a request: sectors outside of the disk and parts outside of memory fail.
+//!
+//! After a flush has failed, all flushes of the disk fail until it is opened anew ([`Loss`]): the host's kernel reports data
+//! that it could not write once, and keeps none of it. So there is one flush at a time.
 
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
 
@@ -43,6 +46,10 @@ impl Futex for Sleep {
     fn wait(word: &AtomicU32, value: u32) {
         sys::wait(word, value, None);
     }
+
+    fn written(address: u64, length: u32) {
+        crate::frames::write_by_device(address, length);
+    }
 }
 
 /// The queue with this number.
@@ -61,31 +68,111 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
     let is_ours = |disk: &Disk| !disk.is_elsewhere;
     let has_rings = disks[..count].iter().any(is_ours) && Ring::is_possible();
     let each = if has_rings { 1 } else { WORKERS };
+    let losses = Losses::new()?;
     for (index, place) in workers.iter_mut().take(count * each).enumerate() {
         let number = index / each;
         if !is_ours(&disks[number]) {
             continue;
         }
         match processes::fork()? {
-            0 => work(number, disks[number], has_rings, start, filters),
+            0 => work(number, disks[number], losses.of(number), has_rings, start, filters),
             worker => *place = worker,
         }
     }
+    losses.unmap()?;
     Ok(workers)
 }
 
+/// Whether flushes of a disk have failed. Its workers share it; the guest's processes do not have it.
+#[derive(Debug)]
+struct Loss {
+    /// 0: nobody flushes; 1: somebody does; 2: and another waits for that.
+    flushing: AtomicU32,
+    /// 1: a flush has failed.
+    is_lost: AtomicU32,
+}
+
+impl Loss {
+    /// Waits until no other worker flushes.
+    fn enter(&self) {
+        if self.flushing.compare_exchange(0, 1, SeqCst, SeqCst).is_err() {
+            while self.flushing.swap(2, SeqCst) != 0 {
+                sys::wait(&self.flushing, 2, None);
+            }
+        }
+    }
+
+    /// Lets others flush.
+    fn leave(&self) {
+        if self.flushing.swap(0, SeqCst) == 2 {
+            sys::wake_one(&self.flushing);
+        }
+    }
+
+    /// What a flush comes to, and all later ones with it.
+    fn judge(&self, done: Result<(), Failure>) -> Result<(), Failure> {
+        if done.is_err() {
+            self.is_lost.store(1, SeqCst);
+        }
+        done.and_then(|()| self.check())
+    }
+
+    /// Whether a flush may succeed.
+    fn check(&self) -> Result<(), Failure> {
+        match self.is_lost.load(SeqCst) {
+            0 => Ok(()),
+            _ => Err(Failure::Host(Errno(errno::EIO as i32))),
+        }
+    }
+}
+
+/// Those of all disks: memory that the device process has until it has made the workers.
+struct Losses(u64);
+
+impl Losses {
+    const LENGTH: u64 = 4096;
+
+    fn new() -> Result<Self, Errno> {
+        let rights = linux::PROT_READ | linux::PROT_WRITE;
+        let flags = linux::MAP_SHARED | linux::MAP_ANONYMOUS;
+        let arguments = [0, Self::LENGTH, rights.into(), flags.into(), u64::MAX, 0];
+        // SAFETY: nothing that is mapped is in the way.
+        unsafe { sys::call(linux::__NR_mmap, arguments) }.map(Self)
+    }
+
+    /// That of a disk, for its workers: in their processes it stays mapped.
+    fn of(&self, number: usize) -> &'static Loss {
+        const { assert!(size_of::<[Loss; MAX_DISKS]>() as u64 <= Losses::LENGTH) };
+        // SAFETY: the memory is zeros at first, which both words may be, and all of it is atomic.
+        let all = unsafe { &*(self.0 as *const [Loss; MAX_DISKS]) };
+        &all[number]
+    }
+
+    fn unmap(self) -> Result<(), Errno> {
+        // SAFETY: this process has given it to none but its children.
+        unsafe { sys::unmap(self.0, Self::LENGTH) }
+    }
+}
+
 /// A worker of disk `number`.
-fn work(number: usize, disk: Disk, has_ring: bool, start: &Start, filters: &Filters) -> ! {
+fn work(
+    number: usize,
+    disk: Disk,
+    loss: &'static Loss,
+    has_ring: bool,
+    start: &Start,
+    filters: &Filters,
+) -> ! {
     let fd = layout::DISKS_FD + number as u32;
     let make = || if has_ring { Ring::new(fd).map(Some) } else { Ok(None) };
     let alone = sys::ignore(linux::SIGXFSZ)
         .and_then(|()| processes::become_worker(fd, make, filters, Filters::WORKER));
-    let worker = Worker { fd, number, disk, ram: Ram::new(start), queue: queue(number) };
+    let worker = Worker { fd, number, disk, loss, ram: Ram::new(start), queue: queue(number) };
     match alone {
         Ok(Some(ring)) => worker.serve_many(ring),
         Ok(None) => worker.serve(),
         Err(error) => {
-            report::say(format_args!("a process for disk {number} cannot be set up: {error:?}"));
+            report::say(format_args!("cannot set up a process of disk {number}: {error}"));
             sys::exit(HOST)
         }
     }
@@ -171,10 +258,20 @@ impl Job {
     }
 }
 
+/// Flushes of a disk with a ring.
+#[derive(Default)]
+struct Flushes {
+    /// The ring has one.
+    is_under_way: bool,
+    /// Those that wait for its end: a bit for each request.
+    waiting: u64,
+}
+
 struct Worker {
     fd: u32,
     number: usize,
     disk: Disk,
+    loss: &'static Loss,
     ram: Ram,
     queue: &'static Queue,
 }
@@ -189,15 +286,27 @@ impl Worker {
                 continue;
             };
             let planned = self.plan(&self.queue.requests[id], &mut job);
-            let done = planned.and_then(|()| {
-                loop {
-                    let result = self.call(&job, 0);
-                    if let Some(done) = self.went(&mut job, result) {
-                        break done;
-                    }
+            let done = planned.and_then(|()| match job.kind {
+                Kind::Flush => {
+                    self.loss.enter();
+                    let done = self.loss.check().and_then(|()| self.carry_out(&mut job));
+                    let done = self.loss.judge(done);
+                    self.loss.leave();
+                    done
                 }
+                _ => self.carry_out(&mut job),
             });
             self.finish(id, done);
+        }
+    }
+
+    /// Asks the host until a job is done.
+    fn carry_out(&self, job: &mut Job) -> Result<(), Failure> {
+        loop {
+            let result = self.call(job, 0);
+            if let Some(done) = self.went(job, result) {
+                return done;
+            }
         }
     }
 
@@ -209,6 +318,7 @@ impl Worker {
         let (mut next, mut jobs) = (0, [Job::NONE; REQUESTS]);
         // Requests that the ring has: a bit for each. The guest may say that there is one of these once more.
         let mut busy = 0_u64;
+        let mut flushes = Flushes::default();
         let mut waits = false;
         loop {
             while let Some(id) = queue.take(&mut next) {
@@ -222,12 +332,17 @@ impl Worker {
                 };
                 match done {
                     Some(done) => self.finish(id, done),
+                    None if job.kind == Kind::Flush => {
+                        flushes.waiting |= 1 << id;
+                        busy |= 1 << id;
+                    }
                     None => {
                         ring.push(job.entry(), id as u64);
                         busy |= 1 << id;
                     }
                 }
             }
+            busy &= !self.begin_flush(&mut flushes, &mut ring);
             if busy == 0 && !waits {
                 queue.sleep(|calls, seen| sys::wait(calls, seen, None));
                 continue;
@@ -241,9 +356,9 @@ impl Worker {
             }
             let least = if queue.waiting.load(SeqCst) == 0 { 1 } else { 0 };
             match ring.wait(least) {
-                Err(Errno(number)) if number != errno::EINTR as i32 => {
+                Err(error) if error.0 != errno::EINTR as i32 => {
                     let disk = self.number;
-                    report::say(format_args!("disk {disk}: the host's ring fails: error {number}"));
+                    report::say(format_args!("disk {disk}: cannot wait for io_uring: {error}"));
                     sys::exit(HOST)
                 }
                 _ => {}
@@ -255,7 +370,11 @@ impl Worker {
                     continue;
                 };
                 match self.went(job, result) {
-                    Some(done) => {
+                    Some(mut done) => {
+                        if job.kind == Kind::Flush {
+                            flushes.is_under_way = false;
+                            done = self.loss.judge(done);
+                        }
                         busy &= !(1 << id);
                         self.finish(id as usize, done);
                     }
@@ -263,6 +382,26 @@ impl Worker {
                 }
             }
         }
+    }
+
+    /// Gives the ring the next flush, if it has none. After one has failed, ends all others; these are the bits of the result.
+    fn begin_flush(&self, flushes: &mut Flushes, ring: &mut Ring) -> u64 {
+        let mut ended = 0;
+        while flushes.waiting != 0 && !flushes.is_under_way {
+            let id = flushes.waiting.trailing_zeros();
+            flushes.waiting &= flushes.waiting - 1;
+            match self.loss.check() {
+                Ok(()) => {
+                    ring.push(Entry::Flush, id.into());
+                    flushes.is_under_way = true;
+                }
+                failed => {
+                    ended |= 1 << id;
+                    self.finish(id as usize, failed);
+                }
+            }
+        }
+        ended
     }
 
     /// Does what does not wait: reads of what the host has in memory; what it has not said of itself, and writes, if nothing else is to be done meanwhile.
@@ -413,10 +552,7 @@ impl Worker {
     fn tell(&self, error: Errno) {
         if self.queue.told.swap(1, SeqCst) == 0 {
             let number = self.number;
-            report::say(format_args!(
-                "disk {number}: the host refuses a request with error {}",
-                error.0
-            ));
+            report::say(format_args!("disk {number}: the host refuses a request: {error}"));
         }
     }
 }

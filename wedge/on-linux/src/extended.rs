@@ -24,6 +24,8 @@ const HEADER: usize = 512;
 pub struct Parts {
     /// What the host has enabled (`XCR0`).
     enabled: u64,
+    /// It has the compacted format (`XSAVEC`).
+    is_compacting: bool,
     /// Bytes of an area with all of it.
     length: u64,
     /// Offset and length of each in the standard format, and whether it is aligned in the compacted one.
@@ -50,15 +52,19 @@ pub fn learn() {
     });
     let enabled = u64::from(high) << 32 | u64::from(low);
     let length = __cpuid_count(LEAF, 0).ebx.into();
-    mine().parts.set(Parts { enabled, length, each });
+    let is_compacting = __cpuid_count(LEAF, 1).eax & 2 != 0;
+    mine().parts.set(Parts { enabled, is_compacting, length, each });
 }
 
-/// `XSAVE` of the components `features` to `area`.
+/// `XSAVE` of the components `features` to `area`, whatever was there: the instruction itself leaves the header's `XCOMP_BV` and
+/// reserved words as they are (SDM vol. 1, 13.7), and areas of the guest or of a program, which can be compacted, are copied to the same place.
 ///
 /// # Safety
 /// The area is aligned, long enough for them, and used for nothing else.
 pub unsafe fn save(area: u64, features: u64) {
     let (low, high) = (features as u32, (features >> 32) as u32);
+    // SAFETY: the caller vouches for the area, which has a header.
+    unsafe { ((area + HEADER as u64) as *mut [u64; 8]).write_volatile([0; 8]) };
     // SAFETY: the caller vouches for the area.
     unsafe { asm!("xsave64 [{}]", in(reg) area, in("eax") low, in("edx") high) };
 }
@@ -117,7 +123,8 @@ fn is_sound(header: &[u64; 8], control: u32, known: u64) -> bool {
     let parts = match layout {
         0 => present & !known == 0,
         _ => {
-            layout & COMPACT != 0
+            mine().parts.get().is_compacting
+                && layout & COMPACT != 0
                 && layout & !COMPACT & !known == 0
                 && present & !(layout & !COMPACT) == 0
         }

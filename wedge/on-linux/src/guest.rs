@@ -23,23 +23,22 @@ use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
 use wedge_x86::{CODE_32, CODE_64, Cause, Stub, decode_all};
 
+use crate::config::{self, config};
 use crate::memory::{self, Fault, Ram};
 use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
 use crate::shared::{
     cell, count, event, events, has, mine, own_statistics, shared, start, vcpu, vcpus,
 };
-use crate::sites::{FUNCTION, Sites, put_back, write_code};
+use crate::sites::{FUNCTION, MOST_POKED, Sites, write_code};
 use crate::{
-    apart, calls, code, compat, debug, extended, idle, keys, place, processes, profile, report,
-    signal, steal,
+    apart, calls, code, compat, debug, extended, frames, idle, keys, place, processes, profile,
+    report, signal, steal,
 };
 
 /// Error code of a page fault: the access was a write.
 const WRITE: u64 = 1 << 1;
 /// Error code of a page fault: it was an instruction fetch.
 const FETCH: u64 = 1 << 4;
-/// The most that `__text_poke` changes at once: a page.
-const MOST_POKED: usize = memory::PAGE as usize;
 /// Longest instruction.
 const LONGEST: usize = 15;
 
@@ -166,7 +165,7 @@ impl Host for Effects {
 
     fn enter_space(&mut self, cr3: u64, keep: bool) {
         let pcid = (cr3 & 0xfff) as u16;
-        let number = processes::slot_of(pcid);
+        let number = config::slot_of(pcid);
         let slot = &vcpu().slots[number];
         let known = slot.pcid.swap(pcid.into(), Relaxed) == u32::from(pcid);
         let is_same = number == mine().slot.load(Relaxed) as usize
@@ -187,7 +186,7 @@ impl Host for Effects {
 impl Effects {
     /// Drops what a space has mapped of programs: a page, or all of it. A space that has not the virtual CPU drops everything, later.
     fn flush_space(&mut self, pcid: u16, linear: Option<u64>) {
-        let number = processes::slot_of(pcid);
+        let number = config::slot_of(pcid);
         let slot = &vcpu().slots[number];
         if slot.pcid.load(Relaxed) != u32::from(pcid) {
             return;
@@ -327,54 +326,49 @@ impl LinuxVcpu<'_> {
         // SAFETY: entry code gives the address of the stub that it came from; stubs in use are not changed.
         let stub = unsafe { &*(at as *const Stub) };
         own_statistics().sites[usize::from(stub.kind)].fetch_add(1, Relaxed);
-        cpu().frame.rip = stub.site;
+        let cpu = cpu();
+        cpu.frame.rip = stub.site;
+        cpu.found_flags(cpu.frame.rflags);
         if stub.kind == FUNCTION {
-            self.text_poke(stub);
+            self.text_poke();
             return Step::On;
         }
         if Sites::is_marker(stub) {
-            self.sites.lock().marker(stub, cpu(), &self.memory);
+            self.sites.lock().marker(stub, cpu, &self.memory);
             return Step::On;
         }
         match decode_all(stub.instructions()) {
             Ok((all, used)) => self.carry_out(&all[..used], stub.instructions(), stub.resume()),
             // Sites are decoded before they are rewritten.
-            Err(error) => report::fatal(format_args!("site {:#x}: {error:?}", stub.site)),
+            Err(error) => {
+                report::fatal(format_args!("cannot decode the site {:#x}: {error:?}", stub.site))
+            }
         }
     }
 
-    /// Linux' `__text_poke`: it changes its code through an address space of its own, into which and out of which it switches for each
-    /// change, thousands of times when it starts. Here code is memory that the wedge can write.
-    fn text_poke(&self, stub: &Stub) {
+    /// Does the work of Linux' `__text_poke`, which changes the kernel's code. Linux switches to an
+    /// address space of its own and back for each change, thousands of times when it starts; here
+    /// code is memory that the wedge can write. Arguments that Linux' own function does not survive
+    /// lead to the exception that it ends with, so that no change is ever made that
+    /// [`code::close_poke`] has not seen.
+    fn text_poke(&mut self) {
         let cpu = cpu();
         let [how, to, from, length] = [7, 6, 2, 1].map(|register| cpu.frame.gpr[register]);
         let is_copy = how == self.start.text_poke_memcpy;
         let mut bytes = [0; MOST_POKED];
-        let done = usize::try_from(length).ok().and_then(|length| {
-            let bytes = bytes.get_mut(..length)?;
-            // `text_poke_memset` repeats the first byte.
-            let given = if is_copy { length } else { 1.min(length) };
-            cpu.read(&self.memory, from, &mut bytes[..given]).ok()?;
-            if !is_copy {
-                bytes.fill(bytes.first().copied().unwrap_or(0));
-            }
-            let mut back = [0; 8];
-            cpu.read(&self.memory, cpu.frame.gpr[4], &mut back).ok()?;
-            if keys::are_on() {
-                code::close_poke(cpu, &self.memory, to, bytes);
-            }
-            write_code(cpu, &self.memory, to, bytes)?;
-            Some(u64::from_le_bytes(back))
-        });
-        match done {
-            Some(back) => {
+        let bytes = usize::try_from(length).ok().and_then(|length| bytes.get_mut(..length));
+        let poked = match bytes {
+            Some(bytes) => poke(cpu, &self.memory, to, from, is_copy, bytes),
+            None => Err(Event::exception(vector::UNDEFINED)),
+        };
+        match poked {
+            Ok(back) => {
                 cpu.frame.gpr[0] = to;
                 cpu.frame.gpr[4] += 8;
                 cpu.frame.rip = back;
                 serialize();
             }
-            // What it cannot do, Linux does.
-            None => put_back(stub, cpu, &self.memory),
+            Err(event) => self.event = event,
         }
     }
 
@@ -387,10 +381,11 @@ impl LinuxVcpu<'_> {
             let next =
                 if last { resume } else { cpu.frame.rip.wrapping_add(instruction.length as u64) };
             match cpu.execute(&self.memory, &mut Effects, instruction) {
-                wedge_core::Outcome::Next => cpu.frame.rip = next,
+                wedge_core::Outcome::Next => cpu.complete(next),
                 wedge_core::Outcome::Jump => {
                     if instruction.op == wedge_core::Op::Iret {
                         self.fill_in_advance();
+                        calls::show_refused(cpu, &self.memory);
                         if self.has_peers && cpu.cpl == 0 {
                             // Linux' way to run what another processor has written.
                             serialize();
@@ -491,6 +486,10 @@ impl LinuxVcpu<'_> {
                     self.step = DebugStep::Done;
                     return Step::On;
                 }
+                if number == vector::DEBUG && cpu.cpl == 3 && calls::is_on_way(cpu.frame.rip) {
+                    // It is no instruction of the program: the step ends behind the system call.
+                    return Step::On;
+                }
                 if number == vector::DEBUG {
                     // Single step: breakpoint registers are the host's.
                     cpu.dr[6] |= 1 << 14;
@@ -502,7 +501,13 @@ impl LinuxVcpu<'_> {
                 Step::On
             }
             // Timer and device process have left their events.
-            _ => Step::On,
+            _ => {
+                if cpu.cpl == 3 {
+                    // Its page may be another one's when the program goes on.
+                    calls::step_back(cpu);
+                }
+                Step::On
+            }
         }
     }
 
@@ -549,6 +554,13 @@ impl LinuxVcpu<'_> {
         {
             return Step::On;
         }
+        if intent == Intent::Write
+            && cpu.cpl == 0
+            && let Some(offset) = frames::written_by_kernel(&self.ram, linear)
+        {
+            frames::write(offset, memory::PAGE);
+            return Step::On;
+        }
         if !memory::is_filled_in(linear) {
             // Outside of everything, or a right of the image and the direct map, which have all rights.
             count(count::FAULTS);
@@ -580,8 +592,8 @@ impl LinuxVcpu<'_> {
             Fault::Sequence if code::open_steps(cpu, &self.memory) => Step::On,
             Fault::Sequence => self.refused(Event::exception(vector::UNDEFINED)),
             Fault::Full(error) => {
-                report::say(format_args!("the host cannot map guest memory: error {error}"));
-                Step::Exit(Exit::HostError(error as u64))
+                report::say(format_args!("cannot map guest memory: {error}"));
+                Step::Exit(Exit::HostError(error.0 as u64))
             }
         }
     }
@@ -624,7 +636,7 @@ impl LinuxVcpu<'_> {
                 let linear = cpu.address(&mut Effects, area, length);
                 let mask = self.xcr0;
                 match extended::carry_out(cpu, &self.memory, linear, mask) {
-                    Ok(()) => cpu.frame.rip += length as u64,
+                    Ok(()) => cpu.complete(cpu.frame.rip + length as u64),
                     Err(extended::Refused::Fault(fault)) => self.event = cpu.page_fault(fault),
                     Err(extended::Refused::Protection) => {
                         self.event = Event::exception_code(vector::PROTECTION, 0);
@@ -665,6 +677,45 @@ impl LinuxVcpu<'_> {
                 Step::On
             }
         }
+    }
+}
+
+/// Carries out a call of `__text_poke`: fills `bytes` from a linear address, or with the one byte
+/// there, and writes them to `to`. Returns the call's return address.
+///
+/// # Errors
+/// A page fault at the source or the stack, or `#UD` if `to` is not mapped, as of Linux' `BUG_ON`.
+/// Nothing has been written.
+fn poke(
+    cpu: &mut VirtualCpu,
+    memory: &GuestMemory,
+    to: u64,
+    from: u64,
+    is_copy: bool,
+    bytes: &mut [u8],
+) -> Result<u64, Event> {
+    // `text_poke_memset` repeats the first byte.
+    let given = if is_copy { bytes.len() } else { bytes.len().min(1) };
+    let mut at = from;
+    for part in bytes[..given].chunks_mut(memory::PAGE as usize) {
+        if let Err(fault) = cpu.read(memory, at, part) {
+            return Err(cpu.page_fault(fault));
+        }
+        at = at.wrapping_add(part.len() as u64);
+    }
+    if !is_copy {
+        bytes.fill(bytes.first().copied().unwrap_or(0));
+    }
+    let mut back = [0; 8];
+    if let Err(fault) = cpu.read(memory, cpu.frame.gpr[4], &mut back) {
+        return Err(cpu.page_fault(fault));
+    }
+    if keys::are_on() {
+        code::close_poke(cpu, memory, to, bytes);
+    }
+    match write_code(cpu, memory, to, bytes) {
+        Some(()) => Ok(u64::from_le_bytes(back)),
+        None => Err(Event::exception(vector::UNDEFINED)),
     }
 }
 
@@ -878,7 +929,7 @@ impl Backend for LinuxVcpu<'_> {
                     return exit;
                 }
             }
-            if cpu().interrupt_flag != 0 && !steps {
+            if cpu().held_flags & rflags::IF != 0 && !steps {
                 match self.window {
                     Window::Nothing => {}
                     Window::Exit => {
@@ -920,6 +971,7 @@ impl Backend for LinuxVcpu<'_> {
             if compat::concerns(cpu) {
                 compat::load(cpu, &self.memory);
             }
+            frames::settle();
             let step = if steps { self.debug_step() } else { self.step() };
             if let Step::Exit(exit) = step {
                 return exit;
@@ -969,12 +1021,16 @@ pub extern "sysv64" fn main() -> ! {
         && let Err(problem) = sites.replace_function(cpu(), &memory, start.text_poke)
     {
         report::say(format_args!("`__text_poke` is left as it is: {problem}"));
+        if keys::are_on() {
+            // The kernel would change its code unseen.
+            processes::finish(65);
+        }
     }
     let config = PcConfig {
         vcpus: start.vcpus as u8,
-        clock: TscClock::new(shared().tsc_khz.load(Relaxed), 0),
+        clock: TscClock::new(config().tsc_khz, 0),
         xcr0_mask: start.xcr0,
-        start_unix: shared().unix_at_zero.load(Relaxed),
+        start_unix: config().unix_at_zero,
         kvmclock: true,
         steal_time: true,
         // An idle processor would forget all its spaces, each of which is a process.
@@ -1034,8 +1090,7 @@ fn drive(all: &All<'_>, index: usize) -> ! {
     crate::shared::vcpu().deadline.store(u64::MAX, Relaxed);
     steal::go_on();
     if index == 0 {
-        shared().started.store(1, SeqCst);
-        processes::ring();
+        processes::await_start();
         if vcpu.debugs && debug::shared().is_wanted() {
             vcpu.halt(reason::WANTED);
         }
@@ -1051,6 +1106,7 @@ fn drive(all: &All<'_>, index: usize) -> ! {
                 processes::finish(outcome.exit_code());
             }
         };
+        frames::settle();
         if events & event::STOP != 0 {
             processes::finish(Outcome::PowerOff.exit_code());
         }

@@ -7,7 +7,7 @@
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use crate::guest::tsc;
-use crate::shared::{event, events, mine, shared, vcpu};
+use crate::shared::{event, events, mine, vcpu};
 use crate::{clock, place, signal, steal, sys};
 
 /// It looks for so long when it begins to, in microseconds.
@@ -64,7 +64,7 @@ pub fn wait(deadline: u64) -> u32 {
 fn look(deadline: u64) -> bool {
     let vcpu = vcpu();
     let limit = vcpu.looks.get();
-    if limit == 0 || !shared().places.load(Relaxed) {
+    if limit == 0 || !place::are_several() {
         return false;
     }
     vcpu.idle.store(state::LOOKS, SeqCst);

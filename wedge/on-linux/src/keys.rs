@@ -5,13 +5,12 @@
 //! selector of dispatched system calls, and the slots of rewritten ones. Keys do not stop fetches: what is executable is `crate::code`'s
 //! concern. `docs/design/0013-protection-keys.md` has the whole argument.
 
-use core::sync::atomic::Ordering::Relaxed;
-
 use linux_raw_sys::general as linux;
 use proto::wedge::{layout, option};
 use wedge_x86::{CLOSED, PRIVATE, READABLE};
 
-use crate::shared::{OWN_VCPU, SIGNAL_STACK, VCPU_LENGTH, cell, shared};
+use crate::config::has;
+use crate::shared::{OWN_VCPU, SIGNAL_STACK, VCPU_LENGTH, cell};
 use crate::sys::{self, Errno};
 
 const PAGE: u64 = 4096;
@@ -19,7 +18,7 @@ const DATA: u32 = linux::PROT_READ | linux::PROT_WRITE;
 
 /// Whether they are used.
 pub fn are_on() -> bool {
-    shared().options.load(Relaxed) & option::KEYS != 0
+    has(option::KEYS)
 }
 
 /// Takes two keys of the host, for this process and those that it makes.
@@ -48,11 +47,7 @@ pub fn close(start: u64, length: u64, rights: u32, key: u32) -> Result<(), Errno
 
 /// Closes the memory that the processes of a machine share.
 pub fn close_shared() -> Result<(), Errno> {
-    let stubs_end = layout::STUBS + layout::STUBS_LENGTH;
-    let end = layout::SHARED + layout::SHARED_LENGTH;
-    close(layout::SHARED, layout::STUBS - layout::SHARED, DATA, CLOSED)?;
-    close(layout::STUBS, layout::STUBS_LENGTH, DATA | linux::PROT_EXEC, CLOSED)?;
-    close(stubs_end, end - stubs_end, DATA, CLOSED)
+    close(layout::SHARED, layout::SHARED_LENGTH, DATA, CLOSED)
 }
 
 /// Closes a process's own memory and that of its virtual CPU, but for the page of registers and the stacks of signals, to which the host writes with a program's rights and
@@ -60,8 +55,9 @@ pub fn close_shared() -> Result<(), Errno> {
 pub fn close_own() -> Result<(), Errno> {
     close(PRIVATE, PAGE, DATA, READABLE)?;
     close(PRIVATE + PAGE, SIGNAL_STACK - PRIVATE - PAGE, DATA, CLOSED)?;
-    // Mapped once more, so it has lost its key.
+    // Mapped once more, so they have lost their key.
     close(OWN_VCPU, VCPU_LENGTH, DATA, CLOSED)?;
+    close(layout::STUBS, layout::STUBS_LENGTH, DATA | linux::PROT_EXEC, CLOSED)?;
     // SAFETY: the cell is the same in all processes of a virtual CPU, and the byte has this value in each.
     unsafe { (*cell()).keys = are_on().into() };
     Ok(())

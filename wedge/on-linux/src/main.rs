@@ -13,11 +13,13 @@ mod calls;
 mod clock;
 mod code;
 mod compat;
+mod config;
 mod counters;
 mod debug;
 mod device;
 mod disk;
 mod extended;
+mod frames;
 mod guest;
 mod idle;
 mod keys;
@@ -31,6 +33,7 @@ mod profile;
 mod report;
 mod ring;
 mod sandbox;
+mod setup;
 mod shared;
 mod signal;
 mod sites;
@@ -42,8 +45,9 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
-use proto::wedge::{layout, log, option};
+use proto::wedge::{Start, layout, log, option};
 
+use crate::config::{Config, config};
 use crate::device::Device;
 use crate::memory::Ram;
 use crate::sandbox::Signals;
@@ -51,7 +55,9 @@ use crate::shared::PRIVATE_LENGTH;
 use crate::sys::{Backing, Errno};
 
 /// Bytes that a process may have for itself, beside guest memory and what is shared: some copies of pages of programs.
-const OWN_MEMORY: u64 = 32 << 20;
+const OWN_MEMORY: u64 = 4 << 20;
+/// Bytes that the stack of a process may have, which do not count there.
+const STACK: u64 = 1 << 20;
 
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -68,90 +74,101 @@ extern "C" fn begin() -> ! {
             sys::exit(code)
         }
         Err((what, error)) => {
-            // The host's memory is what is most often missing.
-            report::say_at(log::ERROR, format_args!("{what}: error {}", error.0));
+            match error {
+                None => report::say_at(log::ERROR, format_args!("{what}")),
+                // The host's memory is what is most often missing.
+                Some(error) => report::say_at(log::ERROR, format_args!("{what}: {error}")),
+            }
             sys::exit(report::HOST)
         }
     }
 }
 
-fn set_up() -> Result<Device, (&'static str, Errno)> {
+/// Sets the device process up.
+///
+/// # Errors
+/// What cannot be done, and the host's error if it is the host that refuses.
+fn set_up() -> Result<Device, (&'static str, Option<Errno>)> {
+    let cannot = |what| move |error| (what, Some(error));
     let data = linux::PROT_READ | linux::PROT_WRITE;
     let shared = Backing::Shared(layout::SHARED_FD, 0);
-    // SAFETY: nothing is at these addresses yet.
+    // SAFETY: nothing is at these addresses yet. Nothing there is executed: a guest can write it.
     unsafe {
         sys::map(layout::SHARED, layout::SHARED_LENGTH, data, shared)
-            .map_err(|error| ("cannot map the machine's shared memory", error))?;
-        // What a guest prints is there, too: only stubs are code.
-        let stubs = Backing::Shared(layout::SHARED_FD, layout::STUBS - layout::SHARED);
-        sys::map(layout::STUBS, layout::STUBS_LENGTH, data | linux::PROT_EXEC, stubs)
-            .map_err(|error| ("cannot map the machine's shared memory", error))?;
+            .map_err(cannot("cannot map the machine's shared memory"))?;
         sys::map(layout::PRIVATE, PRIVATE_LENGTH, data, Backing::Own)
-            .map_err(|error| ("cannot map memory", error))?;
+            .map_err(cannot("cannot map the wedge's memory"))?;
     }
-    let Some(start) = shared::start() else {
-        return Err(("the loader's record is of another version", Errno(0)));
-    };
-    shared::shared().options.store(start.options, Relaxed);
+    setup::map().map_err(cannot("cannot map the wedge's memory"))?;
+    if !config::load().map_err(cannot("cannot map the wedge's memory"))? {
+        return Err(("the loader's record is of another version", None));
+    }
+    let Config { start, .. } = config();
     if keys::are_on() {
-        keys::set_up().map_err(|error| ("the host gives no protection keys", error))?;
-        keys::close_shared().map_err(|error| ("the host cannot protect memory", error))?;
+        keys::set_up().map_err(cannot("cannot allocate protection keys"))?;
+        keys::close_shared().map_err(cannot("cannot protect the wedge's memory"))?;
     }
-    let ram = Ram::new(&start);
-    ram.map(&start).map_err(|error| ("cannot map guest memory", error))?;
-    let khz = clock::tsc_khz();
-    let shared = shared::shared();
-    shared.vcpus.store(start.vcpus as u32, Relaxed);
-    shared.tsc_khz.store(khz, Relaxed);
-    shared.unix_at_zero.store(clock::unix_at_zero(khz), Relaxed);
+    let ram = Ram::new(start);
+    ram.map().map_err(cannot("cannot map guest memory"))?;
     // SAFETY: no memory is touched.
     let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }.unwrap_or(0);
-    shared.device.store(own as u32, Relaxed);
-    place::learn();
-    let limit = [OWN_MEMORY, OWN_MEMORY];
-    let arguments = [linux::RLIMIT_DATA.into(), limit.as_ptr() as u64, 0, 0, 0, 0];
-    // SAFETY: the limit is read.
-    unsafe { sys::call(linux::__NR_setrlimit, arguments) }
-        .map_err(|error| ("the host sets no limit of memory", error))?;
-    let filters = shared::filters();
-    for (option, value) in [(prctl::PR_SET_NO_NEW_PRIVS, 1), (prctl::PR_SET_DUMPABLE, 0)] {
+    config().device.store(own as u32, Relaxed);
+    for (resource, value) in [(linux::RLIMIT_DATA, OWN_MEMORY), (linux::RLIMIT_STACK, STACK)] {
+        sys::limit(resource, value).map_err(cannot("cannot set a resource limit"))?;
+    }
+    // A guest process that may send these must not end this one, nor those that it creates.
+    sys::set_signal_mask(processes::SENT).map_err(cannot("cannot block signals"))?;
+    // One that was executed from memory would have the number of a descriptor as its name.
+    let name = c"parador-wedge".as_ptr() as u64;
+    for (option, value) in
+        [(prctl::PR_SET_NAME, name), (prctl::PR_SET_NO_NEW_PRIVS, 1), (prctl::PR_SET_DUMPABLE, 0)]
+    {
         // SAFETY: no memory is touched.
         unsafe { sys::call(linux::__NR_prctl, [option.into(), value, 0, 0, 0, 0]) }
-            .map_err(|error| ("the host does not let a process give up rights", error))?;
+            .map_err(cannot("cannot set PR_SET_NAME, PR_SET_NO_NEW_PRIVS and PR_SET_DUMPABLE"))?;
     }
     // What the host lets its users have of networks, it may not let them have in an empty namespace.
-    net::open_taps(&start).map_err(|error| ("the host gives no tap device", error))?;
-    if start.options & option::SANDBOX != 0 {
-        let (refused, signals) = sandbox::enter();
-        shared.kicks.store(signals != Signals::Open, Relaxed);
-        if signals == Signals::Numbered {
-            shared.device.store(0, Relaxed);
-            shared.first.store(processes::first::AWAITED, Relaxed);
-        }
-        if !refused.is_empty() {
-            let is_needed = start.options & option::STRICT != 0;
-            if is_needed || start.log >= log::INFO {
-                let level = if is_needed { log::ERROR } else { log::INFO };
-                report::say_at(level, format_args!("the host lets no process have {refused}"));
-            }
-            if is_needed {
-                sys::exit(report::UNAVAILABLE);
-            }
-        }
-    }
-    let nets = net::make_workers(&start, &filters)
-        .map_err(|error| ("the host makes no process for a network", error))?;
-    let disks = disk::make_workers(&start, &filters)
-        .map_err(|error| ("the host makes no process for a disk", error))?;
+    net::open_taps(start).map_err(cannot("cannot open a tap device"))?;
+    give_up(start);
+    sandbox::drop_capabilities().map_err(cannot("cannot drop capabilities"))?;
+    config::seal().map_err(cannot("cannot protect the wedge's memory"))?;
+    let nets = net::make_workers(start, &config().filters)
+        .map_err(cannot("cannot create a process of a network"))?;
+    let disks = disk::make_workers(start, &config().filters)
+        .map_err(cannot("cannot create a process of a disk"))?;
     let last = if start.console != 0 { layout::CONSOLE_FD } else { layout::CONTROL_FD };
     // They are the workers'.
     sys::close(layout::DISKS_FD, layout::CONTROL_FD - 1)
         .and_then(|()| sys::close(last + 1, u32::MAX))
-        .map_err(|error| ("the host closes no descriptors", error))?;
-    let mut device = Device::new(filters, ram, disks, nets, start.console != 0);
-    for vcpu in 0..shared::vcpus().len() {
-        device.make(vcpu, 0).map_err(|error| ("the host makes no process", error))?;
+        .map_err(cannot("cannot close inherited descriptors"))?;
+    let mut device = Device::new(ram, disks, nets);
+    for vcpu in 0..config::vcpu_count() {
+        device.make(vcpu, 0).map_err(cannot("cannot create a guest process"))?;
     }
     processes::begin(0, guest::main);
     Ok(device)
+}
+
+/// Enters the sandbox, if the loader wants that; ends the process if it wants all of it and the host refuses some.
+fn give_up(start: &Start) {
+    if start.options & option::SANDBOX == 0 {
+        return;
+    }
+    let (refused, signals) = sandbox::enter();
+    config().kicks.store(signals != Signals::Open, Relaxed);
+    if signals == Signals::Numbered {
+        config().device.store(0, Relaxed);
+        setup::words().first.store(processes::first::AWAITED, Relaxed);
+    }
+    if refused.is_empty() {
+        return;
+    }
+    let is_needed = start.options & option::STRICT != 0;
+    if is_needed || start.log >= log::INFO {
+        let level = if is_needed { log::ERROR } else { log::INFO };
+        report::say_at(level, format_args!("the host refuses {refused}"));
+    }
+    if is_needed {
+        sys::exit(report::UNAVAILABLE);
+    }
 }

@@ -19,7 +19,7 @@ use wedge_x86::CLOSED;
 
 use crate::shared::{EVERYTHING, FLUSHES, Slot, count, has, mine, vcpu};
 use crate::sys::{self, Backing};
-use crate::{apart, calls, code, keys, profile};
+use crate::{apart, calls, code, frames, keys, profile};
 
 /// Page size.
 pub const PAGE: u64 = 4096;
@@ -58,15 +58,30 @@ impl Ram {
         (above < self.high).then(|| (self.low + above, self.high - above))
     }
 
-    /// Maps what is always there.
-    pub fn map(&self, start: &Start) -> Result<(), sys::Errno> {
+    /// The guest-physical address of an offset in the descriptor.
+    pub fn address(&self, offset: u64) -> Option<u64> {
+        match offset.checked_sub(self.low) {
+            None => Some(offset),
+            Some(above) => (above < self.high).then_some(FOUR_GIB + above),
+        }
+    }
+
+    /// Maps guest memory, none of which can be executed: what is always there, but for the kernel's image.
+    pub fn map(&self) -> Result<(), sys::Errno> {
         self.map_at(layout::WINDOW)?;
-        self.open()?;
+        self.map_at(layout::DIRECT)?;
         let data = linux::PROT_READ | linux::PROT_WRITE;
         for base in [layout::DIRECT, layout::WINDOW] {
             keys::close(base, self.low, data, CLOSED)?;
             keys::close(base + FOUR_GIB, self.high, data, CLOSED)?;
         }
+        Ok(())
+    }
+
+    /// Maps the kernel's image, which can be executed: for guest processes only.
+    pub fn map_image(&self, start: &Start) -> Result<(), sys::Errno> {
+        self.open_image()?;
+        let data = linux::PROT_READ | linux::PROT_WRITE;
         keys::close(layout::IMAGE, self.image(), data, CLOSED)?;
         let code = page_end(start.code_end) - start.code;
         keys::close(start.code, code, data | linux::PROT_EXEC, CLOSED)
@@ -86,13 +101,18 @@ impl Ram {
         Ok(())
     }
 
-    fn image(&self) -> u64 {
+    /// Bytes of it that are the kernel's image, too.
+    pub fn image(&self) -> u64 {
         self.low.min(layout::IMAGE_LENGTH)
     }
 
     /// Maps what the guest's kernel has at all times: memory, and its image.
     pub fn open(&self) -> Result<(), sys::Errno> {
         self.map_at(layout::DIRECT)?;
+        self.open_image()
+    }
+
+    fn open_image(&self) -> Result<(), sys::Errno> {
         let rights = linux::PROT_READ | linux::PROT_WRITE | linux::PROT_EXEC;
         let image = Backing::Shared(layout::MEMORY_FD, 0);
         // SAFETY: the range is set aside for it.
@@ -231,7 +251,7 @@ pub enum Fault {
     /// A page of code that must not be executed ([`code`]).
     Sequence,
     /// The host has no room for the mapping.
-    Full(i32),
+    Full(sys::Errno),
 }
 
 /// Pages that are looked at around one, in its part of this size: as many as the guest's kernel makes at once.
@@ -261,7 +281,7 @@ pub fn fill(
     let Some(leaf) = leaf(memory, paging.cr3, linear) else { return Fault::Filled };
     let is_alone = profile::is_on() || has(option::NO_BATCHES) || needs_look(&leaf);
     if leaf.size == PAGE && !is_alone {
-        return fill_around(ram, memory, linear & !(PAGE - 1), &leaf);
+        return fill_around(ram, memory, linear & !(PAGE - 1), &leaf, intent);
     }
     if let Some(fault) = fill_code(ram, memory, linear, intent, &leaf) {
         return fault;
@@ -284,7 +304,12 @@ pub fn fill(
     if size > PAGE {
         slot().large.store(true, Relaxed);
     }
-    map(linear, size, rights_in_place(linear, &leaf), offset, leaf.user)
+    let rights = rights_in_place(linear, &leaf);
+    if rights & linux::PROT_WRITE != 0 && frames::write(offset, size) {
+        // It is mapped when no copy is left.
+        return Fault::Filled;
+    }
+    map(linear, size, rights, offset, leaf.user)
 }
 
 /// With keys: what can be executed is looked at.
@@ -334,7 +359,7 @@ fn fill_code(
         let address = base + (start - run);
         let (offset, left) = ram.offset(address)?;
         match code::map(memory, start, length.min(left), address, offset) {
-            Err(error) => return Some(Fault::Full(error.0)),
+            Err(error) => return Some(Fault::Full(error)),
             Ok(end) if end > page => return Some(Fault::Filled),
             Ok(_) => {}
         }
@@ -354,7 +379,7 @@ fn map(linear: u64, size: u64, rights: u32, offset: u64, user: bool) -> Fault {
             Ok(()) => break,
             // Too many mappings: everything can be filled in again.
             Err(_) if attempt == 0 => drop_all(),
-            Err(error) => return Fault::Full(error.0),
+            Err(error) => return Fault::Full(error),
         }
     }
     if is_program(linear) {
@@ -366,7 +391,7 @@ fn map(linear: u64, size: u64, rights: u32, offset: u64, user: bool) -> Fault {
     }
     match keys::close(linear, size, rights, CLOSED) {
         Ok(()) => Fault::Filled,
-        Err(error) => Fault::Full(error.0),
+        Err(error) => Fault::Full(error),
     }
 }
 
@@ -378,12 +403,39 @@ pub fn mapped() -> &'static mut Mapped<PIECES> {
 }
 
 /// Fills in a page and those around it that are in one piece with it.
-fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf) -> Fault {
+fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf, intent: Intent) -> Fault {
     let Some((offset, _)) = ram.offset(leaf.address) else { return Fault::Device(leaf.address) };
+    if intent == Intent::Write && frames::write(offset, PAGE) {
+        // It is mapped when no copy is left.
+        return Fault::Filled;
+    }
     let Some((before, behind)) = joined(ram, memory, linear, leaf, AROUND) else {
         return Fault::Filled;
     };
-    map(linear - before, before + PAGE + behind, leaf.rights(), offset - before, leaf.user)
+    let (start, size) = (offset - before, before + PAGE + behind);
+    let rights = leaf.rights();
+    if rights & linux::PROT_WRITE != 0 && frames::holds(start, size) {
+        let is_held = frames::holds(offset, PAGE);
+        let rights = if is_held { rights & !linux::PROT_WRITE } else { rights };
+        return map(linear, PAGE, rights, offset, leaf.user);
+    }
+    map(linear - before, size, rights, start, leaf.user)
+}
+
+/// Drops the mappings for user mode by which a frame, given by its offset in guest memory, could be written.
+pub fn drop_writable(offset: u64) {
+    if !mapped().is_complete() {
+        drop_programs();
+        return;
+    }
+    let is_writable = |piece: &&Piece| {
+        piece.rights & linux::PROT_WRITE != 0
+            && (piece.offset..piece.offset + (piece.end - piece.start)).contains(&offset)
+    };
+    while let Some(piece) = mapped().pieces().iter().find(is_writable).copied() {
+        let at = piece.start + (offset - piece.offset);
+        unmap(at, at + PAGE);
+    }
 }
 
 /// Bytes before and behind a page that are in one piece with it: in its part of `around` pages, in guest memory, with the same rights, and not mapped
@@ -513,7 +565,7 @@ fn close_image() {
     let rights = linux::PROT_READ | linux::PROT_WRITE;
     for (from, to) in [(layout::IMAGE, start.code), (end, layout::IMAGE + image)] {
         if let Err(error) = keys::close(from, to - from, rights, CLOSED) {
-            crate::report::fatal(format_args!("the host cannot close the image: {error:?}"));
+            crate::report::fatal(format_args!("cannot protect the guest kernel's image: {error}"));
         }
     }
 }

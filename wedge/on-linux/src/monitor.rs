@@ -25,11 +25,11 @@ pub fn begin() -> Result<u32, Errno> {
         trace(ptrace::PTRACE_TRACEME, 0, 0)?;
         return Ok(own as u32);
     }
-    serve(child, &waited)
+    serve(own as u32, child, &waited)
 }
 
-fn serve(child: u32, waited: &u64) -> ! {
-    // The host would queue any number of them, each with a frame on the child's stack.
+fn serve(own: u32, child: u32, waited: &u64) -> ! {
+    // Each would stop the child once more.
     let mut is_kicked = false;
     loop {
         let arguments = [&raw const *waited as u64, 0, 0, 8, 0, 0];
@@ -51,7 +51,13 @@ fn serve(child: u32, waited: &u64) -> ! {
                     is_kicked &= u32::from(high) != KICK;
                     let _ = trace(ptrace::PTRACE_CONT, child, high);
                 }
-                killer => sys::exit(128 + killer),
+                // Its end is known by this process's, which the guest cannot bring about.
+                killer => {
+                    if u32::from(killer) == linux::SIGKILL {
+                        sys::kill(own, linux::SIGKILL);
+                    }
+                    sys::exit(128 + killer)
+                }
             }
         }
     }

@@ -359,7 +359,7 @@ fn work(index: usize, is_tap: bool, filters: &Filters) -> ! {
         processes::become_worker(descriptor(number), || Ok(()), filters, Filters::NET)
     });
     if let Err(error) = alone {
-        report::say(format_args!("a process for network {number} cannot be set up: {error:?}"));
+        report::say(format_args!("cannot set up a process of network {number}: {error}"));
         sys::exit(report::HOST);
     }
     let worker = Worker { number, is_tap, port: port(number) };
@@ -433,7 +433,7 @@ impl Worker {
             Ok(done) => Some((done as u32).min(length)),
             Err(error) => {
                 if !self.is_tap {
-                    self.end_of_stream(error);
+                    self.end_of_stream(Some(error));
                 }
                 None
             }
@@ -503,20 +503,24 @@ impl Worker {
 
     /// Nothing will come any more.
     fn end_of_input(&self, error: Option<Errno>) -> ! {
-        self.end_of_stream(error.unwrap_or(Errno(0)));
+        self.end_of_stream(error);
         loop {
             sys::wait(&self.port.is_down, 1, None);
         }
     }
 
     /// The guest is told that its cable is out.
-    fn end_of_stream(&self, error: Errno) {
+    fn end_of_stream(&self, error: Option<Errno>) {
         if self.port.is_down.swap(1, SeqCst) == 0 {
             let number = self.number;
-            report::say(format_args!(
-                "network {number}: the other side has gone (error {})",
-                error.0
-            ));
+            match error {
+                Some(error) => {
+                    report::say(format_args!("network {number}: the other side has gone: {error}"))
+                }
+                None => report::say(format_args!(
+                    "network {number}: the other side has gone: it closed its socket"
+                )),
+            }
             device::tell(0, event::NET);
         }
     }

@@ -6,19 +6,22 @@
 //! the host puts it, and the others follow. Where there is but one CPU nothing is bound.
 
 use core::arch::x86_64::{__cpuid, __rdtscp};
-use core::sync::atomic::AtomicU64;
-use core::sync::atomic::Ordering::Relaxed;
-
 use hw_x86::cpuid::leaf;
 use linux_raw_sys::general as linux;
+use proto::wedge::layout;
 
-use crate::shared::{Owned, mine, shared, vcpu};
+use crate::config::config;
+use crate::shared::{Owned, mine, vcpu};
 use crate::{clock, sys};
 
 /// Words of a set of CPUs; `CPU_SETSIZE` of Linux' libraries is 1024.
-pub const WORDS: usize = 16;
-/// Set of CPUs that a machine may use, as bits.
-pub type Cpus = [AtomicU64; WORDS];
+const WORDS: usize = (layout::CPU_SET_LENGTH / 8) as usize;
+/// A set of CPUs, as bits.
+type Cpus = [u64; WORDS];
+
+const _: () = assert!(layout::CPU_SET_CPUS == 64 * WORDS as u64);
+const _: () =
+    assert!((layout::CPU_SET_CPUS + 1) * layout::CPU_SET_LENGTH <= layout::CPU_SETS_LENGTH);
 
 /// A process that had to wait longer than this for its turn has waited for a CPU, in microseconds. Others' time slices are longer.
 const LONG: u64 = 1_000;
@@ -47,21 +50,42 @@ pub struct Bound {
     freed: Owned<u64>,
 }
 
-/// Finds out which CPUs there are. For the device process, before there are others.
-pub fn learn() {
+/// Finds out which CPUs there are, and writes the sets of them that the VM's processes may choose; `false`: there is but one, or
+/// a process cannot tell on which it is. For the device process, before there are others, with [`layout::CPU_SETS`] mapped.
+pub fn learn() -> bool {
     /// `RDTSCP` (APM vol. 3, CPUID Fn8000_0001_EDX).
     const RDTSCP: u32 = 1 << 27;
-    let mut set = [0_u64; WORDS];
-    let arguments = [0, size_of_val(&set) as u64, set.as_mut_ptr() as u64, 0, 0, 0];
+    let mut all: Cpus = [0; WORDS];
+    let arguments = [0, size_of_val(&all) as u64, all.as_mut_ptr() as u64, 0, 0, 0];
     // SAFETY: the kernel writes the set. It fails if the host has more CPUs than that.
     let known = unsafe { sys::call(linux::__NR_sched_getaffinity, arguments) }.is_ok();
-    let several = set.iter().map(|word| word.count_ones()).sum::<u32>() > 1;
-    if known && several && __cpuid(leaf::AMD_FEATURES).edx & RDTSCP != 0 {
-        for (word, value) in shared().cpus.iter().zip(set) {
-            word.store(value, Relaxed);
-        }
-        shared().places.store(true, Relaxed);
+    let several = all.iter().map(|word| word.count_ones()).sum::<u32>() > 1;
+    if !known || !several || __cpuid(leaf::AMD_FEATURES).edx & RDTSCP == 0 {
+        return false;
     }
+    let write = |number: u64, set: Cpus| {
+        // SAFETY: there is room for as many sets, which nothing refers to yet.
+        unsafe { (address_of(number) as *mut Cpus).write(set) }
+    };
+    write(layout::CPU_SET_CPUS, all);
+    for cpu in
+        (0..layout::CPU_SET_CPUS).filter(|cpu| all[*cpu as usize / 64] >> (cpu % 64) & 1 != 0)
+    {
+        let mut only = [0; WORDS];
+        only[cpu as usize / 64] = 1 << (cpu % 64);
+        write(cpu, only);
+    }
+    true
+}
+
+/// Where a set is: that of one CPU by its number, behind these that of all.
+fn address_of(number: u64) -> u64 {
+    layout::CPU_SETS + number * layout::CPU_SET_LENGTH
+}
+
+/// Whether the VM was started on several CPUs, and a process can tell on which it is.
+pub fn are_several() -> bool {
+    config().has_cpu_sets
 }
 
 /// The time-stamp counter, and the CPU, which Linux has in the low bits of `TSC_AUX`.
@@ -74,21 +98,19 @@ fn now() -> (u64, u32) {
 
 /// The CPU that this process is on, if there are several.
 pub fn cpu() -> Option<u32> {
-    shared().places.load(Relaxed).then(|| now().1)
+    are_several().then(|| now().1)
 }
 
-/// The set of one CPU; of none if there cannot be such.
-pub fn only(cpu: u32) -> [u64; WORDS] {
-    let mut set = [0; WORDS];
-    if let Some(word) = set.get_mut(cpu as usize / 64) {
-        *word = 1 << (cpu % 64);
-    }
-    set
+/// Address of the set of one CPU, for sched_setaffinity(2); of an empty one, which the host refuses, if the VM was not
+/// started on it.
+pub fn only(cpu: u32) -> u64 {
+    // The set of all is not one CPU's.
+    address_of(u64::from(cpu).min(layout::CPU_SET_CPUS - 1))
 }
 
 /// This process is about to hand the virtual CPU over.
 pub fn give() {
-    if !shared().places.load(Relaxed) {
+    if !are_several() {
         return;
     }
     let place = &vcpu().place;
@@ -99,7 +121,7 @@ pub fn give() {
 
 /// This process has got it.
 pub fn take() {
-    if !shared().places.load(Relaxed) {
+    if !are_several() {
         return;
     }
     let (place, bound) = (&vcpu().place, &mine().bound);
@@ -141,7 +163,7 @@ pub fn idle() {
 }
 
 fn bind(cpu: u32) {
-    if set_affinity(&only(cpu)) {
+    if set_affinity(only(cpu)) {
         mine().bound.cpu.set(cpu + 1);
     }
 }
@@ -150,12 +172,13 @@ fn free(tsc: u64) {
     let bound = &mine().bound;
     bound.freed.set(tsc);
     bound.cpu.set(0);
-    let _ = set_affinity(&core::array::from_fn(|index| shared().cpus[index].load(Relaxed)));
+    let _ = set_affinity(address_of(layout::CPU_SET_CPUS));
 }
 
-/// Says on which CPUs this process may run; `false`: none of them is left to it, so that it stays where it may be.
-fn set_affinity(set: &[u64; WORDS]) -> bool {
-    let arguments = [0, size_of_val(set) as u64, set.as_ptr() as u64, 0, 0, 0];
+/// Says on which CPUs this process may run: the set at one of the addresses that its seccomp filter lets through. `false`: none
+/// of them is left to it, so that it stays where it may be.
+fn set_affinity(set: u64) -> bool {
+    let arguments = [0, layout::CPU_SET_LENGTH, set, 0, 0, 0];
     // SAFETY: the set is read.
     unsafe { sys::call(linux::__NR_sched_setaffinity, arguments) }.is_ok()
 }

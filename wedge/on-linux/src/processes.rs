@@ -15,11 +15,13 @@ use linux_raw_sys::general as linux;
 use proto::wedge::{Filters, layout, option};
 use wedge_x86::Cause;
 
+use crate::config::{self, config, has};
 use crate::memory::{self, Ram};
 use crate::report::HOST;
+use crate::setup::{self, Kind};
 use crate::shared::{
-    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SLOTS, VCPU_LENGTH, Vcpu, cell, count, has, mine,
-    shared, stack_top, vcpu, vcpu_offset, vcpus,
+    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, VCPU_LENGTH, Vcpu, cell, count, mine, shared,
+    stack_top, started, vcpu, vcpu_offset, vcpus,
 };
 use crate::sys::{self, Backing, Errno};
 use crate::{apart, extended, keys, monitor, place, report, signal, steal};
@@ -28,6 +30,10 @@ use crate::{apart, extended, keys, monitor, place, report, signal, steal};
 pub const KICK: u32 = layout::KICK_SIGNAL;
 /// Signal of the timer.
 pub const TIMER: u32 = 35;
+/// Signals that come from processes of the VM, as a mask: only processes with a handler for them let them in.
+pub const SENT: u64 = 1 << (KICK - 1) | 1 << (TIMER - 1);
+/// All signals, as a mask.
+pub const ALL_SIGNALS: u64 = u64::MAX;
 
 /// The process of the guest-machine that runs on: its virtual CPU goes to the process of this slot, which goes on in this function.
 pub fn move_to(number: usize) {
@@ -157,6 +163,16 @@ pub fn ring() {
     }
 }
 
+/// Waits until the device process knows that the guest's first instruction comes.
+pub fn await_start() {
+    let word = &shared().started;
+    word.store(started::READY, SeqCst);
+    ring();
+    while word.load(SeqCst) == started::READY {
+        sys::wait(word, started::READY, None);
+    }
+}
+
 /// Ends the machine with an exit code.
 pub fn finish(code: u8) -> ! {
     let shared = shared();
@@ -171,40 +187,46 @@ pub fn finish(code: u8) -> ! {
 }
 
 /// Makes the process of slot `number` of a virtual CPU; gives its id. For the device process.
-pub fn make(vcpu: usize, number: usize, ram: Ram, filters: &Filters) -> Result<u32, Errno> {
+pub fn make(vcpu: usize, number: usize, ram: Ram) -> Result<u32, Errno> {
     // Its first turn may come before it has looked.
     let turn = vcpus()[vcpu].slots[number].turn.load(SeqCst);
+    setup::words().confined(Kind::Guest, vcpu, number).store(false, SeqCst);
     let child = fork()?;
     if child != 0 {
         return Ok(child);
     }
     let parent = if has(option::TRACED) { monitor::begin() } else { Ok(device()) };
-    match parent.and_then(|parent| become_guest(vcpu, number, turn, parent, ram, filters)) {
+    match parent.and_then(|parent| become_guest(vcpu, number, turn, parent, ram)) {
         Ok(never) => match never {},
         Err(error) => {
-            report::say(format_args!("a process for the guest cannot be set up: {error:?}"));
+            report::say(format_args!("cannot set up a guest process: {error}"));
             sys::exit(HOST)
         }
     }
 }
 
-/// Sets this new process up and waits for its first turn.
+/// Sets this new process up and waits for its first turn. Until it has its filter it believes nothing that is in shared memory,
+/// and gets no signal.
 fn become_guest(
     index: usize,
     number: usize,
     turn: u32,
     parent: u32,
     ram: Ram,
-    filters: &Filters,
 ) -> Result<core::convert::Infallible, Errno> {
+    sys::set_signal_mask(ALL_SIGNALS)?;
     // SAFETY: nothing of this program is there; what the child inherited was the device process's.
     unsafe {
         let rights = linux::PROT_READ | linux::PROT_WRITE;
         sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;
         let own = Backing::Shared(layout::SHARED_FD, vcpu_offset(index));
         sys::map(OWN_VCPU, VCPU_LENGTH, rights, own)?;
+        // What a guest prints is in shared memory, too: only stubs are code.
+        let stubs = Backing::Shared(layout::SHARED_FD, layout::STUBS - layout::SHARED);
+        sys::map(layout::STUBS, layout::STUBS_LENGTH, rights | linux::PROT_EXEC, stubs)?;
     }
     keys::close_own()?;
+    ram.map_image(&config().start)?;
     ram.map_copies(index)?;
     if apart::are() {
         apart::map_gate(index, number)?;
@@ -225,8 +247,10 @@ fn become_guest(
     let slot = memory::slot();
     // SAFETY: no memory is touched.
     let id = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
+    confine(&config().filters, kicking(Filters::GUEST))?;
+    setup::finish(Kind::Guest, index, number)?;
     // From here on everything may be the guest's doing.
-    confine(filters, kicking(Filters::GUEST))?;
+    sys::set_signal_mask(0)?;
     if number != 0 {
         // What the kernel changed before is not mapped here at all.
         slot.followed.store(vcpu().changes.load(SeqCst), Relaxed);
@@ -271,7 +295,7 @@ pub fn fork() -> Result<u32, Errno> {
     let arguments = [linux::SIGCHLD.into(), 0, 0, 0, 0, 0];
     // SAFETY: the child goes on with a copy of this process's own memory.
     let child = unsafe { sys::call(linux::__NR_clone, arguments) }? as u32;
-    let first = &shared().first;
+    let first = &setup::words().first;
     if child != 0 && matches!(first.load(SeqCst), first::AWAITED | first::HERE) {
         // If it dies before, that is found out elsewhere. It may be here already.
         sys::wait(first, first::AWAITED, Some(PATIENCE));
@@ -281,7 +305,7 @@ pub fn fork() -> Result<u32, Errno> {
     Ok(child)
 }
 
-/// Values of [`crate::shared::Shared::first`] if there is a namespace of processes.
+/// Values of [`crate::setup::Words::first`] if there is a namespace of processes.
 pub mod first {
     /// There is one, and nobody in it.
     pub const AWAITED: u32 = 1;
@@ -296,7 +320,7 @@ const PATIENCE: u64 = 10_000_000_000;
 
 /// The filter of a kind of process that tells virtual CPUs of events.
 fn kicking(which: usize) -> usize {
-    which + if shared().kicks.load(Relaxed) { Filters::KICKS } else { 0 }
+    which + if config::kicks() { Filters::KICKS } else { 0 }
 }
 
 /// Takes one of the filters of system calls, for ever.
@@ -315,7 +339,7 @@ pub fn confine(filters: &Filters, which: usize) -> Result<(), Errno> {
 
 /// The device process, as those that it makes see it: 0 in a namespace of their own.
 pub fn device() -> u32 {
-    shared().device.load(Relaxed)
+    config().device.load(Relaxed)
 }
 
 /// Makes this process end with the one that made it. In a namespace of processes it cannot see whether that has ended before: there its first process, whose
@@ -332,7 +356,7 @@ pub fn die_with_parent(made_by: u32) -> Result<(), Errno> {
     if parent != u64::from(made_by) {
         sys::exit(HOST);
     }
-    let word = &shared().first;
+    let word = &setup::words().first;
     if word.compare_exchange(first::AWAITED, first::HERE, SeqCst, SeqCst).is_ok() {
         sys::wake(word);
         sys::wait(word, first::HERE, Some(PATIENCE));
@@ -352,6 +376,7 @@ pub fn become_worker<T>(
     which: usize,
 ) -> Result<T, Errno> {
     die_with_parent(device())?;
+    setup::unmap()?;
     for (first, last) in [
         (layout::INPUT_FD, layout::OUTPUT_FD),
         (layout::MEMORY_FD, layout::SHARED_FD),
@@ -381,7 +406,7 @@ pub fn enter(ram: &Ram) -> Cause {
     let is_closed = is_program && has(option::REMAP);
     let check = |result| {
         if let Err(error) = result {
-            report::fatal(format_args!("the host does not map the guest's kernel: {error:?}"));
+            report::fatal(format_args!("cannot map the guest kernel: {error}"));
         }
     };
     if is_closed {
@@ -393,10 +418,4 @@ pub fn enter(ram: &Ram) -> Cause {
         check(ram.open());
     }
     cause
-}
-
-/// Slots of a virtual CPU for address spaces by process-context identifier; the last one serves all that have no slot of their own.
-pub fn slot_of(pcid: u16) -> usize {
-    let last = if has(option::ONE_SPACE) { 0 } else { SLOTS - 1 };
-    usize::from(pcid).min(last)
 }

@@ -139,7 +139,7 @@ fn protect(address: u64, writable: bool) {
         let result =
             unsafe { sys::call(linux::__NR_mprotect, [linear, PAGE, rights.into(), 0, 0, 0]) };
         if let Err(error) = result {
-            fatal(format_args!("the host does not protect guest memory: {error:?}"));
+            fatal(format_args!("cannot write-protect guest memory: {error}"));
         }
     };
     set(layout::DIRECT + address, linux::PROT_READ | write);

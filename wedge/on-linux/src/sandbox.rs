@@ -9,7 +9,7 @@ use linux_raw_sys::general as linux;
 use linux_raw_sys::landlock;
 use proto::wedge::option;
 
-use crate::shared::has;
+use crate::config::has;
 use crate::sys::{self, Errno};
 
 /// Namespaces without anything in them (namespaces(7)).
@@ -49,12 +49,12 @@ impl Refused {
 
 impl fmt::Display for Refused {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let parts = [("namespaces of their own", self.namespaces), ("Landlock", self.landlock)];
+        let parts = [("namespaces", self.namespaces), ("Landlock", self.landlock)];
         let mut parts = parts.iter().filter_map(|(name, error)| Some((name, (*error)?)));
-        if let Some((name, Errno(number))) = parts.next() {
-            write!(out, "{name} (error {number})")?;
+        if let Some((name, error)) = parts.next() {
+            write!(out, "{name}: {error}")?;
         }
-        parts.try_for_each(|(name, Errno(number))| write!(out, ", {name} (error {number})"))
+        parts.try_for_each(|(name, error)| write!(out, "; {name}: {error}"))
     }
 }
 
@@ -83,9 +83,6 @@ fn leave_namespaces(signals: &mut Signals) -> Result<(), Errno> {
     let (type_name, empty) = (c"tmpfs".as_ptr() as u64, EMPTY.as_ptr() as u64);
     let (root, size) = (c"/".as_ptr() as u64, c"nr_inodes=1".as_ptr() as u64);
     let private = u64::from(linux::MS_REC | linux::MS_PRIVATE);
-    // `struct __user_cap_header_struct`, and twice `struct __user_cap_data_struct`: no capabilities at all.
-    let header = [u64::from(linux::_LINUX_CAPABILITY_VERSION_3)];
-    let none = [0_u64; 3];
     unshare(NAMESPACES)?;
     // It may be refused alone, and may have been had when what follows is refused.
     if !has(option::TRACED) && unshare(linux::CLONE_NEWPID).is_ok() {
@@ -96,13 +93,23 @@ fn leave_namespaces(signals: &mut Signals) -> Result<(), Errno> {
         (linux::__NR_mount, [type_name, empty, type_name, flags.into(), size, 0]),
         (linux::__NR_chdir, [empty, 0, 0, 0, 0, 0]),
         (linux::__NR_chroot, [empty, 0, 0, 0, 0, 0]),
-        (linux::__NR_capset, [header.as_ptr() as u64, none.as_ptr() as u64, 0, 0, 0, 0]),
     ];
     for (number, arguments) in calls {
         // SAFETY: texts and structures are read; none of this process's memory changes.
         unsafe { sys::call(number, arguments) }?;
     }
     Ok(())
+}
+
+/// Gives up all capabilities (capabilities(7)), whatever else the host has refused: without namespaces those of root, or those
+/// of root in a container, would be left.
+pub fn drop_capabilities() -> Result<(), Errno> {
+    // `struct __user_cap_header_struct`, and twice `struct __user_cap_data_struct`.
+    let header = [u64::from(linux::_LINUX_CAPABILITY_VERSION_3)];
+    let none = [0_u64; 3];
+    let arguments = [header.as_ptr() as u64, none.as_ptr() as u64, 0, 0, 0, 0];
+    // SAFETY: both structures are read.
+    unsafe { sys::call(linux::__NR_capset, arguments).map(drop) }
 }
 
 /// Forbids everything that the host's Landlock knows (landlock(7)): files, ports, sockets without a file, signals to others. Gives whether it knows these.

@@ -15,6 +15,8 @@ use vmm_cpu::MAX_VCPUS;
 use wedge_core::mapped::Mapped;
 use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
 
+pub use crate::config::has;
+use crate::config::{self, config};
 use crate::net::Port;
 
 /// Bytes of a ring of the console.
@@ -74,6 +76,14 @@ pub mod event {
     pub const DEBUG: u32 = 1 << 10;
 }
 
+/// Values of [`Shared::started`].
+pub mod started {
+    /// The first vCPU is ready for the guest's first instruction. Nothing of the guest has run.
+    pub const READY: u32 = 1;
+    /// The device process knows, and takes what guest processes say for the guest's word from now on.
+    pub const ALLOWED: u32 = 2;
+}
+
 /// A value that only the process with the virtual CPU uses, or only the process whose own memory it is in.
 #[repr(transparent)]
 pub struct Owned<T>(UnsafeCell<T>);
@@ -115,27 +125,56 @@ pub struct Signal {
     pub address: u64,
 }
 
-/// A process that has an address space of the guest.
-#[repr(C)]
-pub struct Slot {
-    /// Its process; 0: not there yet.
-    pub process: AtomicU32,
-    /// Counts up whenever it gets the virtual CPU.
-    pub turn: AtomicU32,
-    /// What it maps for programs is out of date.
-    pub stale: AtomicBool,
-    /// It has something mapped that is larger than a page.
-    pub large: AtomicBool,
-    /// Process-context identifier of the space.
-    pub pcid: AtomicU32,
-    /// The root of its page tables (`CR3`).
-    pub root: AtomicU64,
-    /// Watched pages that it has protected.
-    pub protected: AtomicU64,
-    /// Changes of the kernel's mappings that it has followed.
-    pub followed: AtomicU64,
-    /// Changes of copies that it has followed.
-    pub renewals: AtomicU64,
+/// Defines a structure of shared memory at an address, and for each field a symbol `parador_word_PREFIX_FIELD` in the file with
+/// debugging information, with the field's address in guest processes and its size: tests write there what a hostile guest would.
+/// What trusted processes read is in a table of `docs/design/0014-device-processes.md`.
+macro_rules! shared_words {
+    (
+        $prefix:literal, $at:expr;
+        $(#[$meta:meta])*
+        pub struct $name:ident {
+            $($(#[$doc:meta])* $visible:vis $field:ident: $type:ty,)*
+        }
+    ) => {
+        $(#[$meta])*
+        pub struct $name {
+            $($(#[$doc])* $visible $field: $type,)*
+        }
+
+        $(core::arch::global_asm!(
+            concat!(".globl parador_word_", $prefix, "_", stringify!($field)),
+            concat!(".set parador_word_", $prefix, "_", stringify!($field), ", {at}"),
+            concat!(".size parador_word_", $prefix, "_", stringify!($field), ", {size}"),
+            at = const $at + core::mem::offset_of!($name, $field) as u64,
+            size = const size_of::<$type>(),
+        );)*
+    };
+}
+
+shared_words! {
+    "slot", OWN_VCPU + core::mem::offset_of!(Vcpu, slots) as u64;
+    /// A process that has an address space of the guest.
+    #[repr(C)]
+    pub struct Slot {
+        /// Its process; 0: not there yet.
+        pub process: AtomicU32,
+        /// Counts up whenever it gets the virtual CPU.
+        pub turn: AtomicU32,
+        /// What it maps for programs is out of date.
+        pub stale: AtomicBool,
+        /// It has something mapped that is larger than a page.
+        pub large: AtomicBool,
+        /// Process-context identifier of the space.
+        pub pcid: AtomicU32,
+        /// The root of its page tables (`CR3`).
+        pub root: AtomicU64,
+        /// Watched pages that it has protected.
+        pub protected: AtomicU64,
+        /// Changes of the kernel's mappings that it has followed.
+        pub followed: AtomicU64,
+        /// Changes of copies that it has followed.
+        pub renewals: AtomicU64,
+    }
 }
 
 /// Bytes from one process to another.
@@ -186,51 +225,58 @@ impl Ring {
 #[repr(C, align(64))]
 pub struct Extended(pub Owned<[u8; EXTENDED_STATE]>);
 
-/// What belongs to one virtual CPU. All zero in the beginning.
-#[repr(C, align(4096))]
-pub struct Vcpu {
-    /// What entry code uses.
-    cell: UnsafeCell<Cell>,
-    /// Extended state on its way to another process.
-    pub extended: Extended,
-    /// Stack pointer of the virtual CPU on its way.
-    pub rsp: Owned<u64>,
-    /// Bases of `FS` and `GS` on their way.
-    pub fs_base: Owned<u64>,
-    /// See above.
-    pub gs_base: Owned<u64>,
-    /// The signal that stopped the guest last.
-    pub signal: Owned<Signal>,
-    /// The slot that has the virtual CPU.
-    pub running: AtomicU32,
-    /// The slot that wants a process, plus 1.
-    pub wanted: AtomicU32,
-    /// The slot whose programs want a process, plus 1; 0: they have one.
-    pub program: AtomicU32,
-    /// How often the device process was asked to make a program stop, and how often it has told it to.
-    pub stops: AtomicU32,
-    /// See above.
-    pub stopped: AtomicU32,
-    /// Whether the virtual CPU waits for events: see [`crate::idle::state`].
-    pub idle: AtomicU32,
-    /// For how long it looks for them itself at first, in ticks of the time-stamp counter.
-    pub looks: Owned<u64>,
-    /// Time-stamp counter at which the virtual CPU wants to be told.
-    pub deadline: AtomicU64,
-    /// Changes of the kernel's mappings so far.
-    pub changes: AtomicU64,
-    /// The last of them: an address, or [`EVERYTHING`].
-    pub changed: [AtomicU64; FLUSHES],
-    /// Copies of code whose beginning or end has changed so far.
-    pub renewals: AtomicU64,
-    /// The last of them: offsets in the descriptor of guest memory.
-    pub renewed: [AtomicU64; FLUSHES],
-    /// Where on the host it runs.
-    pub place: crate::place::Place,
-    /// What the host has not let it run.
-    pub steal: Owned<crate::steal::Steal>,
-    /// The processes.
-    pub slots: [Slot; SLOTS],
+shared_words! {
+    "vcpu", OWN_VCPU;
+    /// What belongs to one virtual CPU. All zero in the beginning.
+    #[repr(C, align(4096))]
+    pub struct Vcpu {
+        /// What entry code uses.
+        cell: UnsafeCell<Cell>,
+        /// Extended state on its way to another process.
+        pub extended: Extended,
+        /// Stack pointer of the virtual CPU on its way.
+        pub rsp: Owned<u64>,
+        /// Bases of `FS` and `GS` on their way.
+        pub fs_base: Owned<u64>,
+        /// See above.
+        pub gs_base: Owned<u64>,
+        /// The signal that stopped the guest last.
+        pub signal: Owned<Signal>,
+        /// The slot that has the virtual CPU.
+        pub running: AtomicU32,
+        /// The slot that wants a process, plus 1.
+        pub wanted: AtomicU32,
+        /// The slot whose programs want a process, plus 1; 0: they have one.
+        pub program: AtomicU32,
+        /// How often the device process was asked to make a program stop, and how often it has told it to.
+        pub stops: AtomicU32,
+        /// See above.
+        pub stopped: AtomicU32,
+        /// Whether the virtual CPU waits for events: see [`crate::idle::state`].
+        pub idle: AtomicU32,
+        /// For how long it looks for them itself at first, in ticks of the time-stamp counter.
+        pub looks: Owned<u64>,
+        /// Time-stamp counter at which the virtual CPU wants to be told.
+        pub deadline: AtomicU64,
+        /// Changes of the kernel's mappings so far.
+        pub changes: AtomicU64,
+        /// The last of them: an address, or [`EVERYTHING`].
+        pub changed: [AtomicU64; FLUSHES],
+        /// Copies of code whose beginning or end has changed so far.
+        pub renewals: AtomicU64,
+        /// The last of them: offsets in the descriptor of guest memory.
+        pub renewed: [AtomicU64; FLUSHES],
+        /// Where on the host it runs.
+        pub place: crate::place::Place,
+        /// Changes of the table of copied frames that the vCPU has applied.
+        pub frames_applied: AtomicU32,
+        /// Those that it had seen in the guest's kernel with interrupts disabled, and applies before user mode.
+        pub frames_seen: AtomicU32,
+        /// What the host has not let it run.
+        pub steal: Owned<crate::steal::Steal>,
+        /// The processes.
+        pub slots: [Slot; SLOTS],
+    }
 }
 
 // SAFETY: the cell is used by entry code and by the process that has the virtual CPU; of the others, all use what is atomic in it only.
@@ -250,52 +296,60 @@ impl Vcpu {
     }
 }
 
-/// The shared memory of all virtual CPUs. All zero in the beginning.
-#[repr(C, align(64))]
-pub struct Shared {
-    /// Virtual CPUs.
-    pub vcpus: AtomicU32,
-    /// Where the machine is: see `guest`.
-    pub machine: AtomicU64,
-    /// The machine has ended with this code, plus 1.
-    pub ended: AtomicU32,
-    /// The device process has been rung for.
-    pub rung: AtomicU32,
-    /// It shall interrupt these virtual CPUs: a bit for each.
-    pub kick: AtomicU32,
-    /// The machine's processes may signal each other, and nobody else: nobody needs the device process for that.
-    pub kicks: AtomicBool,
-    /// Where the first process of a namespace of processes is: see [`crate::processes::die_with_parent`].
-    pub first: AtomicU32,
-    /// The guest's first instruction comes now.
-    pub started: AtomicU32,
-    /// The device process's number.
-    pub device: AtomicU32,
-    /// [`Start::options`].
-    pub options: AtomicU64,
-    /// Frequency of the time-stamp counter in kHz.
-    pub tsc_khz: AtomicU64,
-    /// Wall-clock time when the counter was 0, in seconds since 1970.
-    pub unix_at_zero: AtomicU64,
-    /// The kernel's code has been looked at, and may be executed beside programs.
-    pub closed: AtomicBool,
-    /// CPUs of the host that the machine may use.
-    pub cpus: crate::place::Cpus,
-    /// There are several, and a process can tell on which it is.
-    pub places: AtomicBool,
-    /// From the guest.
-    pub output: Ring,
-    /// To the guest.
-    pub input: Ring,
-    /// The same of the virtio console.
-    pub console_output: Ring,
-    /// See above.
-    pub console_input: Ring,
-    /// Frames of networks.
-    pub nets: crate::net::Ports,
-    /// The balloon.
-    pub balloon: crate::balloon::State,
+shared_words! {
+    "shared", SHARED_STRUCT;
+    /// The shared memory of all virtual CPUs. All zero in the beginning.
+    #[repr(C, align(64))]
+    pub struct Shared {
+        /// Where the machine is: see `guest`.
+        pub machine: AtomicU64,
+        /// The machine has ended with this code, plus 1.
+        pub ended: AtomicU32,
+        /// The device process has been rung for.
+        pub rung: AtomicU32,
+        /// It shall interrupt these virtual CPUs: a bit for each.
+        pub kick: AtomicU32,
+        /// Whether the guest may run: see [`started`].
+        pub started: AtomicU32,
+        /// The kernel's code has been looked at, and may be executed beside programs.
+        pub closed: AtomicBool,
+        /// Frames that guest processes have copies of.
+        pub frames: crate::frames::Table,
+        /// From the guest.
+        pub output: Ring,
+        /// To the guest.
+        pub input: Ring,
+        /// The same of the virtio console.
+        pub console_output: Ring,
+        /// See above.
+        pub console_input: Ring,
+        /// Frames of networks.
+        pub nets: crate::net::Ports,
+        /// The balloon.
+        pub balloon: crate::balloon::State,
+    }
 }
+
+/// As [`shared_words`] of other structures' fields, and of what there is of each virtual CPU.
+macro_rules! export_words {
+    ($prefix:literal, $at:expr, $name:ident; $($field:ident)*) => {
+        $(core::arch::global_asm!(
+            concat!(".globl parador_place_", $prefix, "_", stringify!($field)),
+            concat!(".set parador_place_", $prefix, "_", stringify!($field), ", {at}"),
+            at = const $at + core::mem::offset_of!($name, $field) as u64,
+        );)*
+    };
+}
+pub(crate) use export_words;
+
+core::arch::global_asm!(
+    ".globl parador_place_vcpus",
+    ".set parador_place_vcpus, {at}",
+    ".globl parador_place_vcpu_length",
+    ".set parador_place_vcpu_length, {length}",
+    at = const VCPUS,
+    length = const VCPU_LENGTH,
+);
 
 /// In [`Vcpu::changed`]: all of the kernel's mappings.
 pub const EVERYTHING: u64 = u64::MAX;
@@ -307,16 +361,10 @@ pub fn shared() -> &'static Shared {
     unsafe { &*(SHARED_STRUCT as *const Shared) }
 }
 
-/// Whether one of [`proto::wedge::option`] is asked for.
-pub fn has(option: u64) -> bool {
-    shared().options.load(core::sync::atomic::Ordering::Relaxed) & option != 0
-}
-
 /// The virtual CPUs of the machine.
 pub fn vcpus() -> &'static [Vcpu] {
-    let count = shared().vcpus.load(core::sync::atomic::Ordering::Relaxed) as usize;
-    // SAFETY: as `shared`.
-    unsafe { core::slice::from_raw_parts(VCPUS as *const Vcpu, count.min(MAX_VCPUS)) }
+    // SAFETY: as `shared`; there is room for so many.
+    unsafe { core::slice::from_raw_parts(VCPUS as *const Vcpu, config::vcpu_count()) }
 }
 
 /// Where what belongs to a virtual CPU is in the descriptor of the shared memory.
@@ -363,33 +411,67 @@ pub fn count(counter: usize) {
     own_statistics().counters[counter].fetch_add(1, core::sync::atomic::Ordering::Relaxed);
 }
 
-/// The loader's filters. The guest's processes can change what is there, so they are to be read before there are any.
-pub fn filters() -> Filters {
-    // SAFETY: mapped by `main`; nobody else runs yet.
-    unsafe { *((layout::SHARED + layout::FILTERS) as *const Filters) }
+/// What the loader has left in shared memory. The guest can change it: [`config::load`] reads it, once, before
+/// there is a guest, and nothing else does.
+pub mod loaded {
+    use super::{Disk, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, layout};
+
+    /// A copy of what is at this offset.
+    ///
+    /// # Safety
+    /// There is a `T`, for which all values are allowed.
+    unsafe fn at<T: Copy>(offset: u64) -> T {
+        // SAFETY: the device process has mapped it, and is the only process; the caller vouches for the type.
+        unsafe { ((layout::SHARED + offset) as *const T).read_volatile() }
+    }
+
+    /// The filters.
+    pub fn filters() -> Filters {
+        // SAFETY: it consists of numbers.
+        unsafe { at(layout::FILTERS) }
+    }
+
+    /// The record; `None`: it is of another version.
+    pub fn start() -> Option<Start> {
+        // SAFETY: as above.
+        Start::from_words(&unsafe { at(0) })
+    }
+
+    /// All disks.
+    pub fn disks() -> [Disk; MAX_DISKS] {
+        // SAFETY: as above.
+        let records: [[u64; Disk::WORDS]; MAX_DISKS] = unsafe { at(layout::DISKS) };
+        records.each_ref().map(Disk::from_words)
+    }
+
+    /// All networks.
+    pub fn nets() -> [Net; MAX_NETS] {
+        // SAFETY: as above.
+        let records: [[u64; Net::WORDS]; MAX_NETS] = unsafe { at(layout::NETS) };
+        records.each_ref().map(Net::from_words)
+    }
+
+    /// All shared directories.
+    pub fn shares() -> [Share; MAX_SHARES] {
+        // SAFETY: as above.
+        let records: [[u64; Share::WORDS]; MAX_SHARES] = unsafe { at(layout::SHARES) };
+        records.each_ref().map(Share::from_words)
+    }
 }
 
 /// The loader's record.
 pub fn start() -> Option<Start> {
-    // SAFETY: mapped by `main`; nobody changes it after the loader.
-    let words = unsafe { &*(layout::SHARED as *const [u64; Start::WORDS]) };
-    Start::from_words(words)
+    Some(config().start)
 }
 
 /// What the loader says of a disk.
 pub fn disk(number: usize) -> Disk {
-    let at = layout::SHARED + layout::DISKS;
-    // SAFETY: as above.
-    let disks = unsafe { &*(at as *const [[u64; Disk::WORDS]; MAX_DISKS]) };
-    disks.get(number).map(Disk::from_words).unwrap_or_default()
+    config().disks.get(number).copied().unwrap_or_default()
 }
 
 /// What the loader says of a network.
 pub fn net(number: usize) -> Net {
-    let at = layout::SHARED + layout::NETS;
-    // SAFETY: as above.
-    let nets = unsafe { &*(at as *const [[u64; Net::WORDS]; MAX_NETS]) };
-    nets.get(number).map(Net::from_words).unwrap_or_default()
+    config().nets.get(number).copied().unwrap_or_default()
 }
 
 /// Packets of vsock on their way.
@@ -400,10 +482,7 @@ pub fn vsock() -> &'static Port {
 
 /// What the loader says of a shared directory.
 pub fn share(number: usize) -> Share {
-    let at = layout::SHARED + layout::SHARES;
-    // SAFETY: as above.
-    let shares = unsafe { &*(at as *const [[u64; Share::WORDS]; MAX_SHARES]) };
-    shares.get(number).map(Share::from_words).unwrap_or_default()
+    config().shares.get(number).copied().unwrap_or_default()
 }
 
 /// Which process this is, and whether system calls are dispatched; in its own memory.
@@ -429,6 +508,8 @@ pub struct Mine {
     pub scrubs: AtomicU8,
     /// Its rewritten system calls.
     pub calls: Owned<crate::calls::Calls>,
+    /// Frames that it has write-protected.
+    pub copied: Owned<crate::frames::Applied>,
     /// What it has mapped for programs.
     pub mapped: Owned<Mapped<{ crate::memory::PIECES }>>,
     /// Its pages of code.
@@ -439,8 +520,10 @@ pub struct Mine {
     pub thread_local: Owned<crate::compat::ThreadLocal>,
     /// Its programs' own process.
     pub peer: Owned<crate::apart::Peer>,
-    /// That process has not been able to map or unmap something.
+    /// That process has not been able to map or unmap something, and was given up.
     pub unmapped: AtomicBool,
+    /// In a program process.
+    pub mapper: crate::apart::Mapper,
     /// How long it has had the virtual CPU, and what it has had of the host's.
     pub turns: Owned<crate::steal::Turns>,
 }

@@ -13,9 +13,10 @@ use wedge_core::cpu::rflags;
 use wedge_core::{VirtualCpu, vector};
 use wedge_x86::{CODE_64, Unwound};
 
+use crate::config::config;
 use crate::processes::{KICK, TIMER};
 use crate::shared::{
-    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, event, events, mine, shared, vcpu,
+    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, event, events, mine, vcpu,
 };
 use crate::sys::{self, Errno};
 use crate::{extended, keys, report};
@@ -77,7 +78,8 @@ pub const SYNCHRONOUS: [u32; 6] =
 /// Number of a trap exception's vector: single step or breakpoint register.
 const DEBUG: u64 = 1;
 
-/// Makes signals come to this process's handler, and system calls of programs too.
+/// Makes signals come to this process's handler, and system calls of programs too. The signals are blocked until the process has
+/// its seccomp filter: a handler would read what the guest can write.
 pub fn set_up() -> Result<(), Errno> {
     make_timer()?;
     let stack = &STACKS[usize::from(keys::are_on())];
@@ -94,10 +96,6 @@ pub fn set_up() -> Result<(), Errno> {
         // SAFETY: the handler keeps to the rules of signal handlers.
         unsafe { sys::call(linux::__NR_rt_sigaction, arguments) }?;
     }
-    let none = 0_u64;
-    let arguments = [linux::SIG_SETMASK.into(), &raw const none as u64, 0, 8, 0, 0];
-    // SAFETY: the mask is read.
-    unsafe { sys::call(linux::__NR_rt_sigprocmask, arguments) }?;
     let arguments = [
         prctl::PR_SET_SYSCALL_USER_DISPATCH.into(),
         prctl::PR_SYS_DISPATCH_ON.into(),
@@ -208,16 +206,17 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     } else if !in_wedge(number, synchronous, context, cpu) {
         return;
     }
-    if !synchronous && cpu.cpl == 0 && cpu.interrupt_flag == 0 {
+    if !synchronous && cpu.cpl == 0 && cpu.held_flags & rflags::IF == 0 {
         // It could not be delivered; the guest looks when it turns interrupts on.
         cpu.attention = 1;
+        crate::frames::see();
         return;
     }
     for (value, place) in context.registers.iter().zip(ORDER) {
         cpu.frame.gpr[place] = *value;
     }
     cpu.frame.rip = context.rip;
-    cpu.frame.rflags = context.rflags;
+    cpu.found_flags(context.rflags);
     let (code, address) = (context.code, context.address);
     let vector = match number {
         // SAFETY: the host has written what it is about behind the context.
@@ -360,10 +359,6 @@ fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut Vir
         if number != linux::SIGTRAP || context.vector != DEBUG {
             broken(number, context);
         }
-        if rip == wedge_x86::last_jump() {
-            // The step is the first instruction of the guest, not this jump.
-            context.rip = cpu.frame.rip;
-        }
         return false;
     }
     cpu.attention = 1;
@@ -409,7 +404,7 @@ fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut Vir
         }
         Unwound::Behind(resume) => {
             context.rip = resume;
-            cpu.interrupt_flag = rflags::IF;
+            cpu.held_flags |= rflags::IF;
             true
         }
         Unwound::Returned => returned(context, cpu),
@@ -455,15 +450,14 @@ pub fn arm() {
     }
     mine.armed.store(deadline, Relaxed);
     if let Err(error) = set_timer(deadline) {
-        report::fatal(format_args!("the host gives no timer: {error:?}"));
+        report::fatal(format_args!("cannot set the timer of a virtual CPU: {error}"));
     }
 }
 
 /// Time from now to a value of the time-stamp counter, in nanoseconds.
 pub fn until(tsc: u64) -> u64 {
     let ticks = tsc.saturating_sub(crate::guest::tsc());
-    let khz = shared().tsc_khz.load(Relaxed).max(1);
-    let nanoseconds = u128::from(ticks) * 1_000_000 / u128::from(khz);
+    let nanoseconds = u128::from(ticks) * 1_000_000 / u128::from(config().tsc_khz);
     u64::try_from(nanoseconds).unwrap_or(u64::MAX)
 }
 

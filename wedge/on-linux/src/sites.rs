@@ -16,6 +16,9 @@ const MOST: usize = layout::STUBS_LENGTH as usize / size_of::<Stub>();
 
 /// [`Stub::kind`] of a function that the wedge does in its own way, where other stubs have a kind of sites.
 pub const FUNCTION: u8 = u8::MAX;
+/// Most bytes that Linux' `__text_poke` changes at once: `text_poke_copy` fills two pages
+/// (`arch/x86/kernel/alternative.c`).
+pub const MOST_POKED: usize = 2 * PAGE as usize;
 /// Bytes of a function that are replaced.
 const FUNCTION_BYTES: usize = 8;
 
@@ -234,26 +237,30 @@ impl Sites {
 }
 
 /// Makes what was replaced what it was.
-pub fn put_back(stub: &Stub, cpu: &VirtualCpu, memory: &GuestMemory) {
+fn put_back(stub: &Stub, cpu: &VirtualCpu, memory: &GuestMemory) {
     // What is not mapped any longer need not be.
     let _ = write_code(cpu, memory, stub.site, stub.overwritten());
 }
 
 /// Writes to the kernel's memory, whatever the rights of its mapping. `None`: nothing was written, since a part of it is not mapped.
 pub fn write_code(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &[u8]) -> Option<()> {
-    let first = (PAGE - to % PAGE).min(bytes.len() as u64);
-    let (first, second) = bytes.split_at(first as usize);
-    let place = |linear, part: &[u8]| match part {
-        [] => Some(0),
-        _ => {
-            let found = cpu.paging(linear, false).translate(memory, linear, Intent::Read, false);
-            Some(found.ok()?.0)
-        }
+    let place = |linear| {
+        let found = cpu.paging(linear, false).translate(memory, linear, Intent::Read, false);
+        Some(found.ok()?.0)
     };
-    let places = [place(to, first)?, place(to.wrapping_add(first.len() as u64), second)?];
-    // Where no memory is nothing is written, as by the kernel itself.
-    let _ = memory.write_slice(places[0], first);
-    let _ = memory.write_slice(places[1], second);
+    for is_check in [true, false] {
+        let (mut at, mut left) = (to, bytes);
+        while !left.is_empty() {
+            let length = ((PAGE - at % PAGE) as usize).min(left.len());
+            let (part, rest) = left.split_at(length);
+            let address = place(at)?;
+            if !is_check {
+                // Where no memory is nothing is written, as by the kernel itself.
+                let _ = memory.write_slice(address, part);
+            }
+            (at, left) = (at.wrapping_add(length as u64), rest);
+        }
+    }
     Some(())
 }
 

@@ -12,10 +12,9 @@
 use linux_raw_sys::general as linux;
 
 use crate::clock;
+use crate::config::config;
 use crate::guest::tsc;
-use crate::shared::{mine, shared, vcpu};
-
-use core::sync::atomic::Ordering::Relaxed;
+use crate::shared::{mine, vcpu};
 
 /// Times a second that the host is asked, at most.
 const QUESTIONS: u64 = 125;
@@ -50,10 +49,6 @@ fn update(change: impl FnOnce(&mut Steal, &mut Turns)) {
     change(&mut of_vcpu, &mut own);
     steal.set(of_vcpu);
     turns.set(own);
-}
-
-fn khz() -> u64 {
-    shared().tsc_khz.load(Relaxed).max(1)
 }
 
 /// The virtual CPU is about to wait.
@@ -97,7 +92,8 @@ pub fn stolen() -> u64 {
             return;
         }
         let cpu = clock::now(linux::CLOCK_PROCESS_CPUTIME_ID);
-        let ran = u128::from(cpu.saturating_sub(turns.cpu)) * u128::from(khz()) / 1_000_000;
+        let ran =
+            u128::from(cpu.saturating_sub(turns.cpu)) * u128::from(config().tsc_khz) / 1_000_000;
         let had = turns.had.saturating_add(now.saturating_sub(steal.since));
         let stolen = had.saturating_sub(u64::try_from(ran).unwrap_or(u64::MAX));
         steal.ticks = steal.ticks.saturating_add(stolen);

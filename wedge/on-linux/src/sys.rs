@@ -1,14 +1,13 @@
 //! System calls of the host.
 //!
-//! `linux-raw-sys` has the numbers and structures; the few calls that the wedge makes are here. Errors are Linux' numbers.
+//! `linux-raw-sys` has the numbers and structures; the few calls that the wedge makes are here. Errors are Linux' numbers,
+//! which messages display with their names.
 
 use core::arch::asm;
 
 use linux_raw_sys::general as linux;
 
-/// An error number of Linux.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Errno(pub i32);
+pub use proto::errno::Errno;
 
 type Result<T> = core::result::Result<T, Errno>;
 
@@ -56,6 +55,8 @@ pub enum Backing {
     Shared(u32, u64),
     /// Zeroed memory of this process.
     Own,
+    /// Zeroed memory of this process and of those that it creates.
+    Family,
 }
 
 /// Maps memory at `address`, in the place of what is there.
@@ -66,6 +67,7 @@ pub unsafe fn map(address: u64, length: u64, rights: u32, backing: Backing) -> R
     let (flags, fd, offset) = match backing {
         Backing::Shared(fd, offset) => (linux::MAP_SHARED, u64::from(fd), offset),
         Backing::Own => (linux::MAP_PRIVATE | linux::MAP_ANONYMOUS, u64::MAX, 0),
+        Backing::Family => (linux::MAP_SHARED | linux::MAP_ANONYMOUS, u64::MAX, 0),
     };
     let flags = u64::from(flags | linux::MAP_FIXED);
     // SAFETY: the caller vouches for the range.
@@ -132,6 +134,21 @@ pub fn ignore(signal: u32) -> Result<()> {
     let arguments = [signal.into(), action.as_ptr() as u64, 0, 8, 0, 0];
     // SAFETY: the action is read.
     unsafe { call(linux::__NR_rt_sigaction, arguments).map(drop) }
+}
+
+/// Replaces the set of blocked signals of this thread: bit `n - 1` stands for signal `n`.
+pub fn set_signal_mask(mask: u64) -> Result<()> {
+    let arguments = [linux::SIG_SETMASK.into(), &raw const mask as u64, 0, 8, 0, 0];
+    // SAFETY: the mask is read.
+    unsafe { call(linux::__NR_rt_sigprocmask, arguments).map(drop) }
+}
+
+/// Sets a resource limit of this process and of those that it creates, for ever (setrlimit(2)).
+pub fn limit(resource: u32, value: u64) -> Result<()> {
+    let limit = [value, value];
+    let arguments = [resource.into(), limit.as_ptr() as u64, 0, 0, 0, 0];
+    // SAFETY: the limit is read.
+    unsafe { call(linux::__NR_setrlimit, arguments).map(drop) }
 }
 
 /// Fills with random bytes, if the host has any.

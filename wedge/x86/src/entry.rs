@@ -21,9 +21,9 @@ const RFLAGS: u64 = FRAME + offset_of!(Frame, rflags) as u64;
 const CPU: u64 = CELL + offset_of!(Cell, cpu) as u64;
 const CPL: u64 = CPU + offset_of!(VirtualCpu, cpl) as u64;
 const LSTAR: u64 = CPU + offset_of!(VirtualCpu, lstar) as u64;
-/// The byte of the flags with `IF`.
-const FLAG_BYTE: u64 = CPU + offset_of!(VirtualCpu, interrupt_flag) as u64 + 1;
-const FLAG_ON: u8 = 2;
+/// Bits of it that count are in its lower half.
+const HELD_FLAGS: u64 = CPU + offset_of!(VirtualCpu, held_flags) as u64;
+const FLAG_ON: u32 = 1 << 9;
 /// `IF`, and the bit that is always set.
 const ALWAYS_ON: u32 = 0x202;
 /// `__USER_DS`.
@@ -101,6 +101,9 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         "mov [{dispatch}], al",
         "cmp byte ptr [{code}], {code_64}",
         "jne 3f",
+        // Behind `POPFQ` a single step would be one of this code's instructions.
+        "test byte ptr [{rflags} + 1], 1",
+        "jnz 3f",
         "push qword ptr [{rflags}]",
         "mov rax, [{frame} + 0x00]",
         "mov rcx, [{frame} + 0x08]",
@@ -119,10 +122,8 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         "mov r15, [{frame} + 0x78]",
         "popfq",
         "mov rsp, [{frame} + 0x20]",
-        ".globl parador_wedge_last_jump",
-        "parador_wedge_last_jump:",
         "jmp qword ptr [{rip}]",
-        // A program in 32-bit code, which has no more than eight registers.
+        // A program in 32-bit code, which has no more than eight registers, or a single step.
         "3:",
         "push {data}",
         "push qword ptr [{frame} + 0x20]",
@@ -231,7 +232,7 @@ global_asm!(
     "push qword ptr [{program} + 0x18]",
     "pop qword ptr [{segments} + 0x18]",
     "mov byte ptr [{cpl}], 3",
-    "mov byte ptr [{flag_byte}], {flag_on}",
+    "mov dword ptr [{held_flags}], {flag_on}",
     "mov byte ptr [{dispatch}], 1",
     "push r11",
     "popfq",
@@ -262,7 +263,7 @@ global_asm!(
     "push qword ptr [{kernel} + 0x18]",
     "pop qword ptr [{segments} + 0x18]",
     "mov byte ptr [{cpl}], 0",
-    "mov byte ptr [{flag_byte}], 0",
+    "mov dword ptr [{held_flags}], 0",
     "mov rsp, [{rsp}]",
     "jmp qword ptr [{lstar}]",
     rsp = const FRAME + 0x20,
@@ -271,7 +272,7 @@ global_asm!(
     kernel = const KERNEL,
     segments = const SEGMENTS,
     cpl = const CPL,
-    flag_byte = const FLAG_BYTE,
+    held_flags = const HELD_FLAGS,
     flag_on = const FLAG_ON,
     dispatch = const DISPATCH,
     calls = const CALLS,
@@ -334,7 +335,7 @@ global_asm!(
     "push qword ptr [{program} + 0x18]",
     "pop qword ptr [{segments} + 0x18]",
     "mov byte ptr [{cpl}], 3",
-    "mov byte ptr [{flag_byte}], {flag_on}",
+    "mov dword ptr [{held_flags}], {flag_on}",
     "mov [{crossing} + 0x00], rax",
     "mov [{crossing} + 0x08], rcx",
     "mov [{crossing} + 0x10], rdx",
@@ -383,7 +384,7 @@ global_asm!(
     "push qword ptr [{kernel} + 0x18]",
     "pop qword ptr [{segments} + 0x18]",
     "mov byte ptr [{cpl}], 0",
-    "mov byte ptr [{flag_byte}], 0",
+    "mov dword ptr [{held_flags}], 0",
     "mov rax, [{crossing} + 0x00]",
     "mov rcx, [{crossing} + 0x08]",
     "mov rdx, [{crossing} + 0x10]",
@@ -443,7 +444,7 @@ global_asm!(
     kernel = const KERNEL,
     segments = const SEGMENTS,
     cpl = const CPL,
-    flag_byte = const FLAG_BYTE,
+    held_flags = const HELD_FLAGS,
     flag_on = const FLAG_ON,
     dispatch = const DISPATCH,
     calls = const CALLS,
@@ -463,7 +464,6 @@ unsafe extern "C" {
     fn parador_wedge_abort();
     fn parador_wedge_window();
     fn parador_wedge_window_end();
-    fn parador_wedge_last_jump();
     fn parador_wedge_close();
     fn parador_wedge_close_32();
     fn parador_wedge_close_end();
@@ -537,11 +537,6 @@ pub fn sysret_window() -> [u64; 3] {
         return [start, end, end];
     }
     addresses([parador_wedge_sysret, parador_wedge_sysret_own_stack, parador_wedge_sysret_end])
-}
-
-/// The jump to the guest in [`entry_window`].
-pub fn last_jump() -> u64 {
-    parador_wedge_last_jump as *const () as u64
 }
 
 /// Where a signal handler sends a processor that it found in [`entry_window`], with everything but the instruction pointer as it was.

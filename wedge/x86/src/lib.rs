@@ -16,7 +16,7 @@ mod rewrite;
 #[cfg(not(test))]
 pub use entry::{
     abort, call_entry, call_gate, crossing, enter, entries, entry_window, keyed_handler,
-    keyed_handler_window, last_jump, leave, leave_after, sysret_window,
+    keyed_handler_window, leave, leave_after, sysret_window,
 };
 pub use rewrite::{JUMP, MAX_SITE, Patch, Stub, Target, Unwound, Way, decode_all};
 

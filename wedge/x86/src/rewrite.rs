@@ -114,7 +114,7 @@ pub enum Unwound {
 
 const CPU: u64 = CELL + offset_of!(Cell, cpu) as u64;
 const RSP: u64 = CPU + offset_of!(Frame, gpr) as u64 + 4 * 8;
-const INTERRUPT_FLAG: u64 = CPU + offset_of!(VirtualCpu, interrupt_flag) as u64;
+const HELD_FLAGS: u64 = CPU + offset_of!(VirtualCpu, held_flags) as u64;
 const ATTENTION: u64 = CPU + offset_of!(VirtualCpu, attention) as u64;
 const SEGMENTS: u64 = CPU + offset_of!(VirtualCpu, segments) as u64;
 const KERNEL_GS: u64 = CPU + offset_of!(VirtualCpu, kernel_gs_base) as u64;
@@ -122,7 +122,7 @@ const EVENTS: u64 = CELL + offset_of!(Cell, events) as u64;
 const SAVED: u64 = CELL + offset_of!(Cell, saved) as u64;
 const SCRATCH_TOP: u64 = CELL + (offset_of!(Cell, scratch) + size_of::<[u64; 16]>()) as u64;
 /// The byte of the flags that `IF` is in, and `IF` there.
-const FLAG_BYTE: u64 = INTERRUPT_FLAG + 1;
+const FLAG_BYTE: u64 = HELD_FLAGS + 1;
 const FLAG_ON: u8 = (rflags::IF >> 8) as u8;
 
 const RAX: u8 = 0;
@@ -166,7 +166,7 @@ impl Stub {
                 // The host's IF is on, and TF may be a handler's: and reg, ~(IF | TF); or reg, [flag].
                 let mask = (!(rflags::IF | rflags::TF) as u32).to_le_bytes();
                 code.put(&[0x48 | extended, 0x81, 0xe0 | low])?.put(&mask)?;
-                code.put(&[0x48 | extended << 2, 0x0b])?.absolute(register, INTERRUPT_FLAG)?;
+                code.put(&[0x48 | extended << 2, 0x0b])?.absolute(register, HELD_FLAGS)?;
                 code.jump(resume)?;
             }
             Way::SwapGs => {

@@ -20,6 +20,8 @@ fn main() {
     report("loop", nothing);
     report("cpuid", cpuids);
     report("pio", ports);
+    report("cr8_read", reads_of_cr8);
+    report("cr8_write", writes_of_cr8);
     // Only a hypervisor has hypercalls, and only ours has this one.
     if cpu::hypercall(HYPERCALL_VERSION) == Ok(abi::ABI_VERSION.into()) {
         report("hypercall", hypercalls);
@@ -45,6 +47,22 @@ fn ports(count: u32) {
     unsafe {
         asm!("2:", "out dx, al", "dec esi", "jnz 2b", in("dx") POST, in("al") 0u8,
             inout("esi") count => _, options(nomem, nostack));
+    }
+}
+
+fn reads_of_cr8(count: u32) {
+    // SAFETY: reads a register.
+    unsafe {
+        asm!("2:", "mov rax, cr8", "dec esi", "jnz 2b", inout("esi") count => _, out("rax") _,
+            options(nomem, nostack));
+    }
+}
+
+fn writes_of_cr8(count: u32) {
+    // SAFETY: writes the task priority that is there; interrupts are off.
+    unsafe {
+        asm!("mov rax, cr8", "2:", "mov cr8, rax", "dec esi", "jnz 2b", inout("esi") count => _,
+            out("rax") _, options(nomem, nostack));
     }
 }
 

@@ -9,7 +9,7 @@ use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 use guests_micro::random::Random;
 use guests_micro::trap::Frame;
 use guests_micro::{apic, check, cpu, guest, println};
-use hw_x86::apic::local::TIMER_ONE_SHOT;
+use hw_x86::apic::local::{TIMER_ONE_SHOT, TPR};
 
 guest!(main, trap);
 
@@ -63,6 +63,7 @@ fn main() {
         }
         nesting();
         priorities();
+        late_priorities();
         let ends = apic::quiet_ends();
         check!(paravirtual == (ends > 0), "{ends} interrupts were ended in memory");
     }
@@ -157,4 +158,56 @@ fn priorities() {
         check!(count == arrived, "priority {priority:#x} let {count} interrupts in, not {arrived}");
     }
     cpu::set_priority(0);
+}
+
+/// The task priority is one register with two names, and holds off what comes while it is high: also what the local timer sends
+/// later, and what waits for interrupts to be on when it is raised.
+fn late_priorities() {
+    const SHORT: u32 = 2_000;
+    const VECTOR: u8 = 0x61;
+    for priority in 0..16 {
+        cpu::set_priority(priority);
+        let (register, shown) = (apic::read(TPR), cpu::priority());
+        check!(shown == priority, "CR8 is {shown:#x}, not {priority:#x}");
+        // Its lower half is compared with nothing; a host may not see that a write of CR8 clears it.
+        let class = u64::from(register >> 4);
+        check!(class == priority, "TPR is {register:#x} at CR8 {priority:#x}");
+        apic::write(TPR, 0xf0 - (register & 0xf0) + 5);
+        let shown = cpu::priority();
+        check!(shown == 0xf - priority, "CR8 is {shown:#x} after TPR {:#x}", 0xf - priority);
+    }
+    COUNT.store(0, Relaxed);
+    let arrive = |what, wanted| {
+        cpu::take_interrupts();
+        let count = COUNT.swap(0, Relaxed);
+        check!(count == wanted, "{what}: {count} interrupts instead of {wanted}");
+    };
+    for round in 0..20 {
+        // Raised and lowered while nothing is there, as most often.
+        for priority in [0xf, 0, 7, round & 5] {
+            cpu::set_priority(priority);
+        }
+        apic::start_timer(TIMER_ONE_SHOT, VECTOR, SHORT);
+        let start = cpu::tsc();
+        while COUNT.load(Relaxed) == 0 {
+            cpu::take_interrupts();
+            check!(cpu::tsc() - start < PATIENCE, "the timer is held off by a low priority");
+        }
+        arrive("once", 1);
+        apic::start_timer(TIMER_ONE_SHOT, VECTOR, SHORT);
+        cpu::set_priority(6);
+        wait_for(VECTOR);
+        arrive("class 6 at priority 6", 0);
+        cpu::set_priority(9);
+        arrive("class 6 at priority 9", 0);
+        cpu::set_priority(5);
+        arrive("class 6 at priority 5", 1);
+        // It waits already when the priority is raised.
+        apic::send_self(VECTOR);
+        wait_for(VECTOR);
+        cpu::set_priority(8);
+        arrive("class 6 at priority 8", 0);
+        cpu::set_priority(0);
+        arrive("class 6 at priority 0", 1);
+    }
 }

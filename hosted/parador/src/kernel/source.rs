@@ -1,5 +1,6 @@
 //! Linux' source: where it is, and as much of it in a folder as our kernel is built from.
 
+use super::store;
 use crate::failure::{self, Failure};
 use crate::fetch;
 use crate::interrupt::Interruptible;
@@ -7,12 +8,14 @@ use crate::steps::Step;
 use crate::supervise::{self, AtEnd};
 use std::ffi::OsStr;
 use std::fs;
-use std::hash::{DefaultHasher, Hash, Hasher};
-use std::io;
+use std::io::{self, Read};
+use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Component, Path, PathBuf};
 use std::process::Stdio;
 use std::time::UNIX_EPOCH;
 
+/// Bits of a file's mode that count: its type, and whether it can be executed.
+const KIND: u32 = 0o170_111;
 /// Where Debian's package puts it.
 const INSTALLED: &str = "/usr/src/linux-source-6.1.tar.xz";
 /// Folders of which only what describes the build is needed: no configuration of ours uses the rest. It is three quarters of all.
@@ -52,7 +55,6 @@ impl Source {
     /// What was named, else the installed package, else the package from apt.
     pub fn find(
         named: Option<&Path>,
-        cache: &Path,
         step: &Step,
         interruptible: &Interruptible,
     ) -> Result<Self, Failure> {
@@ -65,43 +67,44 @@ impl Source {
                 format!("no source of Linux: {}", path.display()),
             )),
             None if installed.is_file() => Ok(Self::Archive(installed.to_owned())),
-            None => fetch::linux_source(cache, step, interruptible).map(Self::Archive),
+            None => fetch::linux_source(step, interruptible).map(Self::Archive),
         }
     }
 
-    /// What makes it the same source as another time, without reading all of it.
-    pub fn identity(&self) -> Result<u64, Failure> {
-        let mut hasher = DefaultHasher::new();
-        match self {
-            Self::Archive(path) => {
-                let read = |error| Failure::file("read", path, &error);
-                let file = fs::metadata(path).map_err(read)?;
-                hash_file(&file, &mut hasher).map_err(read)?;
-            }
-            Self::Folder(path) => {
-                let mut files = Vec::new();
-                list(path, Path::new(""), &mut files)?;
-                for file in files {
-                    let path = path.join(&file);
-                    let read = |error| Failure::file("read", &path, &error);
-                    file.hash(&mut hasher);
-                    hash_file(&fs::symlink_metadata(&path).map_err(read)?, &mut hasher)
-                        .map_err(read)?;
-                }
-            }
+    /// Digest of all that a kernel takes from it: of an archive its bytes, of a folder names,
+    /// contents and links of the files in use, and the date of the top Makefile, which a kernel
+    /// says of itself.
+    pub fn identity(&self) -> Result<String, Failure> {
+        let digest = |path: &Path| {
+            store::file_digest(path).map_err(|error| Failure::file("read", path, &error))
+        };
+        let root = match self {
+            Self::Archive(path) => return digest(path),
+            Self::Folder(path) => path,
+        };
+        let mut files = Vec::new();
+        list(root, Path::new(""), &mut files)?;
+        let mut parts = vec![date(root).unwrap_or(0).to_le_bytes().to_vec()];
+        for file in files {
+            let path = root.join(&file);
+            let read = |error| Failure::file("read", &path, &error);
+            let metadata = fs::symlink_metadata(&path).map_err(read)?;
+            let content = match metadata.is_symlink() {
+                true => fs::read_link(&path).map_err(read)?.into_os_string().into_encoded_bytes(),
+                false => digest(&path)?.into_bytes(),
+            };
+            let kind = metadata.mode() & KIND;
+            parts.extend([file.into_os_string().into_encoded_bytes(), kind.to_le_bytes().to_vec()]);
+            parts.push(content);
         }
-        Ok(hasher.finish())
+        Ok(store::digest(parts.iter().map(Vec::as_slice)))
     }
 
     /// Puts it into the folder `to`, which is not there yet.
     pub fn unpack(&self, to: &Path) -> Result<(), Failure> {
         match self {
             Self::Archive(path) => unpack(path, to),
-            Self::Folder(from) => {
-                let mut files = Vec::new();
-                list(from, Path::new(""), &mut files)?;
-                files.iter().try_for_each(|file| copy(&from.join(file), &to.join(file)))
-            }
+            Self::Folder(from) => copy_all(from, to),
         }?;
         match to.join("Kbuild").is_file() && to.join("arch/x86/Kconfig").is_file() {
             true => Ok(()),
@@ -128,12 +131,6 @@ pub fn date(tree: &Path) -> Result<u64, Failure> {
     let modified = fs::metadata(&path).and_then(|file| file.modified());
     let modified = modified.map_err(|error| Failure::file("read", &path, &error))?;
     Ok(modified.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()))
-}
-
-fn hash_file(file: &fs::Metadata, hasher: &mut DefaultHasher) -> io::Result<()> {
-    file.len().hash(hasher);
-    file.modified()?.hash(hasher);
-    Ok(())
 }
 
 /// Whether a file of Linux, by its path there, can be of use.
@@ -175,15 +172,63 @@ fn copy(from: &Path, to: &Path) -> Result<(), Failure> {
         fs::create_dir_all(folder).map_err(failed)?;
     }
     let file = fs::symlink_metadata(from).map_err(failed)?;
-    if file.is_symlink() {
-        let target = fs::read_link(from).map_err(failed)?;
-        return std::os::unix::fs::symlink(target, to).map_err(failed);
-    }
     fs::copy(from, to).map_err(failed)?;
     let time = file.modified().map_err(failed)?;
     fs::File::options().write(true).open(to).and_then(|to| to.set_modified(time)).map_err(failed)
 }
 
+/// Copies the files in use from the folder `from`; links come last, as in [`unpack`].
+fn copy_all(from: &Path, to: &Path) -> Result<(), Failure> {
+    let mut files = Vec::new();
+    list(from, Path::new(""), &mut files)?;
+    let mut links = Vec::new();
+    for file in files {
+        let path = from.join(&file);
+        let failed = |error| Failure::file("read", &path, &error);
+        match fs::symlink_metadata(&path).map_err(failed)?.is_symlink() {
+            true => links.push((file, fs::read_link(&path).map_err(failed)?)),
+            false => copy(&path, &to.join(&file))?,
+        }
+    }
+    make_links(links, from, to)
+}
+
+/// Makes symbolic links, names and targets, below the folder `to` for the source `from`. As long as
+/// all of them stay in the folder, nothing that is done there later reaches beyond it.
+fn make_links(links: Vec<(PathBuf, PathBuf)>, from: &Path, to: &Path) -> Result<(), Failure> {
+    for (name, target) in links {
+        if !stays_inside(&name, &target) {
+            return Err(leads_out(from, &name, &format!("is a link to {}", target.display())));
+        }
+        // It counts from real folders only.
+        let mut above = name.ancestors().skip(1);
+        if above.any(|folder| to.join(folder).is_symlink()) {
+            return Err(leads_out(from, &name, "is behind another link, and may lead"));
+        }
+        let path = to.join(&name);
+        let made = path.parent().map_or(Ok(()), fs::create_dir_all);
+        made.and_then(|()| symlink(&target, &path))
+            .map_err(|error| Failure::file("make the link", &path, &error))?;
+    }
+    Ok(())
+}
+
+/// Whether a link of this name in a folder leads to something in that folder, wherever other such
+/// links lead: `..` stand in front only, where they are those of real folders.
+fn stays_inside(name: &Path, target: &Path) -> bool {
+    let depth = name.components().count() - 1;
+    let up = target.components().take_while(|part| *part == Component::ParentDir).count();
+    let mut rest = target.components().skip(up);
+    up <= depth && rest.all(|part| matches!(part, Component::Normal(_) | Component::CurDir))
+}
+
+fn leads_out(archive: &Path, name: &Path, why: &str) -> Failure {
+    let text = format!("{}: {} {why}, out of the source", archive.display(), name.display());
+    Failure::new(failure::BAD_CONFIG, text)
+        .help("give linux-source-6.1.tar.xz of Debian's package, or its unpacked folder")
+}
+
+/// Unpacks an archive into the folder `to`, which is not there yet.
 fn unpack(archive: &Path, to: &Path) -> Result<(), Failure> {
     let mut child = supervise::command(OsStr::new("xz"), AtEnd::Kill)?
         .args(["--decompress", "--stdout"])
@@ -193,35 +238,14 @@ fn unpack(archive: &Path, to: &Path) -> Result<(), Failure> {
         .stderr(Stdio::null())
         .spawn()
         .map_err(|error| Failure::program("xz", &error))?;
-    let broken = |error: io::Error| {
-        let reason = failure::describe(&error);
-        let message = format!("cannot unpack {}: {reason}", archive.display());
-        Failure::new(failure::code_of(&error), message).help("is the disk full?")
-    };
-    if let Some(stdout) = child.stdout.take() {
-        let mut tar = tar::Archive::new(stdout);
-        for entry in tar.entries().map_err(broken)? {
-            let mut entry = entry.map_err(broken)?;
-            let path = entry.path().map_err(broken)?.into_owned();
-            // Its one folder has the version in its name.
-            let mut parts = path.components().filter(|part| *part != Component::CurDir);
-            parts.next();
-            let name: PathBuf = parts.collect();
-            let kind = entry.header().entry_type();
-            if !(kind.is_file() || kind.is_symlink()) || !is_used(&name) {
-                continue;
-            }
-            if name.components().any(|part| !matches!(part, Component::Normal(_))) {
-                continue;
-            }
-            let place = to.join(name);
-            if let Some(folder) = place.parent() {
-                fs::create_dir_all(folder).map_err(broken)?;
-            }
-            entry.unpack(&place).map_err(broken)?;
-        }
-    }
+    let unpacked = child.stdout.take().map_or(Ok(()), |mut tar| {
+        unpack_tar(&mut tar, archive, to)?;
+        // What is behind the archive's end is read, too: xz has to come to its own.
+        let rest = io::copy(&mut tar, &mut io::sink());
+        rest.map(drop).map_err(|error| Failure::file("read", archive, &error))
+    });
     let status = child.wait().map_err(|error| Failure::os("wait for xz", &error))?;
+    unpacked?;
     match status.success() {
         true => Ok(()),
         false => {
@@ -229,6 +253,48 @@ fn unpack(archive: &Path, to: &Path) -> Result<(), Failure> {
             Err(Failure::new(failure::BAD_CONFIG, message))
         }
     }
+}
+
+/// Unpacks the files in use of an archive without its compression. It is not trusted: while its
+/// files are written there are no symbolic links through which they could be written elsewhere, and
+/// those that are made then stay inside.
+fn unpack_tar(tar: impl Read, archive: &Path, to: &Path) -> Result<(), Failure> {
+    let broken = |error: io::Error| {
+        let reason = failure::describe(&error);
+        let message = format!("cannot unpack {}: {reason}", archive.display());
+        Failure::new(failure::code_of(&error), message).help("is the archive whole, the disk full?")
+    };
+    let mut links = Vec::new();
+    let mut tar = tar::Archive::new(tar);
+    for entry in tar.entries().map_err(broken)? {
+        let mut entry = entry.map_err(broken)?;
+        let path = entry.path().map_err(broken)?.into_owned();
+        let mut parts = path.components().filter(|part| *part != Component::CurDir);
+        if parts.clone().any(|part| !matches!(part, Component::Normal(_))) {
+            return Err(leads_out(archive, &path, "is a path"));
+        }
+        // Its one folder has the version in its name.
+        parts.next();
+        let name: PathBuf = parts.collect();
+        if name.as_os_str().is_empty() || !is_used(&name) {
+            continue;
+        }
+        let kind = entry.header().entry_type();
+        if kind.is_symlink() {
+            let target = entry.link_name().map_err(broken)?.unwrap_or_default().into_owned();
+            links.push((name, target));
+        } else if kind.is_file() {
+            let place = to.join(name);
+            place.parent().map_or(Ok(()), fs::create_dir_all).map_err(broken)?;
+            entry.unpack(&place).map_err(broken)?;
+        } else if !kind.is_dir() && !kind.is_pax_global_extensions() {
+            // Linux has no hard links, devices or pipes.
+            let text =
+                format!("{}: {} is neither file nor link", archive.display(), path.display());
+            return Err(Failure::new(failure::BAD_CONFIG, text));
+        }
+    }
+    make_links(links, archive, to)
 }
 
 #[cfg(test)]
@@ -262,8 +328,10 @@ mod tests {
         let identity = source.identity().unwrap();
         assert_eq!(source.identity().unwrap(), identity);
 
-        let to = from.path().join("copy");
+        let copy = tempfile::tempdir().unwrap();
+        let to = copy.path().join("copy");
         source.unpack(&to).unwrap();
+        assert_eq!(Source::Folder(to.clone()).identity().unwrap(), identity);
         assert_eq!(version(&to).unwrap(), "6.1.192");
         assert_eq!(date(&to).unwrap(), date(from.path()).unwrap());
         assert!(!to.join("sound").exists() && !to.join(".git").exists());
@@ -273,5 +341,101 @@ mod tests {
         assert_ne!(source.identity().unwrap(), identity);
         fs::remove_file(from.path().join("Kbuild")).unwrap();
         assert_eq!(source.unpack(&to).unwrap_err().code(), failure::BAD_CONFIG);
+    }
+
+    /// An entry of an archive, by name, kind and link.
+    type Entry<'a> = (&'a str, tar::EntryType, &'a str);
+
+    /// An archive of these entries; what is a file contains its name. Names are written as they
+    /// are.
+    fn archive(entries: &[Entry<'_>]) -> Vec<u8> {
+        let mut tar = tar::Builder::new(Vec::new());
+        let more = [("linux/Kbuild", tar::EntryType::Regular, "")];
+        let kconfig = ("linux/arch/x86/Kconfig", tar::EntryType::Regular, "");
+        for (name, kind, link) in more.iter().chain([&kconfig]).chain(entries) {
+            let mut header = tar::Header::new_ustar();
+            let fields = header.as_ustar_mut().unwrap();
+            fields.name[..name.len()].copy_from_slice(name.as_bytes());
+            fields.linkname[..link.len()].copy_from_slice(link.as_bytes());
+            header.set_entry_type(*kind);
+            let content = if kind.is_file() { name.as_bytes() } else { b"" };
+            header.set_size(content.len() as u64);
+            header.set_mode(0o644);
+            header.set_mtime(1_000_000_000);
+            header.set_cksum();
+            tar.append(&header, content).unwrap();
+        }
+        tar.into_inner().unwrap()
+    }
+
+    /// Unpacks such an archive into the folder `to`.
+    fn unpack_entries(entries: &[Entry<'_>], to: &Path) -> Result<(), Failure> {
+        unpack_tar(&*archive(entries), Path::new("linux.tar.xz"), to)
+    }
+
+    #[test]
+    fn an_archive_is_unpacked() {
+        use tar::EntryType::{Directory, Regular, Symlink};
+        let folder = tempfile::tempdir().unwrap();
+        let entries = [
+            ("./linux/scripts", Directory, ""),
+            ("./linux/scripts/include/x86", Symlink, "../../arch/x86"),
+            ("linux/arch/x86/run.sh", Regular, ""),
+        ];
+        let to = folder.path().join("to");
+        unpack_entries(&entries, &to).unwrap();
+        let through = fs::read_to_string(to.join("scripts/include/x86/run.sh")).unwrap();
+        assert_eq!(through, "linux/arch/x86/run.sh");
+        assert_eq!(date(&to).unwrap_err().code(), failure::MISSING_FILE);
+    }
+
+    #[test]
+    fn nothing_is_written_outside_of_the_source() {
+        use tar::EntryType::{Char, Fifo, Link, Regular, Symlink};
+        let outside = tempfile::tempdir().unwrap();
+        let target = outside.path().to_str().unwrap();
+        let absolute = format!("{target}/absolute");
+        let attacks: [&[Entry<'_>]; 10] = [
+            &[("linux/lib", Symlink, target), ("linux/lib/evil", Regular, "")],
+            &[("linux/lib", Symlink, "../../.."), ("linux/lib/evil", Regular, "")],
+            &[("linux/evil", Symlink, &absolute), ("linux/evil", Regular, "")],
+            &[("linux/../../evil", Regular, "")],
+            &[(&absolute, Regular, "")],
+            &[("linux/evil", Link, "/etc/passwd")],
+            &[("linux/evil", Char, "")],
+            &[("linux/evil", Fifo, "")],
+            // Two links that stay inside by their texts, and together lead out.
+            &[("linux/a/b/c", Symlink, "../../s"), ("linux/t", Symlink, "a/b/c/../..")],
+            &[("linux/a/b/c", Symlink, "../../s"), ("linux/a/b/c/t", Symlink, "../../../x")],
+        ];
+        for entries in attacks {
+            let folder = tempfile::tempdir().unwrap();
+            let failure = unpack_entries(entries, &folder.path().join("a/b/to")).unwrap_err();
+            assert_eq!(failure.code(), failure::BAD_CONFIG, "{entries:?}: {failure}");
+            assert!(failure.to_string().contains("linux.tar.xz"), "{entries:?}: {failure}");
+            assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0, "{entries:?}");
+            for above in ["evil", "x", "a/evil", "a/b/evil"] {
+                assert!(!folder.path().join(above).exists(), "{entries:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn links_of_a_folder_stay_inside() {
+        let from = tempfile::tempdir().unwrap();
+        fs::create_dir_all(from.path().join("arch/x86")).unwrap();
+        for name in ["Kbuild", "arch/x86/Kconfig"] {
+            fs::write(from.path().join(name), name).unwrap();
+        }
+        symlink("../Kbuild", from.path().join("arch/inside")).unwrap();
+        let source = Source::Folder(from.path().to_owned());
+        let to = tempfile::tempdir().unwrap();
+        source.unpack(&to.path().join("1")).unwrap();
+        assert_eq!(fs::read(to.path().join("1/arch/inside")).unwrap(), b"Kbuild");
+        let identity = source.identity().unwrap();
+        symlink("/etc/passwd", from.path().join("arch/outside")).unwrap();
+        assert_ne!(source.identity().unwrap(), identity);
+        let failure = source.unpack(&to.path().join("2")).unwrap_err();
+        assert!(failure.to_string().contains("arch/outside is a link to /etc/passwd"), "{failure}");
     }
 }

@@ -70,7 +70,7 @@ fn c_and_assembly_become_sites() {
     assert!(!folder.path("texts/c.o.s").exists());
     let report = succeed(&verify(&folder, "a.o"));
     assert!(report.contains("  cli                      1         0          1\n"), "{report}");
-    assert!(report.ends_with("  missed 0, wrong 0, overlapping 0\n"), "{report}");
+    assert!(report.ends_with("  missed 0, wrong 0, overlapping 0, unjudged 0\n"), "{report}");
     // A module without sensitive instructions has no table.
     succeed(&verify(&folder, "c.o"));
 }
@@ -86,6 +86,36 @@ fn what_is_skipped_is_missed() {
         assert!(report.contains(" cli in f+0x"), "{report}");
         assert_eq!(code(&output), 1, "{options}");
     }
+}
+
+/// A directive that the assembler does not assemble, and 32-bit code that is named or not.
+#[test]
+fn code_of_other_modes_is_named_by_the_caller() {
+    let folder = Folder::new("");
+    folder.write("a.S", b".if 0\n.code32\n.endif\n.globl f\nf: cli\nwrmsr\nret\n");
+    let output = gcc(&folder, "", &["a.S"]);
+    assert_ne!(code(&output), 0);
+    assert!(
+        errors(&output).contains("a.S:2: error: afterburn: `.code32` where only"),
+        "{output:?}"
+    );
+    // As the afterburner of an earlier version would have left it.
+    assert_eq!(code(&gcc(&folder, "off", &["a.S"])), 0);
+    let report = String::from_utf8(verify(&folder, "a.o").stdout).unwrap();
+    assert!(report.ends_with("  missed 2, wrong 0, overlapping 0, unjudged 0\n"), "{report}");
+
+    folder.write("b.S", b".code32\n.globl g\ng: cli\nret\n.code64\n.globl h\nh: cli\nret\n");
+    assert_eq!(code(&gcc(&folder, "", &["b.S"])), 0);
+    let report = String::from_utf8(verify(&folder, "b.o").stdout).unwrap();
+    assert!(report.contains(" cli in g (.text)\n  kind"), "{report}");
+    let named = |symbol: &str| {
+        folder.parador(&["afterburn", "verify", "--code32", symbol, "b.o"]).output().unwrap()
+    };
+    let report = succeed(&named("g"));
+    assert!(report.contains(" 2 bytes in g: 32-bit code\n"), "{report}");
+    let output = named("x");
+    assert!(errors(&output).contains("no symbol `x` in the code"), "{output:?}");
+    assert_eq!(code(&output), 64);
 }
 
 #[test]

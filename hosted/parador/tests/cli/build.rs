@@ -76,7 +76,7 @@ fn missing_programs() {
     std::fs::remove_file(folder.path("programs/vmm")).unwrap();
     let output = folder.parador(&BUILD).output().unwrap();
     assert_eq!(code(&output), 66);
-    assert!(errors(&output).contains("no program `vmm` in programs"), "{}", errors(&output));
+    assert!(errors(&output).contains("no program `vmm` in /"), "{}", errors(&output));
     assert!(folder.list("image").is_empty());
 
     let folder = Folder::new(

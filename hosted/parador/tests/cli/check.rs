@@ -314,12 +314,12 @@ fn files() {
     refused(
         &ONE_VM.replace("\"kernel\"", "\"short\""),
         65,
-        "system.toml:7:10: error: short: the kernel is cut short: it has 1200 of at least 2048 bytes",
+        "system.toml:7:10: error: short: the kernel is cut short: it has 1200 of at least 2032 bytes",
     );
     refused(
         &ONE_VM.replace("\"kernel\"", "\"text\""),
         65,
-        "system.toml:7:10: error: text: the kernel is neither a bzImage nor an ELF file",
+        "system.toml:7:10: error: text: the kernel is neither a bzImage nor an ELF file, nor has it a Multiboot header",
     );
     assert_eq!(check(&vm("initrd = \"initrd\"")).0, 0);
     let with_files = |names: &str| ONE_VM.replacen("\n\n", &format!("\nfiles = [{names}]\n\n"), 1);
@@ -339,8 +339,8 @@ fn files() {
 #[test]
 fn programs() {
     let task = |binary: &str| format!("{ONE_VM}[[task]]\nname = \"t\"\nbinary = \"{binary}\"\n");
-    refused(&task("nowhere"), 66, "system.toml:11:10: error: no program `nowhere` in programs");
-    refused(&vm("vmm = \"other\""), 66, "system.toml:9:7: error: no program `other` in programs");
+    refused(&task("nowhere"), 66, "system.toml:11:10: error: no program `nowhere` in /");
+    refused(&vm("vmm = \"other\""), 66, "system.toml:9:7: error: no program `other` in /");
     assert_eq!(check(&task("check-hostile")).0, 0);
 }
 

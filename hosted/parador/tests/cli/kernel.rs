@@ -3,7 +3,10 @@
 
 use crate::support::{Folder, code, errors, send, wait_for, wait_for_end};
 use rustix::process::Signal;
-use std::fs;
+use serde_json::Value;
+use std::fs::{self, Permissions};
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
@@ -73,7 +76,6 @@ fn kernel(folder: &Folder, arguments: &[&str]) -> Command {
     let mut command = folder.parador(&["kernel"]);
     let path = format!("{}:/bin:/usr/bin", folder.path("programs").display());
     command.args(arguments).args(["--source", "linux"]).env("PATH", path);
-    command.env("CARGO_TARGET_DIR", folder.path("target"));
     command
 }
 
@@ -81,7 +83,7 @@ fn build(folder: &Folder, arguments: &[&str]) -> Output {
     kernel(folder, &[&["build"], arguments].concat()).output().unwrap()
 }
 
-const CACHE: &str = "target/cache/parador";
+const CACHE: &str = "cache/parador/kernels";
 
 #[test]
 fn a_kernel_is_built_once() {
@@ -92,8 +94,8 @@ fn a_kernel_is_built_once() {
     let text = String::from_utf8_lossy(&output.stdout);
     let (shown, path) = text.trim_end().split_once("  ").unwrap();
     assert_eq!((shown, path), (digest, "result/vmlinux"));
-    let names = ["System.map", "bzImage", "config", "cost.json", "headers", "modules", "vmlinux"];
-    assert_eq!(folder.list("result"), names);
+    let names = ["System.map", "bzImage", "config", "cost.json", "headers", "kernel.json"];
+    assert_eq!(folder.list("result"), [&names[..], &["modules", "vmlinux"]].concat());
     assert_eq!(folder.list("result/modules/lib/modules/6.1"), [""; 0]);
     assert!(errors(&output).contains("Linux 6.1.192, pre-virtualized, 1 files compiled"));
     assert_eq!(folder.list(CACHE).len(), 1);
@@ -101,7 +103,7 @@ fn a_kernel_is_built_once() {
     let calls = folder.read("called");
     let output = build(&folder, &[]);
     assert_eq!(code(&output), 0, "{}", errors(&output));
-    assert!(errors(&output).contains("kept from before"), "{}", errors(&output));
+    assert!(errors(&output).contains("kept from 20"), "{}", errors(&output));
     assert_eq!(folder.read("called"), calls);
 
     // Another one, not instead of the first.
@@ -119,6 +121,19 @@ fn a_kernel_is_built_once() {
 fn modules_are_built_for_it() {
     let folder = folder(MAKE);
     fs::create_dir(folder.path("driver")).unwrap();
+    // What is wrong with the folder is said before a kernel is built.
+    let refused = |name: &str, expected: i32, text: &str| {
+        let output = kernel(&folder, &["module", name]).output().unwrap();
+        assert_eq!(code(&output), expected, "{}", errors(&output));
+        assert!(errors(&output).contains(text), "{}", errors(&output));
+        assert!(!folder.path("called").exists());
+    };
+    refused("nowhere", 66, "cannot find the folder of the module's sources nowhere");
+    refused("system.toml", 65, "system.toml is no folder");
+    refused("driver", 65, "driver has neither Kbuild nor Makefile");
+    folder.write("driver/Makefile", b"all:\n");
+    refused("driver", 65, "names no module to build");
+    folder.write("driver/Kbuild", b"obj-m := a.o\n");
     let output = kernel(&folder, &["module", "driver"]).output().unwrap();
     assert_eq!(code(&output), 0, "{}", errors(&output));
     assert_eq!(folder.read("driver/a.ko"), b"module\n");
@@ -175,5 +190,157 @@ fn an_interrupted_build_leaves_nothing() {
     send(&child, Signal::INT);
     assert_eq!(child.wait().unwrap().code(), Some(130));
     wait_for_end(&make);
+    assert_eq!(folder.list(CACHE), [""; 0]);
+}
+
+/// Waits in `make` until the file `go` is there, 30 s at most.
+fn slow_make() -> String {
+    let wait = "echo $$ >>\"$(dirname \"$0\")/../started\"
+for _ in $(seq 600); do [ -e \"$(dirname \"$0\")/../go\" ] && break; sleep 0.05; done";
+    format!("{wait}\n{MAKE}")
+}
+
+#[test]
+fn two_builds_of_one_kernel_share_it() {
+    let folder = folder(&slow_make());
+    let start = || {
+        let mut command = kernel(&folder, &["build"]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let first = start();
+    wait_for(&folder.path("started"));
+    let mut second = start();
+    // It says at once that it waits, and for whom.
+    let mut said = String::new();
+    let mut lines = BufReader::new(second.stderr.take().unwrap());
+    while !said.contains("waiting for another build") {
+        said.clear();
+        assert_ne!(lines.read_line(&mut said).unwrap(), 0);
+    }
+    assert!(said.contains(&format!("process {}", first.id())), "{said}");
+    folder.write("go", b"");
+    let [first, second] = [first, second].map(|child| child.wait_with_output().unwrap());
+    assert_eq!((code(&first), code(&second)), (0, 0), "{}", errors(&first));
+    assert_eq!(first.stdout, second.stdout);
+    let calls = String::from_utf8(folder.read("called")).unwrap();
+    assert_eq!(calls.matches("vmlinux bzImage modules").count(), 1, "{calls}");
+    assert_eq!(folder.list(CACHE).len(), 1);
+}
+
+#[test]
+fn the_second_build_goes_on_if_the_first_is_killed() {
+    let folder = folder(&slow_make());
+    let mut first = kernel(&folder, &["build"]).stderr(Stdio::null()).spawn().unwrap();
+    wait_for(&folder.path("started"));
+    let second = kernel(&folder, &["build"]).stdout(Stdio::piped()).spawn().unwrap();
+    first.kill().unwrap();
+    first.wait().unwrap();
+    folder.write("go", b"");
+    assert_eq!(code(&second.wait_with_output().unwrap()), 0);
+    let left = folder.list(CACHE);
+    let whole = left.iter().filter(|name| name.starts_with("linux-previrt-")).count();
+    assert_eq!(whole, 1, "{left:?}");
+    assert!(!left.iter().any(|name| name.starts_with(".lock-")), "{left:?}");
+}
+
+#[test]
+fn kernels_are_listed_and_removed() {
+    let folder = folder(MAKE);
+    let parador = |arguments: &[&str]| {
+        let output = folder.parador(arguments).output().unwrap();
+        assert_eq!(code(&output), 0, "{}", errors(&output));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let list = || parador(&["kernel", "list"]);
+    let json =
+        || -> Value { serde_json::from_str(&parador(&["kernel", "list", "--json"])).unwrap() };
+    assert!(list().contains("parador kernel build"));
+    assert_eq!(json(), serde_json::json!({ "folder": null, "kernels": [] }));
+    assert_eq!(parador(&["kernel", "prune"]), "");
+    assert!(!folder.path("cache").exists(), "looking makes nothing");
+
+    // One of another recipe, as a former version left it.
+    build(&folder, &[]);
+    let name = folder.list(CACHE).remove(0);
+    build(&folder, &["--plain"]);
+    let kernels = json()["kernels"].as_array().unwrap().clone();
+    assert_eq!(kernels.len(), 2);
+    let previrt = kernels.iter().find(|kernel| kernel["kind"] == "previrt").unwrap();
+    assert_eq!((&previrt["name"], &previrt["linux"]), (&name.clone().into(), &"6.1.192".into()));
+    let defaults = kernels.iter().filter(|kernel| kernel["is_default"] == true);
+    assert_eq!(defaults.collect::<Vec<_>>(), [previrt]);
+    let text = list();
+    let marked: Vec<_> = text.lines().filter(|line| line.starts_with('*')).collect();
+    assert!(marked.len() == 1 && marked[0].contains(&name), "{text}");
+
+    // A virtual machine gets that one, whichever was used last.
+    let run = folder.parador(&["run", "--backend", "process"]).output().unwrap();
+    assert_eq!(code(&run), 65, "{}", errors(&run));
+    assert!(errors(&run).contains(&format!("{name}/vmlinux")), "{}", errors(&run));
+
+    assert!(parador(&["kernel", "prune", "--keep", "1"]).starts_with("removed linux-plain-"));
+    assert_eq!(parador(&["kernel", "prune", "--all"]), format!("removed {name}\n"));
+    assert_eq!(folder.list(CACHE), [""; 0]);
+    let run = folder.parador(&["run"]).output().unwrap();
+    assert_eq!(code(&run), 66, "{}", errors(&run));
+    assert!(errors(&run).contains("`parador kernel build` builds one"), "{}", errors(&run));
+}
+
+#[test]
+fn a_cache_that_cannot_be_used_is_named() {
+    let folder = folder(MAKE);
+    folder.write("file", b"");
+    let build = |cache: &Path| kernel(&folder, &["build"]).env("XDG_CACHE_HOME", cache).output();
+    let output = build(&folder.path("file")).unwrap();
+    assert_eq!(code(&output), 71, "{}", errors(&output));
+    assert!(errors(&output).contains("set XDG_CACHE_HOME"), "{}", errors(&output));
+
+    // Others may write to it.
+    fs::create_dir_all(folder.path("open/parador")).unwrap();
+    fs::set_permissions(folder.path("open"), Permissions::from_mode(0o777)).unwrap();
+    let output = build(&folder.path("open")).unwrap();
+    assert_eq!(code(&output), 77, "{}", errors(&output));
+    assert!(errors(&output).contains("other users may write to"), "{}", errors(&output));
+
+    // There is no place for one: this copy is in no source tree.
+    folder.copy_parador(&folder.path("parador"));
+    let mut command = Command::new(folder.path("parador"));
+    command.args(["kernel", "list"]).env_remove("XDG_CACHE_HOME").env_remove("HOME");
+    let output = command.output().unwrap();
+    assert_eq!(code(&output), 66, "{}", errors(&output));
+    assert!(errors(&output).contains("neither XDG_CACHE_HOME nor HOME"), "{}", errors(&output));
+    // In a source tree it is there.
+    let tree = folder.path("tree");
+    for name in ["", "xtask", "kernel/image", "hosted/parador", "bin"] {
+        fs::create_dir_all(tree.join(name)).unwrap();
+        fs::write(tree.join(name).join("Cargo.toml"), "").unwrap();
+    }
+    fs::rename(folder.path("parador"), tree.join("bin/parador")).unwrap();
+    let kernels = tree.join("target/cache/parador/kernels");
+    fs::create_dir_all(&kernels).unwrap();
+    let mut command = Command::new(tree.join("bin/parador"));
+    command.args(["kernel", "list"]).env_remove("XDG_CACHE_HOME").env_remove("HOME");
+    let output = command.env_remove("CARGO_TARGET_DIR").output().unwrap();
+    assert_eq!(code(&output), 0, "{}", errors(&output));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains(kernels.to_str().unwrap()), "{text}");
+}
+
+#[test]
+fn an_archive_cannot_write_elsewhere() {
+    let folder = folder(MAKE);
+    fs::create_dir(folder.path("outside")).unwrap();
+    // A link, and then a file behind it.
+    let script = "\
+ln -s \"$PWD/outside\" linux/lib && tar -cf source.tar linux && rm linux/lib
+mkdir linux/lib && echo evil >linux/lib/evil && tar -rf source.tar linux/lib/evil
+xz source.tar && rm -r linux && mv source.tar.xz linux";
+    let mut command = Command::new("sh");
+    command.args(["-ec", script]).current_dir(folder.path(""));
+    assert!(command.status().unwrap().success());
+    let output = build(&folder, &[]);
+    assert_eq!(code(&output), 65, "{}", errors(&output));
+    assert!(errors(&output).contains("lib is a link to"), "{}", errors(&output));
+    assert_eq!(folder.list("outside"), [""; 0]);
     assert_eq!(folder.list(CACHE), [""; 0]);
 }

@@ -10,3 +10,4 @@ mod kernel;
 mod rootfs;
 mod run;
 mod support;
+mod trees;

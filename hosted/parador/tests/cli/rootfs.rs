@@ -3,18 +3,23 @@
 
 use crate::support::{Folder, code, errors, send, wait_for, wait_for_end};
 use rustix::process::{Signal, geteuid};
+use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 
 /// Stands for `unshare OPTIONS -- PROGRAM ARGUMENTS`. Its debootstrap makes a tree with a kernel.
 const UNSHARE: &str = "\
 while [ \"$1\" != -- ]; do shift; done
 echo \"$2\" >>called
+echo \"$*\" >>arguments
 case $2 in
 debootstrap)
-    mkdir -p \"$7/boot\"
-    echo kernel >\"$7/boot/vmlinuz-6.1\"
-    echo RAM disk >\"$7/boot/initrd.img-6.1\"
+    while [ \"$2\" != bookworm ]; do shift; done
+    mkdir -p \"$3/boot\"
+    echo kernel >\"$3/boot/vmlinuz-6.1\"
+    echo RAM disk >\"$3/boot/initrd.img-6.1\"
+    echo 'W: the mirror is old'
     ;;
+sh) echo \"$MIRROR $SECURITY_MIRROR ${DEBOOTSTRAP_DIR-clean}\" >mirrors ;;
 esac";
 const KEYGEN: &str =
     "for file; do :; done; echo private >\"$file\"; echo ssh-ed25519 >\"$file.pub\"";
@@ -53,8 +58,16 @@ fn a_disk_is_made_once() {
     if is_refused(&folder) {
         return;
     }
-    let output = rootfs(&folder, &["--include", "git,vim"]).output().unwrap();
+    let mut command = rootfs(&folder, &["--include", "git,vim"]);
+    let output = command.env("DEBOOTSTRAP_DIR", "/nowhere").output().unwrap();
     assert_eq!(code(&output), 0, "{}", errors(&output));
+    assert!(errors(&output).contains("debootstrap: the mirror is old"), "{}", errors(&output));
+    let debootstrap = String::from_utf8(folder.read("arguments")).unwrap();
+    let keys = "--force-check-gpg --keyring /usr/share/keyrings/debian-archive-keyring.gpg";
+    assert!(debootstrap.contains(keys), "{debootstrap}");
+    assert!(debootstrap.contains("--cache-dir /var/cache/parador/packages"), "{debootstrap}");
+    let mirrors = "http://deb.debian.org/debian http://deb.debian.org/debian-security clean\n";
+    assert_eq!(folder.read("mirrors"), mirrors.as_bytes());
     assert_eq!(output.stdout, b"made/debian\n");
     assert_eq!(folder.list("made"), ["debian"]);
     let names = ["disk.img", "initrd.img", "made-with", "ssh-key", "ssh-key.pub", "vmlinuz"];
@@ -114,4 +127,42 @@ fn a_signal_leaves_nothing() {
     assert_eq!(child.wait().unwrap().code(), Some(143));
     wait_for_end(&pid);
     assert!(folder.list("made").is_empty());
+}
+
+#[test]
+fn a_mirror_without_a_signature_is_refused() {
+    let folder = folder(UNSHARE);
+    if is_refused(&folder) {
+        return;
+    }
+    // As the real one, but for name spaces, which not every host has.
+    folder.script("programs/unshare", "while [ \"$1\" != -- ]; do shift; done; shift; exec \"$@\"");
+    std::fs::remove_file(folder.path("programs/debootstrap")).unwrap();
+    std::fs::create_dir_all(folder.path("debian/dists/bookworm")).unwrap();
+    let release = "Origin: Debian\nSuite: stable\nCodename: bookworm\nComponents: main\n\
+                   Architectures: amd64\nSHA256:\n";
+    folder.write("debian/dists/bookworm/Release", release.as_bytes());
+    let mirror = format!("file://{}", folder.path("debian").display());
+    let path = format!("{}:/bin:/usr/bin:/usr/sbin:/sbin", folder.path("programs").display());
+    let mut command = rootfs(&folder, &["--mirror", &mirror]);
+    let output = command.env("PATH", path).output().unwrap();
+    assert_eq!(code(&output), 69, "{}", errors(&output));
+    let text = errors(&output);
+    assert!(text.contains("E: Failed getting release signature file"), "{text}");
+    assert!(folder.list("made").is_empty());
+}
+
+#[test]
+fn root_works_in_no_folder_that_others_may_change() {
+    let folder = folder(UNSHARE);
+    if is_refused(&folder) {
+        return;
+    }
+    std::fs::create_dir(folder.path("made")).unwrap();
+    let everybody = std::fs::Permissions::from_mode(0o777);
+    std::fs::set_permissions(folder.path("made"), everybody).unwrap();
+    let output = rootfs(&folder, &[]).output().unwrap();
+    assert_eq!(code(&output), 77, "{}", errors(&output));
+    assert!(errors(&output).contains("other users may write to"), "{}", errors(&output));
+    assert!(folder.list("made").is_empty() && !folder.path("called").exists());
 }

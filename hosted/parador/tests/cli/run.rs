@@ -19,7 +19,7 @@ fn refused(folder: &Folder, arguments: &[&str], expected: i32, text: &str) {
 #[test]
 fn command_lines() {
     let folder = Folder::new("");
-    refused(&folder, &[], 64, "KERNEL");
+    refused(&folder, &[], 66, "`parador kernel build` builds one");
     refused(&folder, &["k", "--kernel", "k"], 64, "cannot be used with");
     refused(&folder, &["k", "-m", "63M"], 64, "64M at least");
     refused(&folder, &["k", "-m", "much"], 64, "not a size");
@@ -112,7 +112,7 @@ fn descriptions() {
     config("vm = {");
     refused(&folder, &run, 65, "vm.toml:1:");
     config("[[disk]]\npath = \"root.img\"\n");
-    refused(&folder, &run, 65, "no kernel is named");
+    refused(&folder, &run, 66, "no kernel is named");
     config(CONFIG);
     refused(&folder, &run, 66, "root.img");
 }

@@ -42,6 +42,16 @@ impl Folder {
         path
     }
 
+    /// Copies `parador` to `place`, in whose folders it looks for its source tree.
+    ///
+    /// Another process does: a descriptor for writing that a test beside this one inherits into a
+    /// process of its own would keep the copy from being executed.
+    pub fn copy_parador(&self, place: &Path) {
+        fs::create_dir_all(place.parent().unwrap()).unwrap();
+        let copy = Command::new("cp").arg(env!("CARGO_BIN_EXE_parador")).arg(place).status();
+        assert!(copy.unwrap().success());
+    }
+
     /// `parador` with these arguments, in this folder.
     pub fn parador(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_parador"));

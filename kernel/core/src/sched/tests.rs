@@ -82,11 +82,15 @@ fn a_budget_is_what_a_period_has_and_no_more() {
     world.kernel.stop_thread(thread);
     world.start(thread);
     assert!(world.current(0).is_none());
-    // New parameters begin a new period.
+    // New parameters do not, either: what was used at 2,000,000 comes back a new period later.
     world.kernel.change_sched(sched, 7, 50_000, 1_000_000).unwrap();
     world.finish();
+    assert!(world.current(0).is_none());
+    tick(&mut world, 2_999_999);
+    assert!(world.current(0).is_none());
+    tick(&mut world, 3_000_000);
     assert!(world.current(0) == Some(thread));
-    tick(&mut world, 2_150_000);
+    tick(&mut world, 3_050_000);
     assert!(world.current(0).is_none());
     world.drop_slot(slot);
     assert_eq!(world.kernel.cpus[0].deadline(), u64::MAX, "its refill went with it");
@@ -102,7 +106,11 @@ fn new_parameters_are_not_charged_for_the_past() {
     set_time(5_000_000);
     world.kernel.change_sched(sched, NORMAL, 100_000, 300_000).unwrap();
     world.finish();
-    assert_eq!(world.kernel.cpus[0].deadline(), 5_100_000);
+    // In turns it could use all, so a period passes.
+    assert_eq!(world.kernel.cpus[0].deadline(), 5_300_000);
+    tick(&mut world, 5_300_000);
+    assert!(world.current(0) == Some(thread));
+    assert_eq!(world.kernel.cpus[0].deadline(), 5_400_000);
     world.end();
 }
 
@@ -127,14 +135,153 @@ fn time_used_is_counted() {
 
 #[test]
 fn absurd_parameters_are_refused() {
+    let world = World::new();
+    let make = |priority, budget, period| world.kernel.new_sched(None, priority, budget, period);
     let bad = [(64, 100_000, 0), (1, MIN_BUDGET_NS - 1, 0), (1, 100_000, 99_999)];
     for (priority, budget, period) in bad {
-        let result = Kernel::<Fake>::new_sched(priority, budget, period, 63);
-        assert_eq!(result.err(), Some(Status::BadArgument));
+        assert_eq!(make(priority, budget, period).err(), Some(Status::BadArgument));
     }
-    assert!(Kernel::<Fake>::new_sched(1, MAX_PERIOD_NS + 1, 0, 63).is_err());
-    assert!(Kernel::<Fake>::new_sched(1, MIN_BUDGET_NS, MAX_PERIOD_NS + 1, 63).is_err());
-    assert!(Kernel::<Fake>::new_sched(63, MIN_BUDGET_NS, MAX_PERIOD_NS, 63).is_ok());
+    assert!(make(1, MAX_PERIOD_NS + 1, 0).is_err());
+    assert!(make(1, MIN_BUDGET_NS, MAX_PERIOD_NS + 1).is_err());
+    let most = make(63, MIN_BUDGET_NS, MAX_PERIOD_NS).unwrap();
+    world.kernel.end_sched(most);
+    world.end();
+}
+
+/// The time in which a context ran, between steps of `most` ticks at most.
+struct Watch {
+    runs: Vec<(u64, u64)>,
+}
+
+impl Watch {
+    /// What was used since the last look at it was used just before `now`, in one piece.
+    fn look(&mut self, world: &World, sched: Handle<SchedContext<Fake>>, before: &mut u64) {
+        let used = world.kernel.used(sched);
+        let (now, part) = (Fake::now(), used - core::mem::replace(before, used));
+        if part != 0 {
+            self.runs.push((now - part, now));
+        }
+    }
+}
+
+#[test]
+fn in_every_window_of_a_period_is_at_most_the_budget() {
+    const BUDGET: u64 = 100_000;
+    const PERIOD: u64 = 400_000;
+    for seed in 0..30 {
+        set_time(0);
+        let mut world = World::new();
+        let mut random = Random(seed);
+        let mut make = |priority, budget, period| {
+            let thread = world.passive(0);
+            let (sched, _) = world.sched(priority, budget, period);
+            world.kernel.bind_sched(thread, sched).unwrap();
+            world.start(thread);
+            (thread, sched)
+        };
+        let (other, _) = make(9, 50_000, 130_000);
+        let (equal, _) = make(7, 30_000, 0);
+        let (thread, sched) = make(7, BUDGET, PERIOD);
+        let (mut watch, mut used, mut now) = (Watch { runs: Vec::new() }, 0, 0);
+        for _ in 0..3000 {
+            // The timer is never late, what else happens comes at any time.
+            let due = world.kernel.cpus[0].deadline().saturating_sub(now);
+            now += due.min(random.below(40_000));
+            set_time(now);
+            watch.look(&world, sched, &mut used);
+            world.kernel.timer(0);
+            match random.below(12) {
+                0 => world.kernel.stop_thread(thread),
+                1 | 2 => world.kernel.start_thread(thread, 0x1000, 0x2000, 0).unwrap_or(()),
+                3 if world.current(0) == Some(thread) => world.kernel.yield_now(0),
+                4 => world.kernel.stop_thread(other),
+                5 => world.kernel.start_thread(other, 0x1000, 0x2000, 0).unwrap_or(()),
+                6 => world.kernel.stop_thread(equal),
+                7 => world.kernel.start_thread(equal, 0x1000, 0x2000, 0).unwrap_or(()),
+                // Its holder asks for the same again, or for another turn in between.
+                8 => world.kernel.change_sched(sched, 7, BUDGET, PERIOD).unwrap(),
+                9 => {
+                    world.kernel.change_sched(sched, 7, BUDGET / 2, PERIOD).unwrap();
+                    world.kernel.change_sched(sched, 7, BUDGET, PERIOD).unwrap();
+                }
+                _ => {}
+            }
+            world.finish();
+            world.kernel.check_queues(0);
+        }
+        let worst = refills::tests::most(&watch.runs, PERIOD);
+        assert!(worst <= BUDGET, "seed {seed}: {worst}");
+        assert!(used >= 10 * BUDGET, "seed {seed}: it ran for {used} in {now}");
+        world.end();
+    }
+}
+
+#[test]
+fn a_factory_has_a_share_of_the_cpus() {
+    let mut world = World::new();
+    let (kernel, memory) = (&world.kernel, &world.kernel.memory);
+    let factory = memory.new_factory(None, 40, 63, SHARE_OF_CPU / 2).unwrap();
+    // Somebody names it.
+    memory.at(factory).caps.set(1);
+    let make = |factory, budget, period| kernel.new_sched(Some(factory), 1, budget, period);
+    assert_eq!(make(factory, 100_000, 0).err(), Some(Status::NoQuota), "a turn is a whole CPU");
+    let quarter = make(factory, 100_000, 400_000).unwrap();
+    // What is split off takes part of it, with a share of its own or without.
+    let same = memory.new_factory(Some(factory), 10, 63, 0).unwrap();
+    let own = memory.new_factory(Some(factory), 10, 63, SHARE_OF_CPU / 8).unwrap();
+    assert!(memory.new_factory(Some(same), 2, 63, SHARE_OF_CPU / 4).is_err());
+    let eighth = make(same, 100_000, 800_000).unwrap();
+    assert_eq!(make(same, MIN_BUDGET_NS, MAX_PERIOD_NS).err(), Some(Status::NoQuota));
+    let inner = make(own, 100_000, 800_000).unwrap();
+    assert_eq!(make(own, MIN_BUDGET_NS, MAX_PERIOD_NS).err(), Some(Status::NoQuota));
+    // Changes count, and are refused as a whole.
+    assert_eq!(kernel.change_sched(eighth, 2, 100_001, 800_000), Err(Status::NoQuota));
+    assert_eq!(memory.at(eighth).priority.get(), 1);
+    kernel.change_sched(quarter, 1, 100_000, 800_000).unwrap();
+    kernel.change_sched(eighth, 1, 200_000, 800_000).unwrap();
+    // All comes back.
+    for sched in [quarter, eighth, inner] {
+        kernel.end_sched(sched);
+    }
+    world.finish();
+    world.kernel.memory.end_factory(same);
+    world.kernel.memory.end_factory(own);
+    world.finish();
+    let half = world.kernel.new_sched(Some(factory), 1, 100_000, 200_000).unwrap();
+    world.kernel.end_sched(half);
+    world.finish();
+    world.kernel.memory.at(factory).caps.set(0);
+    world.kernel.memory.end_factory(factory);
+    let absurd = world.kernel.memory.new_factory(None, 4, 63, u64::MAX);
+    assert_eq!(absurd.err(), Some(Status::BadArgument));
+    world.end();
+}
+
+#[test]
+fn a_lender_without_time_does_not_stop_a_server_that_has_some() {
+    set_time(0);
+    let mut world = World::new();
+    let server = world.thread(0);
+    let gate = world.gate(server, 7);
+    world.call(server, Op::GateReplyWait, &[abi::reply_wait::WAIT]);
+    let client = world.passive(0);
+    let (sched, _) = world.sched(NORMAL, 100_000, 10_000_000);
+    world.kernel.bind_sched(client, sched).unwrap();
+    world.start(client);
+    world.call_here(Op::GateCall, &[gate]);
+    assert!(world.current(0) == Some(server));
+    assert!(world.at(server).sched.get() == Some(sched), "lent");
+    tick(&mut world, 100_000);
+    // It goes on with its own time, and the answer finds its caller.
+    assert!(world.current(0) == Some(server));
+    assert!(world.at(server).sched.get() != Some(sched));
+    check_threads(&world.kernel);
+    world.call_here(Op::GateReplyWait, &[abi::reply_wait::REPLY | abi::reply_wait::WAIT]);
+    assert!(world.current(0).is_none());
+    assert_eq!(world.state(client), ThreadState::Ready);
+    tick(&mut world, 10_000_000);
+    assert!(world.current(0) == Some(client));
+    world.end();
 }
 
 #[test]
@@ -183,16 +330,74 @@ fn timeouts_come_in_order_and_only_once() {
 }
 
 /// A context of the reference.
+#[derive(Default)]
 struct Plain {
     priority: u64,
     budget: u64,
     period: u64,
     left: u64,
-    started: u64,
+    /// Used in this run.
+    used: u64,
+    /// The budget: when each part may be used, in order.
+    parts: Vec<(u64, u64)>,
     wants: bool,
     /// Place among equals: smaller is earlier.
     turn: i64,
     depleted: bool,
+}
+
+impl Plain {
+    fn add(&mut self, at: u64, amount: u64) {
+        let at = self.parts.last().map_or(at, |last| at.max(last.0));
+        let is_full = self.parts.len() == refills::REFILLS;
+        if amount != 0 && (is_full || self.parts.last().is_some_and(|last| last.0 == at)) {
+            let amount = amount + self.parts.pop().unwrap().1;
+            self.parts.push((at, amount));
+        } else if amount != 0 {
+            self.parts.push((at, amount));
+        }
+    }
+    fn renew(&mut self, now: u64) {
+        if self.period == 0 {
+            self.left = self.budget;
+            return;
+        }
+        let due = self.parts.iter().take_while(|part| part.0 <= now).count();
+        self.left = self.parts.drain(..due).map(|part| part.1).sum();
+        if self.left != 0 {
+            self.parts.insert(0, (now, self.left));
+        }
+    }
+    fn settle(&mut self) {
+        let mut used = core::mem::take(&mut self.used);
+        for _ in 0..self.parts.len() {
+            let (at, amount) = self.parts[0];
+            if self.period == 0 || used == 0 {
+                return;
+            }
+            let part = used.min(amount);
+            self.parts[0].1 -= part;
+            self.parts.retain(|part| part.1 != 0);
+            self.add(at + self.period, part);
+            used -= part;
+        }
+    }
+    fn change(&mut self, budget: u64, period: u64, now: u64) {
+        if period != 0 && self.period == 0 {
+            self.parts.clear();
+            self.add(now + period, budget);
+        } else if period != 0 {
+            for part in self.parts.iter_mut().filter(|part| part.0 > now) {
+                part.0 += period.saturating_sub(self.period);
+            }
+            self.add(now + period, budget.saturating_sub(self.budget));
+            for _ in budget..self.budget {
+                self.parts.last_mut().unwrap().1 -= 1;
+                self.parts.retain(|part| part.1 != 0);
+            }
+        }
+        (self.budget, self.period) = (budget, period);
+    }
 }
 
 /// The reference: no queues, every choice looks at everything.
@@ -213,63 +418,69 @@ impl Naive {
         if let Some(running) = self.running {
             let context = self.contexts.get_mut(&running).unwrap();
             context.left = context.left.saturating_sub(elapsed);
+            context.used += elapsed;
         }
     }
-    fn use_up(&mut self, name: usize) {
+    fn use_up(&mut self, name: usize, now: u64) {
         let turn = self.last_turn();
         let context = self.contexts.get_mut(&name).unwrap();
-        if context.period == 0 {
-            context.left = context.budget;
-            context.turn = turn;
-        } else {
-            context.depleted = true;
-        }
+        context.settle();
+        context.renew(now);
+        context.turn = turn;
+        context.depleted = context.left == 0;
     }
     fn want(&mut self, name: usize, now: u64) {
         let turn = self.last_turn();
         let context = self.contexts.get_mut(&name).unwrap();
-        (context.wants, context.depleted, context.turn) = (true, false, turn);
-        if context.period != 0 && now - context.started >= context.period {
-            (context.started, context.left) = (now, context.budget);
+        (context.wants, context.turn) = (true, turn);
+        if context.period != 0 || context.left == 0 {
+            context.renew(now);
         }
-        if context.left == 0 {
-            self.use_up(name);
-        }
+        context.depleted = context.left == 0;
     }
     fn rest(&mut self, name: usize, now: u64) {
         if self.running == Some(name) {
             self.charge(now);
             self.running = None;
         }
-        self.contexts.get_mut(&name).unwrap().wants = false;
+        let context = self.contexts.get_mut(&name).unwrap();
+        context.settle();
+        context.wants = false;
     }
     fn choose(&mut self, now: u64) {
         self.charge(now);
-        if let Some(running) = self.running.take()
+        let before = self.running.take();
+        if let Some(running) = before
             && self.contexts[&running].left == 0
         {
-            self.use_up(running);
+            self.use_up(running, now);
         }
         let ready = self.contexts.iter().filter(|(_, context)| context.wants && !context.depleted);
         self.running = ready
             .min_by_key(|(_, c)| (core::cmp::Reverse(c.priority), c.turn))
             .map(|(name, _)| *name);
+        if let Some(before) = before.filter(|_| before != self.running) {
+            self.contexts.get_mut(&before).unwrap().settle();
+        }
         // Whoever is interrupted later is still the first of its priority.
         if let Some(running) = self.running {
             let first = self.contexts.values().map(|context| context.turn).min().unwrap_or(0) - 1;
-            self.contexts.get_mut(&running).unwrap().turn = first;
+            let context = self.contexts.get_mut(&running).unwrap();
+            context.turn = first;
+            if before != self.running && context.period != 0 {
+                context.renew(now);
+            }
         }
     }
     fn refill(&mut self, now: u64) {
         let mut due: Vec<_> = self
             .contexts
             .iter()
-            .filter(|(_, c)| c.wants && c.depleted && c.started + c.period <= now)
-            .map(|(name, c)| (c.started + c.period, *name))
+            .filter(|(_, c)| c.wants && c.depleted && c.parts[0].0 <= now)
+            .map(|(name, c)| (c.parts[0].0, *name))
             .collect();
         due.sort_unstable();
         for (_, name) in due {
-            self.contexts.get_mut(&name).unwrap().started = 0;
             self.want(name, now);
         }
     }
@@ -277,8 +488,7 @@ impl Naive {
 
 fn against_the_naive_one(seed: u64) {
     let mut random = Random(seed);
-    // Later than any period, so that a refill can be written as a start long ago.
-    let mut now = 20_000_000_000;
+    let mut now = 1_000_000;
     set_time(now);
     on_cpu(0);
     let mut world = World::new();
@@ -291,19 +501,9 @@ fn against_the_naive_one(seed: u64) {
             let priority = random.below(4);
             let (sched, _) = world.sched(priority, budget, period);
             world.kernel.bind_sched(thread, sched).unwrap();
-            naive.contexts.insert(
-                name,
-                Plain {
-                    priority,
-                    budget,
-                    period,
-                    left: budget,
-                    started: 0,
-                    wants: false,
-                    turn: 0,
-                    depleted: false,
-                },
-            );
+            let parts = std::vec![(now, budget)];
+            let plain = Plain { priority, budget, period, parts, ..Plain::default() };
+            naive.contexts.insert(name, plain);
             (thread, sched)
         })
         .collect();
@@ -333,7 +533,8 @@ fn against_the_naive_one(seed: u64) {
                 world.kernel.yield_now(0);
                 naive.charge(now);
                 if let Some(running) = naive.running {
-                    naive.contexts.get_mut(&running).unwrap().left = 0;
+                    let context = naive.contexts.get_mut(&running).unwrap();
+                    context.used += core::mem::take(&mut context.left);
                 }
             }
             4 if random.once_in(4) && naive.running != Some(name) => {
@@ -341,8 +542,9 @@ fn against_the_naive_one(seed: u64) {
                 let period = if random.once_in(2) { 0 } else { budget + 1 + random.below(300_000) };
                 world.kernel.change_sched(sched, priority, budget, period).unwrap();
                 let context = naive.contexts.get_mut(&name).unwrap();
-                (context.priority, context.budget, context.period) = (priority, budget, period);
-                (context.left, context.started) = (budget, now);
+                context.priority = priority;
+                context.change(budget, period, now);
+                context.renew(now);
                 if context.wants {
                     naive.want(name, now);
                 }
@@ -429,18 +631,17 @@ fn another_cpu_is_told_of_an_earlier_event() {
 #[test]
 fn priorities_have_a_ceiling() {
     let world = World::new();
-    let result = Kernel::<Fake>::new_sched(11, 100_000, 0, 10);
+    let low = world.kernel.memory.new_factory(None, 4, 10, 0).unwrap();
+    let result = world.kernel.new_sched(Some(low), 11, 100_000, 0);
     assert_eq!(result.err(), Some(Status::BadRights));
-    let sched = Kernel::<Fake>::new_sched(10, 100_000, 0, 10).unwrap();
-    let sched = world.kernel.memory.alloc(None, sched).unwrap();
+    let sched = world.kernel.new_sched(Some(low), 10, 100_000, 0).unwrap();
     let raised = world.kernel.change_sched(sched, 11, 100_000, 0);
     assert_eq!(raised, Err(Status::BadRights));
     assert_eq!(world.kernel.memory.at(sched).priority.get(), 10);
     world.kernel.change_sched(sched, 9, 100_000, 0).unwrap();
     world.kernel.change_sched(sched, 10, 100_000, 0).unwrap();
     world.kernel.end_sched(sched);
-    let low = world.kernel.memory.new_factory(None, 4, 10).unwrap();
-    let higher = world.kernel.memory.new_factory(Some(low), 2, 11);
+    let higher = world.kernel.memory.new_factory(Some(low), 2, 11, 0);
     assert_eq!(higher.err(), Some(Status::BadRights));
     world.kernel.memory.end_factory(low);
     world.end();

@@ -4,6 +4,7 @@ use std::vec::Vec;
 use super::*;
 use crate::pool;
 use crate::testing::{self, Fake, Random, check, kernel, translate};
+use abi::Item;
 
 type K = Kernel<Fake>;
 
@@ -63,7 +64,7 @@ fn ranges_at_the_end_of_the_number_space_are_refused() {
             let last = !((1u64 << order) - 1);
             assert!(kernel.delegate(owner, item, last, own, 0).is_err());
             assert!(kernel.delegate(owner, item, 0, own, last).is_err());
-            let _ = kernel.unmap(owner, item, last, true, &mut 5);
+            let _ = kernel.unmap(owner, (item, last), true, &mut 0, &mut 5);
         }
     }
 }
@@ -99,7 +100,7 @@ fn tasks_that_hold_each_other_all_end() {
     }
     drop_task(&kernel, tasks[0]);
     for round in 0.. {
-        let done = kernel.reap(&mut (1 + round % 3));
+        let done = kernel.reap(&mut (work::WORK + round % 3));
         finish(&mut kernel);
         check(&kernel);
         if done {
@@ -122,10 +123,15 @@ fn chains_of_delegations_are_not_endless() {
     assert_eq!(kernel.delegate(owner, item, failed, own, failed + 1), Err(Status::Overflow));
     let mut steps = 0;
     let whole = memory_item(0, 0);
-    while !kernel.unmap(owner, whole, 0, false, &mut 7).unwrap() {
+    let mut done = 0;
+    // Each time a look and a leaf.
+    while !kernel
+        .unmap(owner, (whole, 0), false, &mut done, &mut (work::LOOK + work::LEAF))
+        .unwrap()
+    {
         steps += 1;
     }
-    assert_eq!(steps, failed / 7);
+    assert_eq!(steps, failed - 1);
     assert!(translate(&kernel, own, 0).is_some() && translate(&kernel, own, 1).is_none());
     check(&kernel);
 }
@@ -139,8 +145,8 @@ fn a_fixed_mapping_can_be_neither_given_nor_taken() {
     let node = kernel.map_fixed(owner, 0x5000, frame, true).unwrap();
     let item = memory_item(0, rights::ALL);
     assert_eq!(kernel.delegate(owner, item, 5, own, 6), Err(Status::BadRights));
-    assert_eq!(kernel.unmap(owner, item, 5, true, &mut 9), Err(Status::BadRights));
-    assert_eq!(kernel.unmap(owner, item, 5, false, &mut 9), Ok(true));
+    assert_eq!(kernel.unmap(owner, (item, 5), true, &mut 0, &mut 9), Err(Status::BadRights));
+    assert_eq!(kernel.unmap(owner, (item, 5), false, &mut 0, &mut 9), Ok(true));
     assert!(kernel.memory.get(node).is_some());
     kernel.remove_fixed(node);
     assert!(translate(&kernel, own, 5).is_none());
@@ -228,9 +234,6 @@ impl Model {
             }
             parts.push((at, base, id));
             at = (base + units(part.order)).min(source + size);
-        }
-        if parts.len() > MAX_CHUNKS as usize {
-            return Err(Status::Overflow);
         }
         for (at, base, id) in parts {
             let part = self.mapped[&id];
@@ -321,7 +324,7 @@ fn against_the_model(seed: u64) {
     let mut random = Random(seed);
     let mut kernel = kernel(8192);
     let all_free = kernel.memory.free_frames();
-    let factory = kernel.memory.new_factory(None, 6000, 63).unwrap();
+    let factory = kernel.memory.new_factory(None, 6000, 63, 0).unwrap();
     kernel.memory.at(factory).caps.set(1);
     let tasks: Vec<_> = (0..TASKS).map(|_| task(&kernel, Some(factory))).collect();
     let vm = kernel.new_vm(Some(factory)).unwrap();
@@ -367,9 +370,11 @@ fn against_the_model(seed: u64) {
         if random.once_in(4) {
             let own = random.once_in(2);
             let expected = model.unmap(from, item, base, own);
+            let mut done = 0;
             let result = loop {
-                let mut budget = 1 + random.below(5) as u32;
-                let result = kernel.unmap(tasks[from], item, base, own, &mut budget);
+                let mut budget = work::WORK + random.below(40) as u32;
+                let range = (item, base);
+                let result = kernel.unmap(tasks[from], range, own, &mut done, &mut budget);
                 finish(&mut kernel);
                 if step % 64 == 0 {
                     testing::check_mappings(&kernel);
@@ -406,7 +411,7 @@ fn against_the_model(seed: u64) {
     }
     kernel.memory.at(vm).caps.set(0);
     kernel.end(ObjectRef::Vm(vm));
-    while !kernel.reap(&mut (1 + random.below(4) as u32)) {
+    while !kernel.reap(&mut (work::WORK + random.below(4) as u32)) {
         finish(&mut kernel);
         check(&kernel);
     }
@@ -434,7 +439,7 @@ fn a_lack_of_quota_leaves_everything_consistent() {
         let giver = task(&kernel, None);
         give_memory(&kernel, giver, 0, 10);
         kernel.insert_capability(giver, 0, ObjectRef::Platform, rights::ALL, None).unwrap();
-        let factory = kernel.memory.new_factory(None, quota, 63).unwrap();
+        let factory = kernel.memory.new_factory(None, quota, 63, 0).unwrap();
         kernel.memory.at(factory).caps.set(1);
         let Ok(taker) = kernel.new_task(Some(factory), 512) else {
             assert!(quota < 2);
@@ -458,7 +463,7 @@ fn a_lack_of_quota_leaves_everything_consistent() {
         assert!(refused > 0 || quota > 30);
         check(&kernel);
         drop_task(&kernel, taker);
-        while !kernel.reap(&mut 9) {
+        while !kernel.reap(&mut work::WORK.clone()) {
             finish(&mut kernel);
         }
         finish(&mut kernel);

@@ -238,8 +238,8 @@ fn revive(world: &mut World, random: &mut Random) {
             world.kernel.stop_thread(thread);
         }
         if random.once_in(4)
-            && let Ok(sched) = Kernel::<Fake>::new_sched(random.below(64), 30_000, 0, 63)
-            && let Ok(sched) = world.kernel.memory.alloc(Some(world.factory), sched)
+            && let Ok(sched) =
+                world.kernel.new_sched(Some(world.factory), random.below(64), 30_000, 0)
         {
             let free = (100..500).find(|slot| {
                 let task = world.kernel.memory.at(world.task);

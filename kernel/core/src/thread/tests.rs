@@ -336,6 +336,21 @@ fn faults_are_calls() {
 }
 
 #[test]
+fn faults_without_a_gate_do_not_fill_the_log() {
+    let mut world = start();
+    let thread = world.thread(0);
+    let before = machine(|machine| machine.logged.get());
+    let fault = |world: &World| world.kernel.log_fault(world.at(thread), [14, 0, 0, 0]);
+    (0..10_000).for_each(|_| fault(&world));
+    let logged = |before| machine(|machine| machine.logged.get()) - before;
+    assert_eq!(u64::from(logged(before)), FAULT_LINES, "ten thousand faults at one time");
+    // A second later: what was not logged is told, and as many as fit into that second.
+    set_time(1_000_000_000);
+    (0..10_000).for_each(|_| fault(&world));
+    assert_eq!(u64::from(logged(before)), FAULT_LINES + 1 + 10);
+}
+
+#[test]
 fn handlers_of_handlers_all_stop_with_the_last() {
     let mut world = start();
     let chain: Vec<_> = (0..60).map(|_| world.thread(0)).collect();
@@ -349,8 +364,127 @@ fn handlers_of_handlers_all_stop_with_the_last() {
         assert_eq!(world.state(pair[0]), ThreadState::Calling);
     }
     world.kernel.stop_thread(chain[59]);
-    world.finish();
+    world.finish_all();
     assert!(chain.iter().all(|thread| world.state(*thread) == ThreadState::Stopped));
+    world.end();
+}
+
+/// A server, served by nobody any more, with `count` callers that wait for it, and its capability.
+fn crowded(world: &mut World, count: usize) -> (Handle<Thread<Fake>>, Vec<Handle<Thread<Fake>>>) {
+    let server = waiting(world, 0);
+    let gate = world.gate(server, 0);
+    let callers: Vec<_> = (0..count).map(|_| world.thread(0)).collect();
+    for caller in &callers {
+        world.call(*caller, Op::GateCall, &[gate]);
+    }
+    (server, callers)
+}
+
+#[test]
+fn calls_to_a_stopped_thread_are_aborted_a_few_at_a_time() {
+    let mut world = start();
+    let (server, callers) = crowded(&mut world, 100);
+    world.kernel.stop_thread(server);
+    let aborted = |world: &World| {
+        callers.iter().filter(|caller| outcome(world, **caller) == Some(Status::Aborted)).count()
+    };
+    let mut before = aborted(&world);
+    assert!(before <= 1);
+    while world.kernel.has_work(0) {
+        world.kernel.finish(0);
+        let now = aborted(&world);
+        assert!(now - before <= ABORTS as usize, "{before} -> {now}");
+        assert!(now == 100 || world.kernel.cpus[0].deadline() == 0, "the timer comes at once");
+        before = now;
+    }
+    assert_eq!(before, 100);
+    assert!(callers.iter().all(|caller| world.state(*caller) == ThreadState::Ready));
+    world.end();
+}
+
+#[test]
+fn a_thread_that_ended_is_there_until_its_callers_know() {
+    let mut world = start();
+    let (server, callers) = crowded(&mut world, 60);
+    let slot = (0..500).find(|slot| {
+        let capability = world.kernel.capability(world.kernel.memory.at(world.task), *slot);
+        matches!(capability.map(|c| c.object), Ok(ObjectRef::Thread(thread)) if thread == server)
+    });
+    world.drop_slot(slot.unwrap());
+    // One of those that still wait is stopped, and one ends.
+    world.kernel.stop_thread(callers[58]);
+    assert!(world.finish_all() > 1);
+    assert!(world.kernel.memory.get(server).is_none());
+    let others = callers.iter().filter(|caller| **caller != callers[58]);
+    assert!(others.clone().all(|caller| world.state(*caller) == ThreadState::Ready));
+    assert!(others.clone().all(|caller| {
+        let thread = world.at(*caller);
+        thread.sched.get() == thread.own_sched.get()
+    }));
+    world.end();
+}
+
+#[test]
+fn a_thread_that_is_started_again_serves_who_still_waits() {
+    let mut world = start();
+    let (server, callers) = crowded(&mut world, 60);
+    world.kernel.stop_thread(server);
+    world.finish();
+    world.kernel.start_thread(server, 0, 0, 0).unwrap();
+    world.finish_all();
+    let left = callers.iter().filter(|caller| world.state(**caller) == ThreadState::Calling);
+    assert!(left.count() > 40, "they wait as before");
+    world.call(server, Op::GateReplyWait, &[WAIT]);
+    assert!(world.at(server).caller.get().is_some());
+    world.end();
+}
+
+#[test]
+fn callers_whose_messages_do_not_fit_are_refused_a_few_at_a_time() {
+    let mut world = start();
+    let server = waiting(&mut world, 0);
+    let gate = world.gate(server, 0);
+    let first = world.thread(0);
+    world.call(first, Op::GateCall, &[gate]);
+    let callers: Vec<_> = (0..30).map(|_| world.thread(0)).collect();
+    let too_much = Tag { words: 0xff, ..Tag::label(0) }.pack();
+    for caller in &callers {
+        world.call(*caller, Op::GateCall, &[gate, too_much]);
+    }
+    world.choose(server);
+    world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
+    let refused = |world: &World| {
+        callers.iter().filter(|caller| outcome(world, **caller) == Some(Status::Overflow)).count()
+    };
+    assert_eq!(refused(&world), MAX_REFUSED as usize);
+    assert_eq!(world.at(server).context.restarts.get(), 1, "it comes again for the others");
+    while world.state(server) == ThreadState::Ready {
+        world.choose(server);
+        world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
+    }
+    assert_eq!(refused(&world), 30);
+    world.end();
+}
+
+#[test]
+fn calls_on_lent_time_are_not_nested_without_end() {
+    let mut world = start();
+    let servers: Vec<_> = (0..MAX_LENDERS + 1).map(|_| waiting_passive(&mut world)).collect();
+    let gates: Vec<_> = servers.iter().map(|server| world.gate(*server, 0)).collect();
+    let first = world.thread(0);
+    world.choose(first);
+    for gate in &gates[..MAX_LENDERS as usize] {
+        world.call_here(Op::GateCall, &[*gate]);
+    }
+    let last = servers[MAX_LENDERS as usize - 1];
+    assert!(world.current(0) == Some(last));
+    world.call_here(Op::GateCall, &[gates[MAX_LENDERS as usize]]);
+    assert!(world.current(0) == Some(last));
+    assert_eq!(outcome(&world, last), Some(Status::Overflow));
+    world.kernel.stop_thread(first);
+    world.finish();
+    let own = world.at(first).own_sched.get();
+    assert!(world.at(first).sched.get() == own, "taken back at once");
     world.end();
 }
 

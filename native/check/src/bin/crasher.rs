@@ -27,6 +27,7 @@ fn main(start: &Start<'static>) -> u64 {
         "jump-nowhere" => probe::jump(NOWHERE),
         "undefined" => probe::undefined(),
         "privileged" => probe::privileged(),
+        "bases" => probe::set_fs_base(),
         "divide" => probe::divide_by_zero(),
         "stack" => probe::exhaust_stack(),
         "port" => drop(Ports::new(0x3f8, 8).map(|ports| ports.read(0))),

@@ -39,7 +39,7 @@ fn make(factory: Factory, kind: usize, at: u64) -> Result<(), Status> {
         0 => factory.task(at, 16).map(drop),
         1 => factory.gate(at, OwnThread::at(slot::THREAD), 1).map(drop),
         2 => factory.notification(at).map(drop),
-        3 => factory.factory(at, 1, 0).map(drop),
+        3 => factory.factory(at, 1, 0, 0).map(drop),
         4 => factory.sched_context(at, 1, 1_000_000, 0).map(drop),
         _ => factory.vm(at).map(drop),
     }
@@ -48,7 +48,7 @@ fn make(factory: Factory, kind: usize, at: u64) -> Result<(), Status> {
 /// Fills and empties the quota; returns how many objects fit.
 fn flood(kind: usize, pages: u64, rounds: u64) -> Result<u64, &'static str> {
     let factory = Factory::at(slot::FACTORY)
-        .factory(FACTORY, pages, 1)
+        .factory(FACTORY, pages, 1, 0)
         .map_err(|_| "cannot split the quota")?;
     let mut first = None;
     for round in 0..rounds {

@@ -232,9 +232,9 @@ impl Tests<'_> {
     fn quota(&mut self) -> Case {
         const PAGES: u64 = 4;
         let at = self.slot()?;
-        let small = ready("split the quota", self.factory.factory(at, PAGES, 0))?;
+        let small = ready("split the quota", self.factory.factory(at, PAGES, 0, 0))?;
         let inner = self.slot()?;
-        let too_much = small.factory(inner, PAGES + 1, 0).map(drop);
+        let too_much = small.factory(inner, PAGES + 1, 0, 0).map(drop);
         same("more than there is", too_much, Err(Status::NoQuota))?;
         let task = small.task(inner, abi::PAGE_SIZE).map(drop);
         let refused = matches!(task, Ok(()) | Err(Status::NoQuota | Status::BadArgument));
@@ -383,7 +383,7 @@ impl Tests<'_> {
         let at = self.slot()?;
         let made = self.factory.sched_context(at, too_high, TURN, 0).map(drop);
         same("made too high", made, Err(Status::BadRights))?;
-        let split = self.factory.factory(at, 1, too_high).map(drop);
+        let split = self.factory.factory(at, 1, too_high, 0).map(drop);
         same("a factory for more", split, Err(Status::BadRights))?;
         let sched = self.sched(self.above(), TURN, 0)?;
         same("raised", sched.set(too_high, TURN, 0), Err(Status::BadRights))?;

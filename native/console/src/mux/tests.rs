@@ -235,6 +235,80 @@ fn others_never_wait() {
     assert_eq!(rig.wakes(), [STEWARD]);
 }
 
+/// In the view of all, `floods` write as much as they can, and the selected steward too if `steward_writes`, while the line
+/// takes 2,000,000 bytes, a FIFO at a time; the micro-guest writes a line now and then. Returns what was on the line, and
+/// how often the steward was told of room.
+fn flooded(floods: &[usize], steward_writes: bool) -> (std::string::String, usize) {
+    const FIFO: usize = 16;
+    const LINE: usize = 2_000_000;
+    let mut rig = Rig::new();
+    for &client in floods.iter().filter(|&&client| client != LINUX) {
+        rig.0.open(client, "floods");
+    }
+    rig.keys("\x1da");
+    rig.line();
+    let (mut sent, mut wakes, mut may_write, mut quiet) = (Vec::new(), 0, steward_writes, 0);
+    for round in 0..LINE / FIFO {
+        for &client in floods {
+            let line = "a line of one that writes and writes\r\n";
+            assert_eq!(rig.write(client, line), line.len(), "who is not selected never waits");
+        }
+        if round % 2000 == 0 {
+            quiet += 1;
+            rig.write(MICRO, &format!("quiet {quiet}\r\n"));
+        }
+        while may_write {
+            let line = "a line of the selected one\r\n";
+            may_write = rig.write(STEWARD, line) == line.len();
+        }
+        sent.extend(core::iter::from_fn(|| rig.0.next()).take(FIFO));
+        if rig.wakes().contains(&STEWARD) {
+            (wakes, may_write) = (wakes + 1, steward_writes);
+        }
+    }
+    let sent = std::string::String::from_utf8(sent).unwrap();
+    for number in 1..quiet {
+        let there = sent.contains(&format!("[micro] quiet {number}\r\n"));
+        assert!(there, "line {number} of {quiet} of a client that does not flood is missing");
+    }
+    (sent, wakes)
+}
+
+#[test]
+fn a_flood_of_others_does_not_stop_the_selected_one() {
+    let (line, wakes) = flooded(&[LINUX], true);
+    let own = line.matches("[steward] ").count() as f64 / line.matches("\r\n").count() as f64;
+    assert!(wakes > 100 && (0.4..0.9).contains(&own), "told {wakes} times, {own} of all lines");
+    let several: Vec<usize> = (LINUX + 10..LINUX + 16).collect();
+    let (line, wakes) = flooded(&several, true);
+    let own = line.matches("[steward] ").count() as f64 / line.matches("\r\n").count() as f64;
+    assert!(wakes > 100 && (0.15..0.9).contains(&own), "told {wakes} times, {own} of all lines");
+}
+
+#[test]
+fn the_selected_one_does_not_hide_the_others() {
+    let (line, _) = flooded(&[], true);
+    assert!(!line.contains("not shown"));
+    // Nor does one that floods while nobody else writes much.
+    let (line, _) = flooded(&[LINUX], false);
+    assert!(line.contains("[linux] (") && !line.contains("[micro] ("));
+}
+
+#[test]
+fn who_waits_for_room_is_told_in_every_view() {
+    let mut rig = Rig::new();
+    for view in 0..4 {
+        while rig.write(STEWARD, "a line\r\n") == 8 {}
+        rig.wakes();
+        // It waits; then the view changes, and the line goes on.
+        if view % 2 == 1 {
+            rig.keys("\x1da");
+        }
+        rig.line();
+        assert_eq!(rig.wakes(), [STEWARD], "round {view}");
+    }
+}
+
 #[test]
 fn a_flood_does_not_keep_the_user_from_switching() {
     let mut rig = Rig::new();

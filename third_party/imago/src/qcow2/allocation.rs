@@ -9,6 +9,9 @@ use parking_lot::Mutex as SyncMutex;
 use std::mem;
 use tracing::{event, warn, Level};
 
+/// Number of entries in a [`ClustersToFreeList`] that are not left to the next flush.
+const MAX_CLUSTERS_TO_FREE: usize = 1024;
+
 /// List of clusters that are no longer in use, and should be freed.
 ///
 /// Shared between [`Qcow2`] and its [`Allocator`].
@@ -26,14 +29,23 @@ impl ClustersToFreeList {
         self.list.lock().push(entry);
     }
 
-    /// Check whether the list is empty.
-    pub fn is_empty(&self) -> bool {
-        self.list.lock().is_empty()
+    /// Number of entries in the list.
+    pub fn len(&self) -> usize {
+        self.list.lock().len()
     }
 
     /// Remove all entries from the list and return them.
     pub fn take(&self) -> Vec<ClustersToFreeEntry> {
         mem::take(&mut *self.list.lock())
+    }
+
+    /// Remove all entries from the list; they return when the result is dropped, unless they are
+    /// taken from it.
+    pub fn claim(self: &Arc<Self>) -> ClaimedClusters {
+        ClaimedClusters {
+            clusters_to_free: Arc::clone(self),
+            entries: self.take(),
+        }
     }
 
     /// Create a guard that enters `entry` into the list when dropped, unless disarmed.
@@ -45,6 +57,30 @@ impl ClustersToFreeList {
         PendingClusters {
             clusters_to_free: Arc::clone(self),
             entry: Some(entry),
+        }
+    }
+}
+
+/// Entries that have been removed from a [`ClustersToFreeList`], and return there when dropped.
+pub(super) struct ClaimedClusters {
+    /// List that they are from.
+    clusters_to_free: Arc<ClustersToFreeList>,
+
+    /// The entries.
+    entries: Vec<ClustersToFreeEntry>,
+}
+
+impl ClaimedClusters {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+}
+
+impl Drop for ClaimedClusters {
+    fn drop(&mut self) {
+        if !self.entries.is_empty() {
+            self.clusters_to_free.list.lock().append(&mut self.entries);
         }
     }
 }
@@ -201,12 +237,8 @@ impl<S: Storage + 'static, F: WrappedFormat<S> + 'static> Qcow2<S, F> {
                 .clusters_to_free
                 .pending_guard(ClustersToFreeEntry::data(cluster, ClusterCount(1))))
         } else {
-            let mut allocator = self.allocator().await?;
-
-            // Allocate clusters before setting up L2 entries
-            self.caches.l2_depends_on_rb().await?;
-
-            allocator
+            self.allocator()
+                .await?
                 .allocate_clusters(ClusterCount(1), None, false)
                 .await
         }
@@ -231,12 +263,8 @@ impl<S: Storage + 'static, F: WrappedFormat<S> + 'static> Qcow2<S, F> {
         let allocated = if self.header.external_data_file() {
             HostCluster(guest_cluster.0) == mandatory_host_cluster
         } else {
-            let mut allocator = self.allocator().await?;
-
-            // Allocate clusters before setting up L2 entries
-            self.caches.l2_depends_on_rb().await?;
-
-            allocator
+            self.allocator()
+                .await?
                 .allocate_cluster_at(mandatory_host_cluster)
                 .await?
         };
@@ -250,18 +278,40 @@ impl<S: Storage + 'static, F: WrappedFormat<S> + 'static> Qcow2<S, F> {
         }))
     }
 
-    /// Free all clusters in `self.clusters_to_free`.
+    /// Free all clusters in `self.clusters_to_free` if there are many.
     ///
-    /// Best-effort operation, like [`Allocator::process_clusters_to_free()`].
+    /// Otherwise, they are freed with the next flush, because that requires the metadata that does
+    /// not refer to them anymore to be on disk.
+    ///
+    /// Best-effort operation; on error, they remain in the list.
     pub(super) async fn process_clusters_to_free(&self) {
-        // Skip taking the allocator lock if there is nothing to do
-        if self.clusters_to_free.is_empty() {
+        if self.clusters_to_free.len() < MAX_CLUSTERS_TO_FREE {
             return;
         }
 
-        if let Ok(mut allocator) = self.allocator().await {
-            allocator.process_clusters_to_free().await;
+        if let Err(err) = self.write_back().await {
+            warn!("Cannot free clusters: {err}");
         }
+    }
+
+    /// Write all modified metadata back to the image file, and free all clusters in
+    /// `self.clusters_to_free`.
+    ///
+    /// The result need not be on the disk yet.
+    pub(super) async fn write_back(&self) -> io::Result<()> {
+        // Claim them before writing anything: Pointers to them have been removed before
+        let mut to_free = self.clusters_to_free.claim();
+        self.caches.flush_all().await?;
+        if to_free.is_empty() {
+            return Ok(());
+        }
+
+        self.caches.barrier().await?;
+        self.allocator()
+            .await?
+            .process_clusters_to_free(&mut to_free)
+            .await;
+        self.caches.flush_rb().await
     }
 }
 
@@ -298,19 +348,17 @@ impl<S: Storage> Allocator<S> {
         })
     }
 
-    /// Free all clusters in `self.clusters_to_free` (i.e. decrement their refcount).
+    /// Free these clusters (i.e. decrement their refcount), and make them available for allocation.
     ///
-    /// Must not be called while allocating clusters: Freeing data clusters requires the refblock
-    /// cache to depend on the L2 cache, which is the opposite of what allocating requires.
+    /// No pointer to them may be left on disk, not even after a loss of power.
     ///
     /// Best-effort operation.  On error, the given clusters may be leaked, but no errors are ever
     /// returned (because there is no good way to handle such errors anyway).
-    async fn process_clusters_to_free(&mut self) {
-        let (metadata_clusters, mut data_clusters): (Vec<_>, Vec<_>) = self
-            .clusters_to_free
-            .take()
-            .into_iter()
-            .partition(|entry| entry.metadata);
+    async fn process_clusters_to_free(&mut self, to_free: &mut ClaimedClusters) {
+        let (metadata_clusters, mut data_clusters): (Vec<_>, Vec<_>) =
+            mem::take(&mut to_free.entries)
+                .into_iter()
+                .partition(|entry| entry.metadata);
 
         // The refcount structures only track allocations in the metadata file (the qcow2 file), so
         // when freeing data clusters with an external data file, nothing is to be done
@@ -334,21 +382,7 @@ impl<S: Storage> Allocator<S> {
             return;
         }
 
-        for entry in metadata_clusters {
-            self.free_clusters(entry.first_cluster, entry.count).await;
-        }
-
-        if data_clusters.is_empty() {
-            return;
-        }
-
-        // Clear L2 entries before deallocating data clusters
-        if let Err(err) = self.caches.rb_depends_on_l2().await {
-            warn!("Leaking clusters; cannot set up cache dependency: {err}");
-            return;
-        }
-
-        for entry in data_clusters {
+        for entry in metadata_clusters.into_iter().chain(data_clusters) {
             self.free_clusters(entry.first_cluster, entry.count).await;
         }
     }
@@ -550,11 +584,15 @@ impl<S: Storage> Allocator<S> {
         };
         new_rb.write(self.file.as_ref()).await?;
 
+        // The new refblock’s own refcount may be in another refblock
+        self.caches.settle_refcounts().await?;
         self.reftable
             .enter_refblock(rt_index, &new_rb, new_rb_allocation)?;
         self.reftable
             .write_entry(self.file.as_ref(), rt_index)
-            .await?;
+            .await
+            // The reftable in memory is not the one on disk then
+            .inspect_err(|_| self.caches.set_failed())?;
 
         let new_rb = Arc::new(new_rb);
         self.caches.rb_insert(Arc::clone(&new_rb)).await?;
@@ -674,22 +712,22 @@ impl<S: Storage> Allocator<S> {
         // Any errors from here on may lead to leaked clusters if there are refblocks in
         // `refblocks` that are already part of the old reftable.
         // TODO: Try to clean that up, though it seems quite hard for little gain.
-        self.caches.flush_rb().await?;
         new_rt.write(self.file.as_ref()).await?;
+        self.caches.settle_refcounts().await?;
 
         self.header.set_reftable(&new_rt)?;
         self.header
             .write_reftable_pointer(self.file.as_ref())
-            .await?;
+            .await
+            // The header in memory is not the one on disk then
+            .inspect_err(|_| self.caches.set_failed())?;
 
         // Must set new reftable before freeing the old reftable’s clusters
         let mut old_reftable = mem::replace(&mut self.reftable, new_rt);
         if let Some(old_rt_cluster) = old_reftable.get_cluster() {
             let old_rt_size = old_reftable.cluster_count();
             old_reftable.unset_cluster();
-            // Do not run `process_clusters_to_free()` here: We are in the middle of allocating
-            // clusters, and that function would flip the L2-RB cache dependency. Our caller will
-            // drain the list eventually.
+            // Do not run `process_clusters_to_free()` here: It takes the allocator’s lock.
             self.clusters_to_free
                 .push(ClustersToFreeEntry::metadata(old_rt_cluster, old_rt_size));
         }

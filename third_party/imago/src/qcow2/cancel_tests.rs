@@ -58,6 +58,7 @@ async fn test_dropped_write_vs_discard_and_realloc() {
 
     // Free guest cluster 0’s host cluster
     image.discard_to_zero(0, 512).await.unwrap();
+    image.flush().await.unwrap(); // frees it
 
     // Allocate guest cluster 1, which must reuse that host cluster for this test to be meaningful
     let new_data = [0x33u8; 512];
@@ -107,6 +108,7 @@ async fn test_dropped_l1_entry_write_vs_l1_growth_and_realloc() {
         .resize(4 * 1024 * 1024, PreallocateMode::None)
         .await
         .unwrap();
+    image.flush().await.unwrap(); // frees it
 
     // Allocate guest cluster 1 (whose L2 table exists already), which must reuse the old L1
     // table’s cluster for this test to be meaningful
@@ -188,7 +190,8 @@ async fn test_failed_cow_frees_cluster() {
         failed[0] & !511
     };
 
-    // The failed write has freed the cluster, so the next allocation can reuse it
+    // Flushing frees the cluster from the failed write, so the next allocation can reuse it
+    image.flush().await.unwrap();
     image.write(&[0x33u8; 512][..], 1024).await.unwrap();
     assert_eq!(host_offset(&image, 1024).await, failed_cluster);
 }
@@ -367,6 +370,7 @@ async fn test_read_during_write_to_reused_cluster() {
     image.write(&[0x11u8; 512][..], 0).await.unwrap();
     let freed_host_offset = host_offset(&image, 0).await;
     image.discard_to_zero(0, 512).await.unwrap();
+    image.flush().await.unwrap(); // frees it
 
     // The freed host cluster still holds the old data
     assert_eq!(state.data.lock()[freed_host_offset as usize], 0x11);
@@ -566,6 +570,7 @@ async fn test_concurrent_writes_to_unallocated_cluster() {
     image.write(&[0x44u8; 512][..], 512).await.unwrap();
     let host = host_offset(&image, 512).await;
     image.discard_to_zero(512, 512).await.unwrap();
+    image.flush().await.unwrap(); // frees it
 
     let waker = futures::task::noop_waker();
     let mut cx = Context::from_waker(&waker);
@@ -626,6 +631,7 @@ async fn test_parallel_write_with_several_allocations() {
     assert_ne!(second_free, first_free + 512);
     image.discard_to_zero(512, 512).await.unwrap();
     image.discard_to_zero(3 * 512, 512).await.unwrap();
+    image.flush().await.unwrap(); // frees it
 
     let waker = futures::task::noop_waker();
     let mut cx = Context::from_waker(&waker);

@@ -332,10 +332,14 @@ impl<S: Storage, F: WrappedFormat<S>> Qcow2<S, F> {
         l2_table.set_cluster(l2_allocation.cluster());
         l2_table.write(self.metadata.as_ref()).await?;
 
+        // Neither the L2 table nor its refcount may reach the disk after the pointer to it
+        self.caches.settle_refcounts().await?;
         l1_locked.enter_l2_table(l1_index, &l2_table, Some(l2_allocation))?;
         l1_locked
             .write_entry(self.metadata.as_ref(), l1_index)
-            .await?;
+            .await
+            // The L1 table in memory is not the one on disk then
+            .inspect_err(|_| self.caches.set_failed())?;
 
         // Free old L2 table, if any
         if let Some(l2_offset) = l1_entry.l2_offset() {
@@ -366,10 +370,14 @@ impl<S: Storage, F: WrappedFormat<S>> Qcow2<S, F> {
         new_l1.set_cluster(l1_allocation.cluster());
         new_l1.write(self.metadata.as_ref()).await?;
 
+        // Neither the L1 table nor its refcounts may reach the disk after the pointer to it
+        self.caches.settle_refcounts().await?;
         self.header.set_l1_table(&new_l1, Some(l1_allocation))?;
         self.header
             .write_l1_table_pointer(self.metadata.as_ref())
-            .await?;
+            .await
+            // The header in memory is not the one on disk then
+            .inspect_err(|_| self.caches.set_failed())?;
 
         if let Some(old_l1_cluster) = l1_locked.get_cluster() {
             let old_l1_size = l1_locked.cluster_count();
@@ -813,7 +821,8 @@ mod tests {
             "Discarded cluster still mapped: {mapping:?}"
         );
 
-        // The discarded cluster has been freed, so the next allocation can reuse it
+        // The discarded cluster is freed by a flush, so the next allocation can reuse it
+        image.flush().await.unwrap();
         image.write(&[0x22u8; 512][..], 512).await.unwrap();
         let (Mapping::Raw { offset, .. }, _) = image.get_mapping(512, 512).await.unwrap() else {
             panic!("Expected a data mapping");

@@ -512,6 +512,10 @@ impl Header {
             incompatible_features & IncompatibleFeatures::ExternalDataFile as u64 != 0;
         incompatible_features &= !(IncompatibleFeatures::ExternalDataFile as u64);
 
+        // Whoever opens the image for writing repairs it before, and owns this bit; refcounts do
+        // not matter for reading
+        incompatible_features &= !(IncompatibleFeatures::Dirty as u64);
+
         let mut header = Header {
             v2: header,
             v3: v3header_base,
@@ -2940,6 +2944,23 @@ pub trait Table: Sized {
         Ok(table)
     }
 
+    /// Copy the table as it is stored in the image file.
+    ///
+    /// `mem_align` is the minimum memory alignment for the returned buffer.
+    fn to_buffer(&self, mem_align: usize) -> io::Result<IoBuffer> {
+        let byte_size = self.byte_size();
+        let mut buffer = IoBuffer::new(byte_size, cmp::max(mem_align, size_of::<u64>()))?;
+
+        // Safe because we have just allocated this, and it fits the alignment
+        let raw_table = unsafe { buffer.as_mut().into_typed_slice::<u64>() };
+        for (i, be_value) in raw_table.iter_mut().enumerate() {
+            // 0 always works, that’s by design.
+            *be_value = self.get_ref(i).map(|e| e.to_plain()).unwrap_or(0).to_be();
+        }
+
+        Ok(buffer)
+    }
+
     /// Write a table to the image file.
     ///
     /// Callers must ensure the table is copied, i.e. its refcount is 1.
@@ -2957,20 +2978,11 @@ pub trait Table: Sized {
             1 << self.cluster_bits(),
         )?;
 
-        let byte_size = self.byte_size();
-        let mut buffer = IoBuffer::new(byte_size, cmp::max(image.mem_align(), size_of::<u64>()))?;
-
         self.clear_modified();
         // Re-set the modified flag if we don’t get to execute the write
         let mut modified_guard = DropGuard::new(|| self.set_modified());
 
-        // Safe because we have just allocated this, and it fits the alignment
-        let raw_table = unsafe { buffer.as_mut().into_typed_slice::<u64>() };
-        for (i, be_value) in raw_table.iter_mut().enumerate() {
-            // 0 always works, that’s by design.
-            *be_value = self.get_ref(i).map(|e| e.to_plain()).unwrap_or(0).to_be();
-        }
-
+        let buffer = self.to_buffer(image.mem_align())?;
         image.write(&buffer, offset.0).await?;
         // Write executed, disarm guard, flag can remaing cleared
         modified_guard.disarm();

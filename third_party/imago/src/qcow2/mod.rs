@@ -627,9 +627,7 @@ impl<S: Storage, F: WrappedFormat<S>> FormatDriverInstance for Qcow2<S, F> {
     }
 
     async fn flush(&self) -> io::Result<()> {
-        // Free what is pending before writing back the refblocks
-        self.process_clusters_to_free().await;
-        self.caches.flush_all().await?;
+        self.write_back().await?;
         self.metadata.flush().await?;
         if let Some(storage) = self.storage.as_ref() {
             storage.flush().await?;
@@ -639,7 +637,7 @@ impl<S: Storage, F: WrappedFormat<S>> FormatDriverInstance for Qcow2<S, F> {
     }
 
     async fn sync(&self) -> io::Result<()> {
-        self.metadata.sync().await?;
+        self.caches.barrier().await?;
         if let Some(storage) = self.storage.as_ref() {
             storage.sync().await?;
         }

@@ -4,7 +4,8 @@
 //! Features: edge and level triggering, remote IRR with delivery again of a level that is still asserted
 //! after its end of interrupt, all delivery modes, version 0x20 with its EOI register. An edge on a masked
 //! pin is lost, as on the chip. Pins are active when their level is true, whatever polarity is programmed.
-//! Missing: the delivery status bit (messages are never pending), arbitration (always 0).
+//! The arbitration identifier is the chip's own, as after each write of that; there is no bus on which it would turn.
+//! Missing: the delivery status bit (messages are never pending).
 //! Documentation: Intel 82093AA data sheet; Intel ICH9 datasheet, section 13.5 (EOI register).
 
 use super::lapic::widen;
@@ -122,9 +123,8 @@ impl IoApic {
 
     fn read_indirect(&self) -> u32 {
         match u32::from(self.index) {
-            ID => u32::from(self.id) << 24,
+            ID | ARBITRATION => u32::from(self.id) << 24,
             VERSION => VERSION_VALUE,
-            ARBITRATION => 0,
             index @ REDIRECTION..=REDIRECTION_LAST => {
                 let entry = self.entries[(index - REDIRECTION) as usize / 2];
                 if index & 1 == 0 {

@@ -201,6 +201,8 @@ pub struct Events {
     pub ext_int: bool,
     /// A level-triggered vector has been ended by a register write: tell the I/O APIC.
     pub eoi: Option<u8>,
+    /// The task priority has been set by a register write: a processor that has it in `CR8` must be told.
+    pub priority: bool,
 }
 
 /// What the board tells a local APIC.
@@ -292,6 +294,7 @@ impl LocalApic {
                 smi: false,
                 ext_int: false,
                 eoi: None,
+                priority: false,
             },
             has_events: false,
         }
@@ -336,6 +339,7 @@ impl LocalApic {
     }
 
     /// CR8: the upper half of the task priority.
+    #[inline]
     pub const fn cr8(&self) -> u8 {
         self.tpr >> 4
     }
@@ -357,6 +361,19 @@ impl LocalApic {
     pub fn pending(&self) -> Option<u8> {
         let vector = self.irr.highest()?;
         (vector >> 4 > self.ppr() >> 4).then_some(vector)
+    }
+
+    /// Whether a request waits for nothing but a lower task priority.
+    #[inline]
+    pub fn is_held(&self) -> bool {
+        self.waits() && self.pending().is_none()
+    }
+
+    /// Whether a request would be injected with the lowest task priority.
+    #[inline]
+    pub fn waits(&self) -> bool {
+        let in_service = self.isr.highest().unwrap_or(0);
+        self.irr.highest().is_some_and(|vector| vector >> 4 > in_service >> 4)
     }
 
     /// The processor has taken `vector`: moves it from requested to in service. Other vectors than a
@@ -653,7 +670,11 @@ impl LocalApic {
                     self.has_events = true;
                 }
             }
-            TPR => self.tpr = value as u8,
+            TPR => {
+                self.tpr = value as u8;
+                self.events.priority = true;
+                self.has_events = true;
+            }
             LDR => self.ldr = value & 0xff00_0000,
             DFR => self.dfr = value | DFR_ONES,
             SVR => {

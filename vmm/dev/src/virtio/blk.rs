@@ -5,8 +5,9 @@
 //! [`IN_FLIGHT`] requests at a time that end in any order. The number and size of segments are limited so that
 //! a request fits what the outside takes at once. A request that the outside has not answered after [`PATIENCE`] has failed for
 //! the driver. From then on, all others fail at once, until the outside has answered those: a write that is
-//! carried out late must not undo a later one.
-//! Missing: several queues, secure erase, zones, a write-through mode, lifetime.
+//! carried out late must not undo a later one. A driver that does not negotiate `VIRTIO_BLK_F_FLUSH` gets write-through: each of its
+//! writes ends when the flush behind it has (VIRTIO 1.2, section 5.2.6.2).
+//! Missing: several queues, secure erase, zones, a change of the cache mode (`VIRTIO_BLK_F_CONFIG_WCE`), lifetime.
 //! Documentation: VIRTIO 1.2, section 5.2 "Block Device".
 
 use super::queue::{Chain, Queue, RingError, with_readable, with_writable};
@@ -100,7 +101,20 @@ struct Request {
     /// `None`: the driver has its answer, the outside has not given one.
     chain: Option<Chain>,
     read: bool,
+    /// What is still to be done when the outside has done this.
+    then: Then,
     deadline: Nanos,
+}
+
+/// Rest of a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Then {
+    /// Nothing.
+    End,
+    /// A flush, because the driver knows none.
+    Flush,
+    /// A flush, for which the outside had no room yet.
+    FlushAtOnce,
 }
 
 /// A block device.
@@ -113,6 +127,8 @@ pub struct Blk {
     is_watched: bool,
     /// Requests whose patience is over.
     lost: usize,
+    /// The driver flushes when it wants data to last.
+    knows_flush: bool,
 }
 
 /// What the head of a request comes to.
@@ -135,6 +151,7 @@ impl Blk {
             requests: [None; IN_FLIGHT],
             is_watched: false,
             lost: 0,
+            knows_flush: false,
         }
     }
 
@@ -145,6 +162,9 @@ impl Blk {
 
     /// Starts requests, until there are no more or the outside has no room.
     fn begin(&mut self, env: &mut dyn Env) -> Result<(), RingError> {
+        if !self.flush_late(env) {
+            return Ok(());
+        }
         for _ in 0..BATCH {
             let queue = &mut self.queues[0];
             let Some(chain) = queue.pop(env.memory())? else {
@@ -212,7 +232,9 @@ impl Blk {
         };
         if started {
             let deadline = env.now().saturating_add(PATIENCE);
-            self.requests[number] = Some(Request { chain: Some(chain), read, deadline });
+            let changes = matches!(op, BlockOp::Write { .. } | BlockOp::WriteZeroes { .. });
+            let then = if changes && !self.knows_flush { Then::Flush } else { Then::End };
+            self.requests[number] = Some(Request { chain: Some(chain), read, then, deadline });
             // Seldom: the timer runs on when the request has ended.
             if !self.is_watched {
                 self.watch(env);
@@ -312,12 +334,45 @@ impl Blk {
         queue.give_back(memory, chain.head, written);
     }
 
+    /// Starts the flush behind a completed write; `false`: there is none to come.
+    fn flush_behind(&mut self, id: u16, status: BlockStatus, env: &mut dyn Env) -> bool {
+        let Some(Some(request)) = self.requests.get_mut(usize::from(id)) else { return false };
+        let Some((outside, memory)) = env.block() else { return false };
+        if request.then != Then::Flush || status != BlockStatus::Done {
+            return false;
+        }
+        let mut none = core::iter::empty();
+        outside.finish(id, &mut Data::new(memory, &mut none, 0));
+        let started = outside.start(id, BlockOp::Flush, &mut Data::new(memory, &mut none, 0));
+        request.then = if started { Then::End } else { Then::FlushAtOnce };
+        true
+    }
+
+    /// Starts the flushes that the outside had no room for, before anything new; `false`: it still has none.
+    fn flush_late(&mut self, env: &mut dyn Env) -> bool {
+        let Some((outside, memory)) = env.block() else { return true };
+        for (id, request) in self.requests.iter_mut().enumerate() {
+            let due = request.as_mut().filter(|request| request.then == Then::FlushAtOnce);
+            let Some(request) = due else { continue };
+            let mut none = core::iter::empty();
+            if !outside.start(id as u16, BlockOp::Flush, &mut Data::new(memory, &mut none, 0)) {
+                return false;
+            }
+            request.then = Then::End;
+        }
+        true
+    }
+
     /// Takes over what has completed outside.
     fn complete(&mut self, env: &mut dyn Env) {
-        // The outside has no more than were given to it.
-        for _ in 0..IN_FLIGHT {
-            let Some((outside, memory)) = env.block() else { return };
+        // The outside has no more than were given to it: requests, and flushes behind them.
+        for _ in 0..2 * IN_FLIGHT {
+            let Some((outside, _)) = env.block() else { return };
             let Some((id, status)) = outside.completed() else { return };
+            if self.flush_behind(id, status, env) {
+                continue;
+            }
+            let Some((outside, memory)) = env.block() else { return };
             let request = self.requests.get_mut(usize::from(id)).and_then(Option::take);
             let chain = request.and_then(|request| request.chain);
             if request.is_some() && chain.is_none() {
@@ -393,7 +448,9 @@ impl VirtioDevice for Blk {
         put(WRITE_ZEROES_MAY_UNMAP, &[self.info.discard.into()]);
     }
 
-    fn start(&mut self, _: u64, _: &mut dyn Env) {}
+    fn start(&mut self, features: u64, _: &mut dyn Env) {
+        self.knows_flush = features & F_FLUSH != 0;
+    }
 
     fn notify(&mut self, _: usize, env: &mut dyn Env) -> Result<(), RingError> {
         self.begin(env)
@@ -413,6 +470,7 @@ impl VirtioDevice for Blk {
         self.requests = [None; IN_FLIGHT];
         self.is_watched = false;
         self.lost = 0;
+        self.knows_flush = false;
         if let Some((outside, _)) = env.block() {
             outside.forget();
         }

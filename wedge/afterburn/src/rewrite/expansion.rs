@@ -30,7 +30,8 @@ impl Rewriter<'_> {
     }
 
     /// Words of a macro's arguments: perhaps mnemonics, or their beginnings or ends.
-    pub(super) fn pass(&mut self, arguments: &[u8]) {
+    pub(super) fn pass(&mut self, arguments: &[u8]) -> Step {
+        self.refuse_modes(arguments)?;
         for word in words(arguments).filter(|word| mnemonics::always_sensitive(word).is_some()) {
             let known = mnemonics::sensitive();
             let parts = known.filter(|(name, _)| {
@@ -38,6 +39,7 @@ impl Rewriter<'_> {
             });
             self.passed.extend(parts);
         }
+        Ok(())
     }
 
     /// The macro being defined whose parameter this is.
@@ -132,6 +134,7 @@ impl Rewriter<'_> {
 
     /// A macro is called.
     pub(super) fn call(&mut self, statement: &Statement<'_>, called: &Macro) -> Step {
+        self.refuse_modes(statement.operands)?;
         self.settle()?;
         self.watch = Watch::Nothing;
         if self.mode == Mode::Long {
@@ -186,8 +189,7 @@ impl Rewriter<'_> {
                 text_of(value)
             )));
         }
-        self.pass(value);
-        Ok(())
+        self.pass(value)
     }
 
     /// Statements in a string that a macro inserts in `section`.
@@ -214,7 +216,8 @@ impl Rewriter<'_> {
             .iter()
             .position(|byte| matches!(byte, b' ' | b'\t' | b','))
             .unwrap_or(operands.len());
-        self.pass(&operands[end..]);
+        self.check_macro_name(&operands[..end])?;
+        self.pass(&operands[end..])?;
         let sections = std::mem::take(&mut self.sections);
         self.frames.push(Frame::Macro {
             name: lowered(&operands[..end]).into_owned(),
@@ -230,12 +233,13 @@ impl Rewriter<'_> {
         let Some(Frame::Macro { name, mut body, sections, mode }) = self.frames.pop() else {
             return Err(self.error("`.endm` without `.macro`"));
         };
+        self.conditions_end();
         if section::balanced(&body.changes) {
             body.changes.clear();
         }
         self.sections = sections;
         self.mode = mode;
-        self.macros.insert(name, body);
+        self.define(name, body);
         Ok(())
     }
 }

@@ -41,6 +41,15 @@ impl Macro {
         }
     }
 
+    /// Takes over what another macro of the same name does.
+    pub fn merge(&mut self, other: &Self) {
+        for (parameter, section) in &other.uses {
+            self.used(parameter, *section);
+        }
+        self.has_sites |= other.has_sites;
+        self.moves_parameter |= other.moves_parameter;
+    }
+
     /// The section where argument `index`, or the one given as `name=`, ends up.
     pub fn section_of(&self, index: usize, name: Option<&[u8]>) -> Section {
         let parameter = name.or(self.parameters.get(index).map(Vec::as_slice));

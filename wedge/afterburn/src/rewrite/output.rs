@@ -1,7 +1,7 @@
 //! The new text: the old one with what is inserted.
 
 use super::text::text_of;
-use super::{Mode, Pad, Rewriter, Rewritten};
+use super::{Pad, Rewriter, Rewritten};
 use crate::machine::CS;
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
@@ -26,8 +26,6 @@ pub(super) enum What {
     Marker(Kind),
     /// Whether macros expanded from here on are only recorded.
     Only(bool),
-    /// Mapping symbol: from here on, code is of this mode.
-    Mode(bool, u32),
     /// Before a site's first instruction; as `End`.
     Begin { prefixed: bool },
     /// A directive for bytes that lost theirs to `Separate`.
@@ -40,7 +38,7 @@ impl What {
         match self {
             Self::End { .. } | Self::EndUnknown(..) | Self::Only(false) => 0,
             Self::Separate(_) => 1,
-            Self::Marker(_) | Self::Mode(..) | Self::Only(true) => 2,
+            Self::Marker(_) | Self::Only(true) => 2,
             Self::Begin { .. } => 3,
             Self::Bytes => 4,
         }
@@ -58,10 +56,8 @@ impl Rewriter<'_> {
         self.edits.sort_by_key(|edit| (edit.at, edit.what.rank()));
         let mut out = Vec::with_capacity(self.text.len() + self.edits.len() * 200);
         let dynamic = self.edits.iter().any(|edit| matches!(edit.what, What::EndUnknown(..)));
-        if !self.edits.iter().all(|edit| matches!(edit.what, What::Mode(..))) {
-            let dynamic = dynamic.then_some((&self.passed, self.pad));
-            prelude(&mut out, dynamic, self.conditional, self.text);
-        }
+        let macros = dynamic.then_some((&self.passed, self.pad));
+        prelude(&mut out, macros, self.conditional, self.text);
         let mut done = 0;
         for edit in &self.edits {
             out.extend_from_slice(&self.text[done..edit.at.max(done)]);
@@ -79,10 +75,6 @@ impl Rewriter<'_> {
                 What::Separate(end) => {
                     out.push(b';');
                     done = *end;
-                }
-                What::Mode(long, number) => {
-                    let bits = if *long { 64 } else { 32 };
-                    out.extend_from_slice(format!("\"$c{bits}.{number}\":").as_bytes());
                 }
                 What::Marker(kind) => {
                     out.extend_from_slice(b"97710:");
@@ -114,16 +106,6 @@ impl Rewriter<'_> {
             }
         }
         out.extend_from_slice(&self.text[done..]);
-        // A section that ends in another mode must not lend it to what the linker puts behind it.
-        for (name, mode) in &self.modes {
-            if *mode == Mode::Legacy {
-                let name = if name.is_empty() { ".text".into() } else { text_of(name) };
-                let number = self.mapping;
-                let text = format!("\n.pushsection {name};\"$c64.{number}\":;.popsection\n");
-                out.extend_from_slice(text.as_bytes());
-                self.mapping += 1;
-            }
-        }
         result.text = Some(out);
         result
     }

@@ -33,7 +33,7 @@ pub enum Change {
 }
 
 /// Current section, previous one, and those below.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Stack {
     current: Section,
     previous: Section,

@@ -1,6 +1,8 @@
 	.text
 	cli
+	ret
 	.code32
+start32:
 	cli
 	mov	%eax, %cr0
 	ljmp	$8, $1f
@@ -8,7 +10,11 @@
 1:	hlt
 	.section .text.start, "ax"
 	.code16
+start16:
 	cli
+	ret
 	.section .text.more, "ax"
+more16:
 	hlt
+	ret
 	.code64

@@ -119,6 +119,9 @@
 
 #define parador_lower_half() ((long)PARADOR_CONST32(start_kernel_map) > 0)
 
+/* Set in the lower half, for alternatives: user mode asks the kernel, since the processor answers for the host. A bit that Linux does not use. */
+#define X86_FEATURE_PARADOR_CALLS	(8*32+31)
+
 /*
  * Stores into page tables, one instruction each. The mark makes it a site; `lock` is written out because the
  * usual macro lets it be patched away, and a site is all of an instruction.

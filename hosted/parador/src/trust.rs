@@ -1,0 +1,165 @@
+//! Folders and files that only root and the caller can change: Parador executes programs and boots
+//! kernels from no others.
+//!
+//! Every component of the path counts, because who can rename one of them decides what the path
+//! leads to.
+
+use crate::failure::{self, Failure};
+use nix::unistd::{Gid, Group, Uid, User};
+use std::fs::{self, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Mode bits of `stat(2)`: write permission of the group and of all others, and the restricted
+/// deletion flag (sticky bit).
+const GROUP_WRITE: u32 = 0o020;
+const OTHER_WRITE: u32 = 0o002;
+const STICKY: u32 = 0o1000;
+
+/// Returns `path` without symbolic links, after checking that only root and the caller can change
+/// what it leads to.
+///
+/// Each component belongs to root or the caller, and neither its group nor others may write to it.
+/// Two exceptions: the caller's private group (of the caller's name, without other members) may
+/// write, and a folder on the way to `path` may be writable with the sticky bit, as `/tmp` is:
+/// nobody but their owners can rename or remove what is in there, and the next component's owner is
+/// checked in turn.
+///
+/// # Errors
+/// [`failure::PERMISSION`] with the component, its mode and owner; the code of the error if it
+/// cannot be read.
+pub fn check(path: &Path) -> Result<PathBuf, Failure> {
+    check_for(path, None)
+}
+
+/// As [`check`]; components may also belong to the user `owner`, for whom root works.
+pub fn check_for(path: &Path, owner: Option<u32>) -> Result<PathBuf, Failure> {
+    let caller = Uid::effective().as_raw();
+    let read = |path: &Path| {
+        fs::symlink_metadata(path).map_err(|error| Failure::file("read", path, &error))
+    };
+    let path = path.canonicalize().map_err(|error| Failure::file("find", path, &error))?;
+    for component in path.ancestors() {
+        let found = Component::new(&read(component)?, component == path);
+        let owned = found.owner == 0 || found.owner == caller || Some(found.owner) == owner;
+        if let Some(problem) = found.problem(owned, is_private) {
+            return Err(refusal(&path, component, &problem));
+        }
+    }
+    Ok(path)
+}
+
+fn refusal(path: &Path, component: &Path, problem: &Problem) -> Failure {
+    let shown = component.display();
+    let (text, help) = match problem {
+        Problem::Owner(owner) => (
+            format!("{shown} belongs to another user (number {owner})"),
+            "use a folder of yours, or run this as that user".to_owned(),
+        ),
+        Problem::Writable(mode) => (
+            format!("other users may write to {shown} (mode {mode:o})"),
+            format!("`chmod go-w {shown}`, or use a folder that only you can write to"),
+        ),
+    };
+    let text = format!("{} is not trusted: {text}", path.display());
+    Failure::new(failure::PERMISSION, text).help(help)
+}
+
+/// A component of a path.
+struct Component {
+    owner: u32,
+    group: u32,
+    mode: u32,
+    /// The path ends here.
+    is_last: bool,
+}
+
+/// Why a component is not trusted.
+#[derive(Debug, PartialEq, Eq)]
+enum Problem {
+    /// It belongs to this user.
+    Owner(u32),
+    /// Others may write; its mode.
+    Writable(u32),
+}
+
+impl Component {
+    fn new(metadata: &Metadata, is_last: bool) -> Self {
+        let (owner, group) = (metadata.uid(), metadata.gid());
+        Self { owner, group, mode: metadata.mode() & 0o7777, is_last }
+    }
+
+    fn problem(&self, owned: bool, is_private: impl Fn(u32) -> bool) -> Option<Problem> {
+        if !owned {
+            return Some(Problem::Owner(self.owner));
+        }
+        if self.mode & STICKY != 0 && !self.is_last {
+            return None;
+        }
+        let by_group = self.mode & GROUP_WRITE != 0 && !is_private(self.group);
+        let writable = by_group || self.mode & OTHER_WRITE != 0;
+        writable.then_some(Problem::Writable(self.mode))
+    }
+}
+
+/// Whether a group is the caller's alone, as Debian and others make one for each user.
+fn is_private(group: u32) -> bool {
+    let user = User::from_uid(Uid::effective()).ok().flatten();
+    let group = Group::from_gid(Gid::from_raw(group)).ok().flatten();
+    let (Some(user), Some(group)) = (user, group) else { return false };
+    let alone = group.mem.iter().all(|member| *member == user.name);
+    user.gid == group.gid && user.name == group.name && alone
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::Permissions;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    fn problem(owned: bool, mode: u32, is_last: bool) -> Option<Problem> {
+        let private = 5;
+        let component = Component { owner: 7, group: private, mode, is_last };
+        component.problem(owned, |group| group == private)
+    }
+
+    #[test]
+    fn owner_and_mode_of_a_component() {
+        assert_eq!(problem(true, 0o755, true), None);
+        assert_eq!(problem(true, 0o775, true), None, "a private group");
+        assert_eq!(problem(false, 0o755, true), Some(Problem::Owner(7)));
+        assert_eq!(problem(true, 0o757, true), Some(Problem::Writable(0o757)));
+        assert_eq!(problem(true, 0o1777, false), None, "/tmp on the way");
+        assert_eq!(problem(true, 0o1777, true), Some(Problem::Writable(0o1777)));
+        assert_eq!(problem(false, 0o1777, false), Some(Problem::Owner(7)));
+        let component = Component { owner: 7, group: 6, mode: 0o775, is_last: true };
+        assert_eq!(component.problem(true, |_| false), Some(Problem::Writable(0o775)));
+    }
+
+    #[test]
+    fn every_component_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let deep = folder.path().join("a/b");
+        fs::create_dir_all(&deep).unwrap();
+        let mode = |path: &Path, mode| {
+            fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        };
+        let real = deep.canonicalize().unwrap();
+        assert_eq!(check(&deep).unwrap(), real);
+        let link = folder.path().join("link");
+        symlink("a/b", &link).unwrap();
+        assert_eq!(check(&link).unwrap(), real);
+
+        let above = folder.path().join("a");
+        mode(&above, 0o777);
+        for path in [&deep, &link] {
+            let failure = check(path).unwrap_err();
+            assert_eq!(failure.code(), failure::PERMISSION);
+            assert!(failure.to_string().contains("chmod go-w"), "{failure}");
+        }
+        mode(&above, 0o1777);
+        assert!(check(&deep).is_ok(), "nobody else can rename `b`");
+        assert!(check(&above).is_err(), "anybody can put things there");
+        assert_eq!(check(&above.join("none")).unwrap_err().code(), failure::MISSING_FILE);
+    }
+}

@@ -1,0 +1,151 @@
+//! Sporadic replenishment: the CPU time that a scheduling context with a period may still use, and
+//! when it may.
+//!
+//! Time used in one run comes back one period after that run began (B. Sprunt, L. Sha, J. Lehoczky:
+//! "Aperiodic task scheduling for hard-real-time systems", 1989; runs as M. Stanovich et al.:
+//! "Defects of the POSIX sporadic server and how to correct them", RTAS 2010, define them).
+//!
+//! # Invariants
+//!
+//! * The amounts sum up to the budget, and are in the order of their times.
+//! * No part of the budget is used twice within one period, so that no window of one period holds
+//!   more than the budget: a run begins when its context is dispatched, ends when it leaves its CPU,
+//!   and uses its parts in their order.
+//! * There are at most [`REFILLS`]. Where one more would be needed, the last two are merged at the
+//!   later time: that delays time, it makes none.
+
+use core::cell::Cell;
+
+/// Most refills that wait at the same time.
+pub const REFILLS: usize = 8;
+
+/// A part of the budget.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+struct Refill {
+    /// First time at which it may be used, in ticks.
+    at: u64,
+    /// Its length, in ticks.
+    amount: u64,
+}
+
+/// The parts of a budget, a ring.
+pub struct Refills {
+    ring: [Cell<Refill>; REFILLS],
+    first: Cell<usize>,
+    count: Cell<usize>,
+}
+
+impl Refills {
+    /// The whole budget from `at` on.
+    pub fn new(budget: u64, at: u64) -> Self {
+        let refills = Self {
+            ring: [const { Cell::new(Refill { at: 0, amount: 0 }) }; REFILLS],
+            first: Cell::new(0),
+            count: Cell::new(0),
+        };
+        refills.append(budget, at);
+        refills
+    }
+
+    fn slot(&self, index: usize) -> &Cell<Refill> {
+        &self.ring[(self.first.get() + index) % REFILLS]
+    }
+
+    fn pop(&self) {
+        self.first.set((self.first.get() + 1) % REFILLS);
+        self.count.set(self.count.get() - 1);
+    }
+
+    /// Adds a part that is usable from `at` on, but not before those that are there.
+    fn append(&self, amount: u64, at: u64) {
+        let count = self.count.get();
+        if amount == 0 {
+            return;
+        }
+        let last = count.checked_sub(1).map(|last| self.slot(last));
+        let at = last.map_or(at, |last| at.max(last.get().at));
+        match last {
+            Some(last) if count == REFILLS || last.get().at == at => {
+                last.set(Refill { at, amount: last.get().amount + amount });
+            }
+            _ => {
+                self.slot(count).set(Refill { at, amount });
+                self.count.set(count + 1);
+            }
+        }
+    }
+
+    /// The time of the first part.
+    pub fn next(&self) -> u64 {
+        self.slot(0).get().at
+    }
+
+    /// Begins a run: what is due becomes one part, used from `now` on. Returns its length, 0 if
+    /// nothing is due.
+    pub fn begin(&self, now: u64) -> u64 {
+        let mut head = self.slot(0).get();
+        if head.at > now {
+            return 0;
+        }
+        while self.count.get() > 1 && self.slot(1).get().at <= now {
+            let amount = head.amount;
+            self.pop();
+            head = self.slot(0).get();
+            head.amount += amount;
+        }
+        head.at = now;
+        self.slot(0).set(head);
+        head.amount
+    }
+
+    /// Ends a run that used `used` ticks: they come back a period after its beginning. A run that
+    /// was longer than its part, because its end was noticed late, has used the next parts, too.
+    pub fn end(&self, mut used: u64, period: u64) {
+        for _ in 0..self.count.get() {
+            let head = self.slot(0).get();
+            let part = used.min(head.amount);
+            if part == 0 {
+                return;
+            }
+            if part == head.amount {
+                self.pop();
+            } else {
+                self.slot(0).set(Refill { amount: head.amount - part, ..head });
+            }
+            self.append(part, head.at.saturating_add(period));
+            used -= part;
+        }
+    }
+
+    /// Changes budget and period. What has been used comes back no earlier than it would have, and
+    /// what the budget has more comes after a period: no change gives time at once.
+    pub fn change(&self, (old, budget): (u64, u64), (before, period): (u64, u64), now: u64) {
+        for index in 0..self.count.get() {
+            let Refill { at, amount } = self.slot(index).get();
+            if at > now {
+                let at = at.saturating_add(period.saturating_sub(before));
+                self.slot(index).set(Refill { at, amount });
+            }
+        }
+        self.append(budget.saturating_sub(old), now.saturating_add(period));
+        let mut less = old.saturating_sub(budget);
+        while less != 0 && self.count.get() != 0 {
+            let last = self.slot(self.count.get() - 1);
+            let Refill { at, amount } = last.get();
+            let part = less.min(amount);
+            last.set(Refill { at, amount: amount - part });
+            if part == amount {
+                self.count.set(self.count.get() - 1);
+            }
+            less -= part;
+        }
+    }
+
+    /// Sum of all parts.
+    pub fn total(&self) -> u64 {
+        (0..self.count.get()).map(|index| self.slot(index).get().amount).sum()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,389 @@
+//! Delegation and recursive revocation, in steps.
+
+use super::{Extent, GUEST_BITS, MAX_CAPABILITY_ORDER, Space, USER_PAGES, WORD_ORDER, units, work};
+use crate::Kernel;
+use crate::arch::Arch;
+use crate::object::*;
+use crate::pool::Handle;
+use crate::table::{self, Format};
+use abi::{Item, ItemKind, Status, rights};
+
+/// A delegation from a task's space to another space.
+pub struct Delegation<A: Arch> {
+    /// The giver.
+    pub from: Handle<Task<A>>,
+    /// What.
+    pub item: Item,
+    /// First unit in the giver's space.
+    pub source: u64,
+    /// The receiver.
+    pub to: SpaceRef<A>,
+    /// First unit in the receiver's space.
+    pub destination: u64,
+}
+
+impl<A: Arch> Delegation<A> {
+    /// Checks bounds and alignment.
+    fn check(&self) -> Result<(), Status> {
+        let size = units(self.item.order);
+        let limit = match (self.item.kind, self.to) {
+            (ItemKind::Memory, SpaceRef::Task(_)) => USER_PAGES,
+            (ItemKind::Memory, SpaceRef::Vm(_)) => 1 << (GUEST_BITS - abi::PAGE_SHIFT),
+            (ItemKind::Port, _) => 1 << 16,
+            (ItemKind::Capability, SpaceRef::Task(_)) => MAX_SLOTS,
+            (ItemKind::Capability, SpaceRef::Vm(_)) => return Err(Status::BadArgument),
+        };
+        let misaligned = (self.source | self.destination) & (size - 1) != 0;
+        let fits = self.destination.checked_add(size).is_some_and(|end| end <= limit);
+        if misaligned || !fits || self.source.checked_add(size).is_none() {
+            return Err(Status::BadArgument);
+        }
+        if self.item.kind == ItemKind::Capability && self.item.order > MAX_CAPABILITY_ORDER {
+            return Err(Status::Overflow);
+        }
+        Ok(())
+    }
+}
+
+/// A part of a delegation that becomes one mapping.
+struct Part<A: Arch> {
+    handle: Handle<Node<A>>,
+    extent: Extent,
+}
+
+impl<A: Arch> Kernel<A> {
+    /// The largest order of a mapping: its entries in the page tables are written at once.
+    pub fn max_order() -> u8 {
+        (9 * A::Host::max_leaf_level().min(A::Nested::max_leaf_level()) + 8) as u8
+    }
+
+    // ---- delegation --------------------------------------------------------------------------
+
+    /// Delegates, in steps: first everything is looked at, then it is mapped, and `done` counts the units of both, from 0.
+    /// `Ok(false)`: out of budget, to be called again with what `done` is then; any other number leads at most to
+    /// less being checked before anything is mapped. What was mapped before stays if the quota ends, or if somebody
+    /// changes source or destination meanwhile.
+    pub fn delegate_part(
+        &self,
+        what: &Delegation<A>,
+        done: &mut u64,
+        budget: &mut u32,
+    ) -> Result<bool, Status> {
+        what.check()?;
+        let giver = self.memory.get(what.from).ok_or(Status::Aborted)?;
+        let space = self.space(what.to).ok_or(Status::Aborted)?;
+        if space.dying.get() {
+            return Err(Status::Aborted);
+        }
+        let size = units(what.item.order);
+        if *done > 2 * size {
+            return Err(Status::BadArgument);
+        }
+        if what.item.kind == ItemKind::Capability {
+            return self.delegate_capabilities(giver, what, done, budget);
+        }
+        let free_from = what.destination + done.saturating_sub(size);
+        let targets = Self::tree(space, what.item.kind);
+        if *done < 2 * size
+            && let Some(last) = targets.at_most(&self.memory, what.destination + size - 1)
+        {
+            let last = self.memory.at(last);
+            if last.base + units(last.order) > free_from {
+                return Err(Status::Busy);
+            }
+        }
+        while *done < size {
+            if !work::begin(budget, work::LOOK) {
+                return Ok(false);
+            }
+            *done += units(self.part(giver, what, *done)?.extent.order);
+        }
+        while *done < 2 * size {
+            let part = self.part(giver, what, *done - size)?;
+            if !self.map_part(what, space, &part, budget)? {
+                return Ok(false);
+            }
+            *done += units(part.extent.order);
+        }
+        Ok(true)
+    }
+
+    /// The part that begins `offset` units after the start, if it may be delegated.
+    fn part(&self, giver: &Task<A>, what: &Delegation<A>, offset: u64) -> Result<Part<A>, Status> {
+        let (item, at) = (what.item, what.source + offset);
+        let sources = Self::tree(&giver.space, item.kind);
+        let handle = self.find(sources, at).ok_or(Status::BadArgument)?;
+        let node = self.memory.at(handle);
+        if node.fixed.get() {
+            return Err(Status::BadRights);
+        }
+        let limit = if item.kind == ItemKind::Memory { Self::max_order() } else { u8::MAX };
+        let order = node.order.min(item.order).min(limit);
+        if item.grant && (node.order > order || node.children.any().is_some()) {
+            return Err(Status::Busy);
+        }
+        if at & (units(order) - 1) != 0 {
+            return Err(Status::BadArgument);
+        }
+        let physical = node.physical + (at - node.base);
+        let base = what.destination + offset;
+        Ok(Part { handle, extent: Extent { kind: item.kind, base, physical, order } })
+    }
+
+    /// Maps a part. `Ok(false)`: out of budget, nothing is mapped.
+    fn map_part(
+        &self,
+        what: &Delegation<A>,
+        space: &Space<A>,
+        part: &Part<A>,
+        budget: &mut u32,
+    ) -> Result<bool, Status> {
+        if !self.make_room(what.to, space, part.extent, budget)
+            || !work::begin(budget, work::NODE + Self::words(part.extent.kind, part.extent.order))
+        {
+            return Ok(false);
+        }
+        let node = self.memory.at(part.handle);
+        let rights = node.rights & (what.item.rights | rights::READ);
+        let parent = if what.item.grant { node.parent.get() } else { Some(part.handle) };
+        self.add_mapping(what.to, part.extent, rights, node.device, parent)?;
+        if what.item.grant {
+            self.remove_leaf(part.handle);
+        }
+        Ok(true)
+    }
+
+    /// The cost of writing what shows a mapping.
+    fn words(kind: ItemKind, order: u8) -> u32 {
+        match kind {
+            ItemKind::Capability => 0,
+            ItemKind::Port => work::of_words(units(order.saturating_sub(WORD_ORDER))),
+            ItemKind::Memory => work::of_entries(table::entries::<A::Host>(order)),
+        }
+    }
+
+    /// Frees empty page tables that are where a mapping is to be. `false`: out of budget.
+    fn make_room(
+        &self,
+        of: SpaceRef<A>,
+        space: &Space<A>,
+        extent: Extent,
+        budget: &mut u32,
+    ) -> bool {
+        if extent.kind != ItemKind::Memory {
+            return true;
+        }
+        let tables = space.tables(&self.memory);
+        let root = self.memory.physical(space.root);
+        let (page, order) = (extent.base, extent.order);
+        let mut may = || work::begin(budget, work::TABLE);
+        let (done, flush) = match of {
+            SpaceRef::Task(_) => table::make_room::<A::Host>(&tables, root, page, order, &mut may),
+            SpaceRef::Vm(_) => table::make_room::<A::Nested>(&tables, root, page, order, &mut may),
+        };
+        if flush.is_needed() {
+            self.need_flush(of, space);
+        }
+        done
+    }
+
+    fn delegate_capabilities(
+        &self,
+        giver: &Task<A>,
+        what: &Delegation<A>,
+        done: &mut u64,
+        budget: &mut u32,
+    ) -> Result<bool, Status> {
+        let SpaceRef::Task(to) = what.to else { return Err(Status::BadArgument) };
+        let (item, size) = (what.item, units(what.item.order));
+        let receiver = self.memory.get(to).ok_or(Status::Aborted)?;
+        while *done < 2 * size {
+            let offset = *done & (size - 1);
+            let acts = *done >= size;
+            if !work::begin(budget, if acts { work::NODE } else { work::LOOK }) {
+                return Ok(false);
+            }
+            let capability = self.capability(giver, what.source + offset)?;
+            let node = self.memory.at(capability.node);
+            if capability.rights & rights::DELEGATE == 0 {
+                return Err(Status::BadRights);
+            }
+            if item.grant && node.children.any().is_some() {
+                return Err(Status::Busy);
+            }
+            self.free_slot(receiver, what.destination + offset)?;
+            if acts {
+                let parent = if item.grant { node.parent.get() } else { Some(capability.node) };
+                let rights = capability.rights & item.rights;
+                let slot = what.destination + offset;
+                self.insert_capability(to, slot, capability.object, rights, parent)?;
+                if item.grant {
+                    self.remove_leaf(capability.node);
+                }
+            }
+            *done += 1;
+        }
+        Ok(true)
+    }
+
+    // ---- revocation --------------------------------------------------------------------------
+
+    /// Removes the subtree under `handle`, itself included, one leaf a step. `false`: out of budget.
+    pub(super) fn remove_subtree(&self, handle: Handle<Node<A>>, budget: &mut u32) -> bool {
+        let mut leaf = handle;
+        loop {
+            while let Some(child) = self.memory.at(leaf).children.any() {
+                leaf = child;
+            }
+            let node = self.memory.at(leaf);
+            let cost = match node.kind {
+                ItemKind::Capability => work::CAPABILITY,
+                kind => work::LEAF + Self::words(kind, node.order),
+            };
+            if !work::begin(budget, cost) {
+                return false;
+            }
+            let above = node.parent.get();
+            self.remove_leaf(leaf);
+            match above {
+                Some(above) if leaf != handle => leaf = above,
+                _ => return true,
+            }
+        }
+    }
+
+    /// Removes what was delegated from `handle` and overlaps the block of `2^order` units at `physical` (units of the
+    /// root).
+    fn remove_children(
+        &self,
+        handle: Handle<Node<A>>,
+        (physical, order): (u64, u8),
+        budget: &mut u32,
+    ) -> bool {
+        while let Some(child) = self.overlapping(handle, physical, order) {
+            if !self.remove_subtree(child, budget) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// A child of a mapping that overlaps a block: one in it, or one that contains it.
+    fn overlapping(
+        &self,
+        handle: Handle<Node<A>>,
+        physical: u64,
+        order: u8,
+    ) -> Option<Handle<Node<A>>> {
+        let parent = self.memory.at(handle);
+        let children = &parent.children;
+        let first = children.at_least(&self.memory, (physical, 0, 0));
+        if let Some(child) = first
+            && self.memory.at(child).physical - physical < units(order)
+        {
+            return first;
+        }
+        for order in order + 1..=parent.order {
+            let base = physical & !(units(order) - 1);
+            // Where nothing lies between, the look at the smaller block has found the larger one.
+            if base == physical & !(units(order - 1) - 1) {
+                continue;
+            }
+            let child = children.at_least(&self.memory, (base, order, 0));
+            if child.is_some_and(|child| self.memory.at(child).physical == base) {
+                return child;
+            }
+        }
+        None
+    }
+
+    /// Takes back what was delegated from a range of a task's space; with `own` also the task's own
+    /// mappings. `Ok(false)`: out of budget, to be called again with what `done`, from 0, is then.
+    pub fn unmap(
+        &self,
+        from: Handle<Task<A>>,
+        (item, base): (Item, u64),
+        own: bool,
+        done: &mut u64,
+        budget: &mut u32,
+    ) -> Result<bool, Status> {
+        let task = self.memory.get(from).ok_or(Status::Aborted)?;
+        let size = units(item.order);
+        if base & (size - 1) != 0 || base.checked_add(size).is_none() || *done > size {
+            return Err(Status::BadArgument);
+        }
+        if item.kind == ItemKind::Capability {
+            return Ok(self.unmap_capabilities(task, base, size, own, done, budget));
+        }
+        let tree = Self::tree(&task.space, item.kind);
+        // From the end of the range downwards, so that what is done need not be looked at again.
+        while *done < size {
+            if !work::begin(budget, work::LOOK) {
+                return Ok(false);
+            }
+            let end = base + (size - *done);
+            let Some(handle) = tree.at_most(&self.memory, end - 1) else { break };
+            let node = self.memory.at(handle);
+            let node_end = node.base + units(node.order);
+            if node_end <= base {
+                break;
+            }
+            let (low, high) = (node.base.max(base), node_end.min(base + size));
+            if node.fixed.get() {
+                if own {
+                    return Err(Status::BadRights);
+                }
+            } else if own {
+                if low != node.base || high != node_end {
+                    return Err(Status::BadArgument);
+                }
+                if !self.remove_subtree(handle, budget) {
+                    return Ok(false);
+                }
+            } else {
+                let block = (node.physical + (low - node.base), node.order.min(item.order));
+                if !self.remove_children(handle, block, budget) {
+                    return Ok(false);
+                }
+            }
+            *done = base + size - low;
+        }
+        *done = size;
+        Ok(true)
+    }
+
+    fn unmap_capabilities(
+        &self,
+        task: &Task<A>,
+        base: u64,
+        size: u64,
+        own: bool,
+        done: &mut u64,
+        budget: &mut u32,
+    ) -> bool {
+        while *done < size && base + *done < task.slots {
+            if !work::begin(budget, work::LOOK) {
+                return false;
+            }
+            let selector = base + *done;
+            let page = selector / SLOTS_PER_PAGE as u64;
+            if task.pages[page as usize].get().is_none() {
+                *done = ((page + 1) * SLOTS_PER_PAGE as u64 - base).min(size);
+                continue;
+            }
+            if let Ok(capability) = self.capability(task, selector) {
+                let finished = if own {
+                    self.remove_subtree(capability.node, budget)
+                } else {
+                    self.remove_children(capability.node, (0, 0), budget)
+                };
+                if !finished {
+                    return false;
+                }
+            }
+            *done += 1;
+        }
+        *done = size;
+        true
+    }
+}

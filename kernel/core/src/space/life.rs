@@ -1,0 +1,162 @@
+//! Birth and death of spaces.
+
+use core::cell::Cell;
+
+use super::{Space, work};
+use crate::Kernel;
+use crate::arch::Arch;
+use crate::object::*;
+use crate::pool::{Factory, Handle};
+use crate::table;
+use abi::Status;
+use abi::vcpu::DOORBELLS;
+
+impl<A: Arch> Kernel<A> {
+    /// Makes a task with `slots` capability slots.
+    pub fn new_task(
+        &self,
+        factory: Option<Handle<Factory>>,
+        slots: u64,
+    ) -> Result<Handle<Task<A>>, Status> {
+        if slots == 0 || slots > MAX_SLOTS {
+            return Err(Status::BadArgument);
+        }
+        let root = self.memory.alloc_raw(factory, 1)?;
+        A::init_root(self.memory.words(root));
+        self.memory
+            .alloc(
+                factory,
+                Task {
+                    caps: Cell::new(0),
+                    space: Space::new(factory, root),
+                    slots,
+                    pages: [const { Cell::new(None) }; SLOT_PAGES],
+                    threads: Cell::new(None),
+                    dying_next: Cell::new(None),
+                },
+            )
+            .inspect_err(|_| self.memory.free_raw(root, 1))
+    }
+
+    /// Makes a guest-physical space.
+    pub fn new_vm(&self, factory: Option<Handle<Factory>>) -> Result<Handle<Vm<A>>, Status> {
+        if !A::has_nested() {
+            return Err(Status::Unsupported);
+        }
+        let root = self.memory.alloc_raw(factory, 1)?;
+        self.memory
+            .alloc(
+                factory,
+                Vm {
+                    caps: Cell::new(0),
+                    space: Space::new(factory, root),
+                    doorbells: [const { Cell::new(None) }; DOORBELLS],
+                    dying_next: Cell::new(None),
+                },
+            )
+            .inspect_err(|_| self.memory.free_raw(root, 1))
+    }
+
+    /// Ends an object whose last capability went.
+    pub(crate) fn end(&self, object: ObjectRef<A>) {
+        match object {
+            ObjectRef::Task(handle) => {
+                let task = self.memory.at(handle);
+                task.space.dying.set(true);
+                task.dying_next.set(self.dying_tasks.replace(Some(handle)));
+            }
+            ObjectRef::Vm(handle) => {
+                let vm = self.memory.at(handle);
+                vm.space.dying.set(true);
+                vm.dying_next.set(self.dying_vms.replace(Some(handle)));
+            }
+            ObjectRef::Thread(handle) => self.end_thread(handle),
+            ObjectRef::Gate(handle) => self.memory.free(handle),
+            ObjectRef::Notification(handle) => self.end_notification(handle),
+            ObjectRef::Irq(handle) => self.end_irq(handle),
+            ObjectRef::Factory(handle) => self.memory.end_factory(handle),
+            ObjectRef::SchedContext(handle) => self.end_sched(handle),
+            ObjectRef::Vcpu(handle) => self.end_vcpu(handle),
+            ObjectRef::Platform => {}
+        }
+    }
+
+    /// Goes on taking apart tasks and guests that have ended. `false`: out of budget.
+    pub fn reap(&self, budget: &mut u32) -> bool {
+        while let Some(handle) = self.dying_tasks.get() {
+            let task = self.memory.at(handle);
+            while let Some(thread) = task.threads.get() {
+                if !work::begin(budget, work::THREAD) {
+                    return false;
+                }
+                self.leave_task(thread);
+            }
+            for page in &task.pages {
+                let Some(slots) = page.get() else { continue };
+                for slot in &self.memory.at(slots).slots {
+                    if let Some(capability) = slot.get()
+                        && !self.remove_subtree(capability.node, budget)
+                    {
+                        return false;
+                    }
+                }
+                if !work::begin(budget, work::SLOT_PAGE) {
+                    return false;
+                }
+                page.set(None);
+                self.memory.free(slots);
+            }
+            // Its capabilities may have been the last to other tasks, which are now before it.
+            if self.dying_tasks.get() != Some(handle) {
+                continue;
+            }
+            let of = SpaceRef::Task(handle);
+            let (entries, frames) = (A::user_entries(), A::PORT_FRAMES);
+            if !self.reap_space::<A::Host>(of, &task.space, entries, frames, budget) {
+                return false;
+            }
+            self.dying_tasks.set(task.dying_next.get());
+            self.memory.free(handle);
+        }
+        while let Some(handle) = self.dying_vms.get() {
+            let vm = self.memory.at(handle);
+            let of = SpaceRef::Vm(handle);
+            let frames = A::GUEST_PORT_FRAMES;
+            if !self.reap_space::<A::Nested>(of, &vm.space, 0..512, frames, budget) {
+                return false;
+            }
+            self.dying_vms.set(vm.dying_next.get());
+            self.memory.free(handle);
+        }
+        true
+    }
+
+    fn reap_space<F: table::Format>(
+        &self,
+        of: SpaceRef<A>,
+        space: &Space<A>,
+        entries: core::ops::Range<usize>,
+        port_frames: u32,
+        budget: &mut u32,
+    ) -> bool {
+        for tree in [&space.memory, &space.ports] {
+            while let Some(node) = tree.any() {
+                if !self.remove_subtree(node, budget) {
+                    return false;
+                }
+            }
+        }
+        let tables = space.tables(&self.memory);
+        let mut may = || work::begin(budget, work::TABLE);
+        if !table::clear::<F>(&tables, self.memory.physical(space.root), entries, &mut may) {
+            return false;
+        }
+        // Whoever still has this space loaded leaves it before its root goes.
+        self.need_flush(of, space);
+        self.memory.free_raw(space.root, 1);
+        if let Some(map) = space.port_map.take() {
+            self.memory.free_raw(map, port_frames);
+        }
+        true
+    }
+}

@@ -1,0 +1,135 @@
+//! Buffer of the log: entries that wait to be sent, each of them whole.
+
+use core::fmt;
+use core::sync::atomic::{AtomicU8, AtomicU32, Ordering::Relaxed};
+
+/// Bytes in their order; `SIZE` is a power of two. One CPU at a time uses it, which the caller sees to.
+///
+/// All fields are atomic so that a panic may read a ring whose user was stopped in the middle of an entry.
+pub struct Ring<const SIZE: usize> {
+    bytes: [AtomicU8; SIZE],
+    /// Bytes ever appended and taken, modulo 2^32.
+    appended: AtomicU32,
+    taken: AtomicU32,
+    /// Entries that did not fit and that no line has told of yet.
+    lost: AtomicU32,
+}
+
+impl<const SIZE: usize> Ring<SIZE> {
+    /// An empty ring.
+    pub const fn new() -> Self {
+        assert!(SIZE.is_power_of_two() && SIZE <= 1 << 31);
+        Self {
+            bytes: [const { AtomicU8::new(0) }; SIZE],
+            appended: AtomicU32::new(0),
+            taken: AtomicU32::new(0),
+            lost: AtomicU32::new(0),
+        }
+    }
+
+    /// Number of bytes in it.
+    pub fn len(&self) -> usize {
+        self.appended.load(Relaxed).wrapping_sub(self.taken.load(Relaxed)) as usize
+    }
+
+    /// Appends all that `write` puts into the entry. If it does not fit nothing is appended, and the entry is counted: the
+    /// next one that fits comes behind a line with the count.
+    pub fn append(&self, write: impl FnOnce(&mut Entry<'_, SIZE>)) {
+        let mut entry = Entry { ring: self, end: self.appended.load(Relaxed), fits: true };
+        let lost = self.lost.load(Relaxed);
+        if lost != 0 {
+            // An entry takes everything.
+            let _ = fmt::write(&mut entry, format_args!("kernel: {lost} messages are lost\n"));
+        }
+        write(&mut entry);
+        let Entry { end, fits, .. } = entry;
+        if fits {
+            self.appended.store(end, Relaxed);
+        }
+        self.lost.store(if fits { 0 } else { lost.saturating_add(1) }, Relaxed);
+    }
+
+    /// Takes the oldest byte.
+    pub fn take(&self) -> Option<u8> {
+        (self.len() != 0).then(|| {
+            let at = self.taken.load(Relaxed);
+            self.taken.store(at.wrapping_add(1), Relaxed);
+            self.bytes[at as usize % SIZE].load(Relaxed)
+        })
+    }
+}
+
+/// An entry in the making.
+pub struct Entry<'a, const SIZE: usize> {
+    ring: &'a Ring<SIZE>,
+    /// Value of [`Ring::appended`] behind its last byte.
+    end: u32,
+    fits: bool,
+}
+
+impl<const SIZE: usize> Entry<'_, SIZE> {
+    /// Puts a byte; a line feed becomes a carriage return and a line feed.
+    pub fn put(&mut self, byte: u8) {
+        if byte == b'\n' {
+            self.put_raw(b'\r');
+        }
+        self.put_raw(byte);
+    }
+
+    fn put_raw(&mut self, byte: u8) {
+        let used = self.end.wrapping_sub(self.ring.taken.load(Relaxed)) as usize;
+        self.fits &= used < SIZE;
+        if self.fits {
+            self.ring.bytes[self.end as usize % SIZE].store(byte, Relaxed);
+            self.end = self.end.wrapping_add(1);
+        }
+    }
+}
+
+impl<const SIZE: usize> fmt::Write for Entry<'_, SIZE> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        text.bytes().for_each(|byte| self.put(byte));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn append<const SIZE: usize>(ring: &Ring<SIZE>, text: &str) {
+        ring.append(|entry| text.bytes().for_each(|byte| entry.put(byte)));
+    }
+
+    fn take<const SIZE: usize>(ring: &Ring<SIZE>, most: usize) -> String {
+        core::iter::from_fn(|| ring.take()).take(most).map(char::from).collect()
+    }
+
+    #[test]
+    fn entries_are_whole_or_not_there() {
+        let ring = Ring::<64>::new();
+        ring.appended.store(u32::MAX - 20, Relaxed);
+        ring.taken.store(u32::MAX - 20, Relaxed);
+        append(&ring, "one\n");
+        append(&ring, &"x".repeat(64));
+        assert_eq!(ring.len(), 5);
+        assert_eq!(take(&ring, 3), "one");
+        append(&ring, "two\n");
+        assert_eq!(take(&ring, 64), "\r\nkernel: 1 messages are lost\r\ntwo\r\n");
+        append(&ring, "three\n");
+        assert_eq!(take(&ring, 64), "three\r\n", "told once");
+        append(&ring, &"y".repeat(64));
+        assert_eq!((ring.len(), take(&ring, 100).len()), (64, 64), "all of it can be used");
+    }
+
+    #[test]
+    fn a_flood_is_counted() {
+        let ring = Ring::<64>::new();
+        for _ in 0..1000 {
+            append(&ring, "0123456789abcd\n");
+        }
+        assert_eq!(take(&ring, 100), "0123456789abcd\r\n".repeat(4));
+        append(&ring, "after\n");
+        assert_eq!(take(&ring, 100), "kernel: 996 messages are lost\r\nafter\r\n");
+    }
+}

@@ -1,0 +1,109 @@
+//! SSE registers of a guest, which the VMM sees when it asks for them (`group::VECTORS`): those in the CPU, if this vCPU ran
+//! there last, else those in its save area (APM vol. 2 §11.4.4, §11.5.2).
+
+use core::arch::asm;
+
+use hw_x86::paging::cr0;
+
+use crate::io::{read_cr0, write_cr0};
+
+/// The registers as the state page has them.
+pub type Registers = [[u64; 2]; 16];
+
+/// Offset of the registers in a save area.
+const XMM: usize = 160;
+/// Offset of the word that says which components of a save area of XSAVE are not in their initial state, and the bit of these.
+const XSTATE_BV: usize = 512;
+const SSE: u64 = 1 << 1;
+
+/// Reads the CPU's registers.
+pub fn from_cpu(to: &mut Registers) {
+    // SAFETY: only for these instructions CR0.TS is clear; they write `to`, which has room for 16 registers. The kernel enables
+    // SSE wherever there is any, which is on every processor with SVM.
+    unsafe {
+        write_cr0(read_cr0() & !cr0::TS);
+        asm!(
+            "movups [{to}], xmm0", "movups [{to} + 0x10], xmm1",
+            "movups [{to} + 0x20], xmm2", "movups [{to} + 0x30], xmm3",
+            "movups [{to} + 0x40], xmm4", "movups [{to} + 0x50], xmm5",
+            "movups [{to} + 0x60], xmm6", "movups [{to} + 0x70], xmm7",
+            "movups [{to} + 0x80], xmm8", "movups [{to} + 0x90], xmm9",
+            "movups [{to} + 0xa0], xmm10", "movups [{to} + 0xb0], xmm11",
+            "movups [{to} + 0xc0], xmm12", "movups [{to} + 0xd0], xmm13",
+            "movups [{to} + 0xe0], xmm14", "movups [{to} + 0xf0], xmm15",
+            to = in(reg) to.as_mut_ptr(), options(nostack, preserves_flags),
+        );
+        write_cr0(read_cr0() | cr0::TS);
+    }
+}
+
+/// Writes the CPU's registers. What else is in their places (the upper half of AVX registers) stays.
+pub fn to_cpu(from: &Registers) {
+    // SAFETY: as above; the registers are the guest's, and the kernel is compiled to use none of them.
+    unsafe {
+        write_cr0(read_cr0() & !cr0::TS);
+        asm!(
+            "movups xmm0, [{from}]", "movups xmm1, [{from} + 0x10]",
+            "movups xmm2, [{from} + 0x20]", "movups xmm3, [{from} + 0x30]",
+            "movups xmm4, [{from} + 0x40]", "movups xmm5, [{from} + 0x50]",
+            "movups xmm6, [{from} + 0x60]", "movups xmm7, [{from} + 0x70]",
+            "movups xmm8, [{from} + 0x80]", "movups xmm9, [{from} + 0x90]",
+            "movups xmm10, [{from} + 0xa0]", "movups xmm11, [{from} + 0xb0]",
+            "movups xmm12, [{from} + 0xc0]", "movups xmm13, [{from} + 0xd0]",
+            "movups xmm14, [{from} + 0xe0]", "movups xmm15, [{from} + 0xf0]",
+            from = in(reg) from.as_ptr(), options(nostack, preserves_flags, readonly),
+        );
+        write_cr0(read_cr0() | cr0::TS);
+    }
+}
+
+/// Reads the registers in a save area.
+///
+/// # Safety
+/// `area` is a save area of FXSAVE or XSAVE that nobody writes meanwhile.
+pub unsafe fn from_area(area: *const u8) -> Registers {
+    // SAFETY: by contract; its fields are aligned.
+    unsafe { area.add(XMM).cast::<Registers>().read() }
+}
+
+/// Writes the registers in a save area; `xsave`: one of XSAVE.
+///
+/// # Safety
+/// As for [`from_area`], and nobody reads it meanwhile.
+pub unsafe fn to_area(area: *mut u8, from: &Registers, xsave: bool) {
+    // SAFETY: by contract.
+    unsafe {
+        area.add(XMM).cast::<Registers>().write(*from);
+        if xsave {
+            let present = area.add(XSTATE_BV).cast::<u64>();
+            present.write(present.read() | SSE);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn save_areas() {
+        #[repr(align(64))]
+        struct Area([u8; 1024]);
+        let mut area = Area([0; 1024]);
+        let mut registers: Registers =
+            core::array::from_fn(|index| [index as u64, !0 - index as u64]);
+        let pointer = area.0.as_mut_ptr();
+        for xsave in [false, true] {
+            registers[3] = [7, u64::from(xsave)];
+            // SAFETY: the area is this test's.
+            let found = unsafe {
+                to_area(pointer, &registers, xsave);
+                from_area(pointer)
+            };
+            assert_eq!(found, registers);
+            assert_eq!(area.0[512], if xsave { 2 } else { 0 }, "the component is there");
+        }
+        // Register 3 is at offset 208 (APM vol. 2, figure 11-8).
+        assert_eq!((area.0[208], area.0[216], area.0[159], area.0[416]), (7, 1, 0, 0));
+    }
+}

@@ -1,0 +1,20 @@
+//! Writes lines to the log as fast as it can, until root asks it to stop.
+#![no_std]
+#![no_main]
+#![forbid(unsafe_code)]
+
+use native_rt::{Notification, info};
+use proto::start::{Start, event, slot};
+
+native_rt::entry!(main);
+
+fn main(_: &Start<'static>) -> u64 {
+    let notification = Notification::at(slot::NOTIFICATION);
+    let mut count = 0u64;
+    while notification.poll() & event::STOP == 0 {
+        count += 1;
+        // Two lines each time: they count one by one.
+        info!("line {count}\nand one more");
+    }
+    0
+}

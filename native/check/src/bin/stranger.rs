@@ -1,0 +1,50 @@
+//! In place of a VMM without disks, networks and channels: looks for as many ms as its guest's command line says (default
+//! 5,000) whether it can signal anybody on whose behalf it has no session, and says so. Started in the place of a
+//! virtual machine that had some, while a server is started again.
+#![no_std]
+#![no_main]
+#![forbid(unsafe_code)]
+
+use native_check::Report;
+use native_rt::{Notification, Status, error, info, time};
+use proto::start::{Role, Start, slot};
+
+native_rt::entry!(main);
+
+fn main(start: &Start<'static>) -> u64 {
+    let mut report = Report::default();
+    let text = if let Role::Vmm(vmm) = &start.role { vmm.command_line } else { "" };
+    let millis = text.trim().parse().unwrap_or(5_000);
+    info!("looks for {millis} ms");
+    let end = time::after(&start.clock, millis * 1_000_000);
+    report.case("stranger", look(start, end));
+    report.exit_code()
+}
+
+/// Tries every slot in which a session or channel would put a notification, until `end`.
+fn look(start: &Start<'static>, end: u64) -> Result<(), &'static str> {
+    let own = Notification::at(slot::NOTIFICATION);
+    loop {
+        for at in slot::CHANNELS..slot::COUNT {
+            // No event: whoever has it is not disturbed.
+            match Notification::at(at).signal(0) {
+                Err(Status::BadCapability) => {}
+                result => {
+                    error!("slot {at}: {result:?}");
+                    return Err("it was given a way to another program");
+                }
+            }
+        }
+        match own.wait(time::after(&start.clock, 10_000_000)) {
+            Err(Status::Timeout) => {}
+            Ok(events) => {
+                error!("events {events:#x}");
+                return Err("another program signals it");
+            }
+            Err(_) => return Err("it cannot wait"),
+        }
+        if time::tsc() >= end {
+            return Ok(());
+        }
+    }
+}

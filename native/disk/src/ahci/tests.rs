@@ -1,0 +1,173 @@
+//! The driver and a controller that fails.
+
+use proptest::prelude::*;
+
+use super::fake::{Fake, Nature, PHYSICAL, memory};
+use super::*;
+
+fn new<'m>(
+    fake: &'m Fake<'m>,
+    memory: &'m [AtomicU64],
+    port: Option<u8>,
+) -> Result<AhciDisk<'m, &'m Fake<'m>>, AhciError> {
+    AhciDisk::new(fake, port, memory, PHYSICAL)
+}
+
+fn command(operation: Operation, sector: u64) -> Command {
+    Command { operation, sector, sectors: 1, address: PHYSICAL << 1 }
+}
+
+#[test]
+fn a_disk_is_set_up() {
+    let memory = memory();
+    let fake = Fake::new(Nature::default(), &memory);
+    let disk = new(&fake, &memory, None).unwrap();
+    let Geometry { sectors, depth, discard, .. } = disk.geometry();
+    assert_eq!((sectors, depth, discard), (4096, 32, true));
+    assert!(new(&fake, &memory, Some(1)).is_err_and(|error| error == AhciError::NoDisk));
+    assert!(new(&fake, &memory, Some(9)).is_err_and(|error| error == AhciError::NoDisk));
+    assert!(new(&fake, &memory[1..], None).is_err_and(|error| error == AhciError::Memory));
+}
+
+/// What is waited for takes the time that the specifications give it, however fast registers are.
+#[test]
+fn waits_are_in_time() {
+    let outcome = |nature: Nature| {
+        let memory = memory();
+        let fake = Fake::new(nature, &memory);
+        new(&fake, &memory, None).map(drop)
+    };
+    let usual = Nature::default();
+    assert_eq!(outcome(Nature { reset: 900, ..usual.clone() }), Ok(()));
+    assert_eq!(outcome(Nature { reset: 1100, ..usual.clone() }), Err(AhciError::NoDisk));
+    assert_eq!(outcome(Nature { link: 1900, ..usual.clone() }), Ok(()));
+    // The ports before it, where nothing is, have their time, too.
+    assert_eq!(outcome(Nature { link: 2400, ..usual.clone() }), Err(AhciError::NoDisk));
+    assert_eq!(outcome(Nature { ready: 30_000, ..usual.clone() }), Ok(()));
+    assert_eq!(outcome(Nature { ready: 40_000, ..usual.clone() }), Err(AhciError::NoDisk));
+    assert_eq!(outcome(Nature { identify: 30_000, ..usual.clone() }), Ok(()));
+    assert_eq!(outcome(Nature { identify: 32_000, ..usual }), Err(AhciError::Identify));
+}
+
+/// An error between the look at the interrupt and the one at the commands, at each access.
+#[test]
+fn an_error_at_any_moment_is_no_success() {
+    for accesses in 0..12 {
+        for (queues, clears_failed, stays_busy) in
+            [(false, true, false), (false, false, false), (false, true, true), (true, true, false)]
+        {
+            let memory = memory();
+            let bad = [7].into();
+            let nature = Nature { queues, clears_failed, stays_busy, bad, ..Nature::default() };
+            let fake = Fake::new(nature, &memory);
+            let mut disk = new(&fake, &memory, None).unwrap();
+            disk.start(3, &command(Operation::Write, 7));
+            disk.flush_doorbell();
+            fake.end_after(accesses);
+            let status = (0..20).find_map(|_| disk.completed().unwrap());
+            let case = (accesses, queues, clears_failed, stays_busy);
+            assert_eq!(status, Some((3, Status::Failed)), "{case:?}");
+            assert_eq!(fake.done(), [], "{case:?}");
+            assert_eq!(fake.resets_of_link() > 0, queues || stays_busy, "{case:?}");
+            // It works as before.
+            disk.start(4, &command(Operation::Read, 8));
+            disk.flush_doorbell();
+            fake.end_one();
+            assert_eq!(disk.completed(), Ok(Some((4, Status::Ok))), "{case:?}");
+        }
+    }
+}
+
+#[test]
+fn of_several_only_the_bad_one_fails() {
+    let memory = memory();
+    let fake = Fake::new(Nature { bad: [11].into(), ..Nature::default() }, &memory);
+    let mut disk = new(&fake, &memory, None).unwrap();
+    for slot in 0..4 {
+        disk.start(slot, &command(Operation::Write, 10 + slot as u64));
+    }
+    disk.flush_doorbell();
+    let mut ended = std::vec::Vec::new();
+    for _ in 0..12 {
+        fake.end_one();
+        while let Some(end) = disk.completed().unwrap() {
+            ended.push(end);
+        }
+    }
+    ended.sort_by_key(|(slot, _)| *slot);
+    let expected = [Status::Ok, Status::Failed, Status::Ok, Status::Ok];
+    assert_eq!(ended, expected.into_iter().enumerate().collect::<std::vec::Vec<_>>());
+    assert_eq!(fake.resets_of_link(), 1);
+}
+
+#[test]
+fn a_port_that_hangs_is_the_end() {
+    let bad = Nature { bad: [7].into(), ..Nature::default() };
+    for (later, message) in [
+        (Nature { stop: 600, ..bad.clone() }, "the port does not stop"),
+        (Nature { link: 2200, ..bad.clone() }, "the link does not come up again"),
+        (Nature { ready: 40_000, ..bad.clone() }, "the disk stays busy after an error"),
+    ] {
+        let memory = memory();
+        let fake = Fake::new(bad.clone(), &memory);
+        let mut disk = new(&fake, &memory, None).unwrap();
+        fake.change(later);
+        disk.start(0, &command(Operation::Read, 7));
+        disk.flush_doorbell();
+        fake.end_one();
+        assert_eq!(disk.completed(), Err(DeviceError(message)));
+    }
+}
+
+proptest! {
+    /// Commands end at any moment, some of them badly: each is reported once, as what it was.
+    #[test]
+    fn every_command_is_reported_as_it_ended(
+        queues: bool,
+        clears_failed: bool,
+        stays_busy: bool,
+        steps in prop::collection::vec((0..4u8, 0..40u64, 0..15u32), 1..60),
+    ) {
+        let memory = memory();
+        // Every third sector is bad.
+        let bad = (0..40).filter(|sector| sector % 3 == 0).collect();
+        let nature = Nature { queues, clears_failed, stays_busy, bad, ..Nature::default() };
+        let fake = Fake::new(nature, &memory);
+        let mut disk = new(&fake, &memory, None).unwrap();
+        let mut under_way = [None; SLOTS];
+        let check = |under_way: &mut [Option<(Operation, u64)>; SLOTS], (slot, status): (usize, Status)| {
+            let (operation, sector) = under_way[slot].take().expect("what was under way");
+            let good = operation == Operation::Flush || sector % 3 != 0;
+            prop_assert_eq!(status, if good { Status::Ok } else { Status::Failed });
+            let codes = match operation {
+                Operation::Read => [ata::READ, ata::READ_QUEUED],
+                Operation::Write => [ata::WRITE, ata::WRITE_QUEUED],
+                _ => [ata::FLUSH; 2],
+            };
+            let sector = if operation == Operation::Flush { 0 } else { sector };
+            let done = fake.done().iter().any(|done| codes.contains(&done.0) && done.1 == sector);
+            prop_assert!(!good || done, "{:?} {} was not carried out", operation, sector);
+            Ok(())
+        };
+        for (kind, sector, accesses) in steps {
+            let free = under_way.iter().position(Option::is_none);
+            if let (0..3, Some(slot)) = (kind, free) {
+                let operation = [Operation::Read, Operation::Write, Operation::Flush][usize::from(kind)];
+                disk.start(slot, &command(operation, sector));
+                under_way[slot] = Some((operation, sector));
+                disk.flush_doorbell();
+            }
+            fake.end_after(accesses);
+            if let Some(ended) = disk.completed().unwrap() {
+                check(&mut under_way, ended)?;
+            }
+        }
+        for _ in 0..8 * SLOTS {
+            fake.end_one();
+            while let Some(ended) = disk.completed().unwrap() {
+                check(&mut under_way, ended)?;
+            }
+        }
+        prop_assert_eq!(under_way, [None; SLOTS]);
+    }
+}

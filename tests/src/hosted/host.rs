@@ -1,0 +1,85 @@
+//! What `parador` needs of a host, and says of it.
+
+use super::{Rig, children, end, start, succeed};
+use crate::system::target;
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use std::fs;
+use std::process::Command;
+
+/// A copy of `parador` alone runs a kernel that is named: without a source tree, a folder of programs, an environment and a home.
+pub fn copied() -> Result<()> {
+    let rig = Rig::new()?;
+    let copy = rig.folder().join("a copy");
+    fs::copy(target().join("release/parador"), &copy).context("cannot copy parador")?;
+    let run = || {
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL"]).arg(&copy).arg("run").arg(rig.kernel());
+        command.args(["-i", "busybox", "--backend", "process", "--timeout", "120s"]);
+        command.env_clear().env("PATH", "/usr/bin:/bin").current_dir("/");
+        command
+    };
+    end(&mut run(), "echo $((6*7)) is\nmachine-exit 9\n")?.well(9, &["\n42 is\n"])?;
+    // Its processes have the program's name.
+    let mut child = start(&mut run())?;
+    children(&child)?;
+    succeed(Command::new("kill").arg(child.id().to_string()))?;
+    child.wait().context("cannot wait for parador")?;
+    Ok(())
+}
+
+/// `parador doctor` tries what a host permits, and says so when a filter of system calls, a limit or the VM that it is in forbids it.
+pub fn doctor() -> Result<()> {
+    let parador = target().join("release/parador");
+    let report = |command: &mut Command| -> Result<Value> {
+        let output = command.output().context("cannot start parador")?;
+        serde_json::from_slice(&output.stdout).with_context(|| format!("no report: {output:?}"))
+    };
+    let finding = |report: &Value, name: &str| -> Result<(String, String)> {
+        let all = report["findings"].as_array().context("no findings")?;
+        let one = all.iter().find(|one| one["name"] == name).with_context(|| name.to_owned())?;
+        let text = |key: &str| one[key].as_str().unwrap_or_default().to_owned();
+        Ok((text("state"), text("found")))
+    };
+    let here = report(Command::new(&parador).args(["doctor", "--json"]))?;
+    ensure!(here["backend"].is_string(), "nothing runs here: {here}");
+    let (state, found) = finding(&here, "passt")?;
+    ensure!(state == "ok" && found.contains("/passt, "), "passt: {found}");
+    for name in ["processes", "memory", "open files", "address space", "file size", "this host"] {
+        ensure!(finding(&here, name)?.0 == "ok", "{name}: {here}");
+    }
+    let mut limited = Command::new("prlimit");
+    limited.args(["--nproc=30", "--nofile=100", "--as=262144000"]).arg(&parador);
+    let limited = report(limited.args(["doctor", "--json"]))?;
+    for (name, wanted) in [("processes", "30 (RLIMIT_NPROC"), ("open files", "100 (RLIMIT_NOFILE")]
+    {
+        let (state, found) = finding(&limited, name)?;
+        ensure!(state != "ok" && found.contains(wanted), "{name}: {found}");
+    }
+    ensure!(finding(&limited, "address space")?.0 == "missing", "{limited}");
+    ensure!(limited["backend"].is_null(), "{limited}");
+    // No namespaces inside, where sysctls say that there are.
+    let mut denied = Command::new("unshare");
+    denied.args(["--user", "--map-root-user", "sh", "-c"]);
+    denied.arg("echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"").arg("sh");
+    let denied = report(denied.arg(&parador).args(["doctor", "--json"]))?;
+    let (state, found) = finding(&denied, "user namespaces")?;
+    ensure!(state == "absent" && found.contains("ENOSPC"), "user namespaces: {found}");
+    inside()
+}
+
+/// In a VM of Parador in processes it says that none runs there.
+fn inside() -> Result<()> {
+    let rig = Rig::new()?;
+    let parador = target().join("release/parador").display().to_string();
+    let script = format!(
+        "mount -t 9p -o trans=virtio,version=9p2000.L,msize=65560,ro host /mnt
+        for folder in proc dev sys; do mount -o bind /$folder /mnt/$folder; done
+        chroot /mnt {parador} doctor; echo code $?; machine-exit 5\n"
+    );
+    let mut machine = rig.run();
+    machine.args(["-m", "512M", "--share", "/:host,ro=on"]);
+    let ended = end(&mut machine, &script)?;
+    ended.well(5, &["MISSING  this host", "back end `process`), in which no other", "code 69"])?;
+    Ok(())
+}

@@ -1,0 +1,90 @@
+//! User programs at the border between guest user mode and the guest kernel
+//! (`guests/linux/isolation.c`), where both run in processes of this host. With protection keys the
+//! same program runs on an emulated host: see [`crate::keys`].
+
+use crate::hosted::net::wait_for;
+use crate::hosted::{Rig, children, end, ended, start};
+use crate::system::artifacts;
+use anyhow::{Context, Result, ensure};
+use proto::wedge::layout;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+/// Tests of the program that every mode passes.
+pub const TESTS: [&str; 11] = [
+    "stepped-calls",
+    "traced-steps",
+    "steps-everywhere",
+    "alignment-checks",
+    "middle-of-calls",
+    "stale-copies",
+    "refused-calls",
+    "watchpoints",
+    "cpu-numbers",
+    "time-stamps",
+    "compacted-state",
+];
+/// Tests of copies of code whose original is written, for modes without protection keys, where copies follow flushes only.
+const COPY_TESTS: [&str; 5] =
+    ["double-mappings", "writers-elsewhere", "written-files", "device-writes", "breakpoints"];
+/// Tests of the program with `--protection process`: user mode forges each word that its process and the kernel's share and that
+/// it can write, and pages that the kernel frees are gone all the same.
+const PROCESS_TESTS: [&str; 2] = ["freed-pages", "freed-elsewhere"];
+/// Text that the program prints when it finds something wrong.
+pub const WRONG: [&str; 2] = ["FAILED", "isolation: line"];
+
+/// The program.
+pub fn program() -> PathBuf {
+    artifacts().join("linux-isolation")
+}
+
+/// Runs the tests with each mode that needs nothing of the processor, on one virtual CPU and on
+/// two. The machine goes on, and ends with its own exit code.
+pub fn modes() -> Result<()> {
+    let rig = Rig::new()?;
+    let program = program();
+    for mode in ["none", "process"] {
+        for cpus in ["1", "2"] {
+            let tests = [&TESTS[..], &COPY_TESTS[..], &PROCESS_TESTS[..]].concat().join(" ");
+            let script = format!("/mnt/linux-isolation {mode} {tests}\necho goes on\n");
+            let mut run = rig.script(&script, &[&program])?;
+            let ended = end(run.args(["-c", cpus, "--protection", mode]), "")?;
+            let well = format!("all well with {mode}");
+            ended
+                .well(0, &[&well, "goes on"])
+                .and_then(|ended| ended.never(&WRONG))
+                .with_context(|| format!("--protection {mode} -c {cpus}"))?;
+        }
+    }
+    Ok(())
+}
+
+/// However often a process of the guest is told of events while it has no CPU of the host, its stack of signals does not overflow.
+pub fn many_events() -> Result<()> {
+    let rig = Rig::new()?;
+    for mode in ["none", "process"] {
+        let mut run = rig.run();
+        let script =
+            "echo it runs; n=0; while [ $n -lt 1500000 ]; do n=$((n+1)); done; echo goes on";
+        run.args(["--protection", mode, "-p", &format!("quiet parador.run=\"{script}\"")]);
+        let mut child = start(&mut run)?;
+        wait_for(&mut child, "it runs")?;
+        // The device process comes first.
+        let guests: Vec<_> = children(&child)?.iter().skip(2).map(u32::to_string).collect();
+        let signal = |name: &str| {
+            let mut kill = Command::new("kill");
+            kill.arg(format!("-{name}")).args(&guests).stderr(Stdio::null());
+            // One of them may have ended.
+            kill.status().context("cannot start kill").map(drop)
+        };
+        signal("STOP")?;
+        for _ in 0..64 {
+            signal(&layout::KICK_SIGNAL.to_string())?;
+        }
+        signal("CONT")?;
+        let ended = ended(child)?.well(0, &["goes on"]);
+        ended.with_context(|| format!("--protection {mode}"))?;
+    }
+    ensure!(layout::KICK_SIGNAL < 32, "the host queues signal {}", layout::KICK_SIGNAL);
+    Ok(())
+}
