@@ -23,10 +23,20 @@ const GIVEN_UP: &str = "the host refuses to map or unmap a program's memory";
 /// All of it.
 pub fn mappings() -> Result<()> {
     for (mode, call, code, text) in [
-        ("none", linux::__NR_mmap, FAULT, "the host cannot map guest memory: error 12"),
+        (
+            "none",
+            linux::__NR_mmap,
+            FAULT,
+            "cannot map guest memory: Cannot allocate memory (ENOMEM)",
+        ),
         ("none", linux::__NR_munmap, FAULT, "the host cannot unmap 0x30"),
         ("none", linux::__NR_mprotect, 0, "goes on"),
-        ("process", linux::__NR_mmap, FAULT, "the host cannot map guest memory: error 12"),
+        (
+            "process",
+            linux::__NR_mmap,
+            FAULT,
+            "cannot map guest memory: Cannot allocate memory (ENOMEM)",
+        ),
         ("process", linux::__NR_mprotect, 0, "goes on"),
     ] {
         always(mode, call, code, text).with_context(|| format!("{mode}, call {call}"))?;

@@ -670,10 +670,14 @@ static u8 *write_kill(u8 *at)
 	return at;
 }
 
+/* The device process looks once a second when it is not rung for, and it may be what the other process waits for. */
 static bool await_flag(unsigned long turns)
 {
-	while (!TAKEN_FLAG[0] && turns--)
+	while (!TAKEN_FLAG[0] && turns--) {
+		if (turns % 4096 == 0)
+			bell();
 		HOST(NR_YIELD);
+	}
 	if (TAKEN_FLAG[0])
 		say("escape: kill gives %lu\n", (long)(int)TAKEN_FLAG[1]);
 	return TAKEN_FLAG[0];
@@ -703,7 +707,7 @@ static void takeover(void)
 	*(volatile u64 *)VCPU_RSP = TAKEN_STACK;
 	++*turn;
 	HOST(NR_FUTEX, (unsigned long)turn, 1, 1);
-	await_flag(2000000);
+	await_flag(10000000);
 	*(volatile u64 *)VCPU_RSP = old;
 }
 
