@@ -131,7 +131,9 @@ struct registers {
 };
 static struct registers at_run __attribute__((used));
 static uint64_t kept_stack __attribute__((used)), kept_fs __attribute__((used));
-static volatile uint32_t is_running __attribute__((used)), found_pkru __attribute__((used)), has_keys __attribute__((used));
+static volatile uint32_t is_running __attribute__((used)), has_keys __attribute__((used));
+// PKRU behind code, read twice: code that jumps behind one RDPKRU comes to the other, and a wrong value is one that both have read.
+static volatile uint32_t found_pkru[2] __attribute__((used));
 static volatile uint32_t has_read __attribute__((used));
 static const uint32_t initial_mxcsr __attribute__((used)) = 0x1f80;
 static pid_t own_thread;
@@ -154,7 +156,9 @@ asm(".text\n"
     "	mov at_run(%rip), %rax\n"
     "	jmp *at_run+0x80(%rip)\n"
     "returned:\n"
-    "	cmpl $0, has_keys(%rip)\n	je 1f\n	xor %ecx, %ecx\n	.byte 0x0f, 0x01, 0xee\n	mov %eax, found_pkru(%rip)\n"
+    "	cmpl $0, has_keys(%rip)\n	je 1f\n"
+    "	xor %ecx, %ecx\n	.byte 0x0f, 0x01, 0xee\n	mov %eax, found_pkru(%rip)\n"
+    "	xor %ecx, %ecx\n	.byte 0x0f, 0x01, 0xee\n	mov %eax, found_pkru+4(%rip)\n"
     "1:	mov kept_stack(%rip), %rsp\n"
     "landed:\n"
     "	pushq $2\n	popfq\n"
@@ -211,14 +215,14 @@ static void run_to_end(uint64_t target)
 	for (size_t i = 0; i < PAGE / 8; i++)
 		stack[512 + i] = (uint64_t)returned;
 	at_run.target = target;
-	found_pkru = USER_PKRU;
+	found_pkru[0] = found_pkru[1] = USER_PKRU;
 	run_registers();
 	report->runs++;
 	// A copy of this process that the code has made.
 	if (syscall(SYS_gettid) != own_thread)
 		syscall(SYS_exit_group, 0);
-	if (has_keys && found_pkru != USER_PKRU)
-		violation(PKRU_BEHIND_CODE, found_pkru, USER_PKRU);
+	if (has_keys && found_pkru[0] != USER_PKRU && found_pkru[1] != USER_PKRU)
+		violation(PKRU_BEHIND_CODE, found_pkru[1], USER_PKRU);
 }
 
 // Code that may be a loop.

@@ -683,6 +683,40 @@ static void stale_copies(void)
 	}
 }
 
+static void enter_with(uint8_t *at, unsigned accumulator, uint8_t *area, uint8_t *written)
+{
+	if (sigsetjmp(back, 1) == 0)
+		asm volatile("call *%0" :: "r"(at), "a"(accumulator), "c"(0), "d"(0), "D"(area), "S"(written) : "memory", "cc");
+}
+
+// A page that has to be executed in steps, whose code writes to the page behind it: the steps do not end with that page's mapping, neither
+// in front of a WRPKRU of its own nor of an XRSTOR that goes over the border.
+static void stepped_neighbours(void)
+{
+	static uint8_t area[PAGE] __attribute__((aligned(64)));
+	// movb $0x90, 0x100(%rsi); what makes the page one of steps; both sequences and a return.
+	static const volatile uint8_t store[] = { 0xc6, 0x86, 0, 1, 0, 0, 0x90 }, lone[] = { 0x0f, 0x01, 0xef, 0x90 };
+	static const volatile uint8_t sequences[][4] = { { 0x0f, 0x01, 0xef, 0xc3 }, { 0x0f, 0xae, 0x2f, 0xc3 } };
+	*(uint32_t *)(area + 24) = 0x1f80;
+	*(uint64_t *)(area + 512) = 1 << 9;
+	for (int number = SIGILL; number <= SIGSEGV; number++)
+		if (number != SIGABRT && number != SIGKILL)
+			handle(number, leave, SA_NODEFER);
+	for (int round = 0; round < 8; round++) {
+		uint8_t *code = pages(2 * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC);
+		const int crosses = round & 1, at = PAGE - (crosses ? 1 : 6) - (int)sizeof(store);
+		memset(code, 0xc3, 2 * PAGE);
+		PUT(code + 16, lone);
+		PUT(code + at, store);
+		put(code + at + sizeof(store), sequences[crosses], 4);
+		enter_with(code + at, crosses << 9, area, code + PAGE);
+		if (!strcmp(mode, "keys"))
+			CHECK(pkru() == USER_PKRU);
+		CHECK(code[PAGE + 0x100] == 0x90);
+		munmap(code, 2 * PAGE);
+	}
+}
+
 // --- What the kernel offers and the host's processor does not give.
 
 static void watchpoints(void)
@@ -940,6 +974,7 @@ static const struct {
 	{ "refused-calls", refused_calls },
 	{ "middle-of-calls", middle_of_calls },
 	{ "stale-copies", stale_copies },
+	{ "stepped-neighbours", stepped_neighbours },
 	{ "watchpoints", watchpoints },
 	{ "cpu-numbers", cpu_numbers },
 	{ "time-stamps", time_stamps },

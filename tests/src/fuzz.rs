@@ -18,6 +18,8 @@ const FIRST_SEED: u64 = 1;
 const PROGRAMS: [(&str, u64, u64); 3] =
     [("none", 300, 20_000), ("process", 100, 2_000), ("keys", 24, 3_000)];
 const CPUS: [&str; 2] = ["1", "2"];
+/// A program that once reached its kernel (with keys: the page behind one that is executed in steps).
+const FOUND: u64 = 100_543;
 /// Seconds of a machine in a long run, and of the emulated host.
 const LONG: u32 = 1800;
 const HOST_LIMIT: u32 = 300;
@@ -49,14 +51,13 @@ fn script(folder: &str, mode: &str, is_long: bool) -> Result<String> {
             rmmod check_memory
             dmesg | grep -o 'memory: [0-9]* bytes, sum.*' | tail -n 1
         }}
-        {folder}/linux-fuzz {mode} {} 2
+        {folder}/linux-fuzz {mode} {FOUND} 1
         before=$(sum)
         {folder}/linux-fuzz {mode} {seed} {count}
         after=$(sum)
         echo \"$before; $after\"
         test -n \"$before\" && test \"$before\" = \"$after\" && echo \"{UNCHANGED}\" || echo \"the kernel HAS CHANGED\"
-        ls / >/dev/null && echo goes on\n",
-        seed + count
+        ls / >/dev/null && echo goes on\n"
     ))
 }
 

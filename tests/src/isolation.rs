@@ -11,13 +11,14 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// Tests of the program that every mode passes.
-pub const TESTS: [&str; 11] = [
+pub const TESTS: [&str; 12] = [
     "stepped-calls",
     "traced-steps",
     "steps-everywhere",
     "alignment-checks",
     "middle-of-calls",
     "stale-copies",
+    "stepped-neighbours",
     "refused-calls",
     "watchpoints",
     "cpu-numbers",

@@ -122,9 +122,16 @@ fn steps() -> &'static mut Steps {
 
 /// What was mapped between these addresses is not any longer.
 pub fn forget(start: u64, end: u64) {
-    let steps = steps();
-    if start < steps.end && steps.start < end {
-        *steps = NO_STEPS;
+    let Steps { start: first, end: last, .. } = *steps();
+    if start < last && first < end {
+        // A page that is left has not been searched: it is executed by steps or not at all.
+        *steps() = match first < start {
+            true => Steps { start: first, end: start, alone: true, ..NO_STEPS },
+            false => NO_STEPS,
+        };
+        if end < last {
+            memory::drop_range(end, last);
+        }
     }
     for (page, _) in ends() {
         if (start..end).contains(page) {
@@ -272,6 +279,11 @@ pub fn map(
     offset: u64,
 ) -> Result<u64, sys::Errno> {
     let mut mapped = 0;
+    let Steps { start, end, .. } = *steps();
+    if start != end && start < linear + size && linear <= end {
+        // The last of them may have been alone.
+        memory::drop_range(start, end);
+    }
     let previous = linear.wrapping_sub(PAGE);
     let mut before = ends().iter().find(|(page, _)| *page == previous).map(|(_, end)| *end);
     let mut changes = false;
@@ -420,6 +432,10 @@ pub fn open_steps(cpu: &VirtualCpu, memory: &GuestMemory) -> bool {
     let pages = (last - first) / PAGE + 1;
     let mapped = (0..pages).take_while(|page| map_step(cpu, memory, first + page * PAGE).is_some());
     let end = first + PAGE * mapped.count() as u64;
+    // What could be mapped only in part.
+    if end <= last {
+        memory::drop_range(end, last + PAGE);
+    }
     if end == first {
         return false;
     }

@@ -506,8 +506,8 @@ fn unmap(start: u64, end: u64) {
     code::forget(start, end);
     // SAFETY: the callers give ranges of the guest only. It fails only for want of the host's memory, when a mapping has to be split.
     let result = unsafe { sys::unmap(start, end - start) };
-    if result.is_err() {
-        crate::report::fatal(format_args!("the host cannot unmap {start:#x}: {result:?}"));
+    if let Err(error) = result {
+        crate::report::fatal(format_args!("the host cannot unmap {start:#x}: {error}"));
     }
     if is_program(start) {
         apart::unmap(start, end);
