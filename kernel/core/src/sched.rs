@@ -503,6 +503,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Chooses what runs on this CPU next. Called before the kernel is left when `resched` is set.
+    #[inline(always)]
     pub fn schedule(&self, number: usize) {
         let cpu = &self.cpus[number];
         cpu.resched.set(false);
@@ -581,24 +582,34 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Arms a thread's timeout.
-    pub fn set_timeout(&self, handle: Handle<Thread<A>>, deadline: u64) {
-        let thread = self.memory.at(handle);
-        thread.deadline.set(deadline);
+    /// Arms a thread's timeout, unless it is never (`u64::MAX`).
+    #[inline(always)]
+    pub fn set_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, deadline: u64) {
         if deadline != u64::MAX {
-            self.cpus[thread.cpu].timeouts.insert(&self.memory, handle);
-            self.update_next_event(thread.cpu);
+            self.arm_timeout(handle, thread, deadline);
         }
     }
 
-    /// Disarms a thread's timeout.
-    pub fn clear_timeout(&self, handle: Handle<Thread<A>>) {
-        let thread = self.memory.at(handle);
+    #[inline(never)]
+    fn arm_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, deadline: u64) {
+        thread.deadline.set(deadline);
+        self.cpus[thread.cpu].timeouts.insert(&self.memory, handle);
+        self.update_next_event(thread.cpu);
+    }
+
+    /// Disarms a thread's timeout, if it has one.
+    #[inline(always)]
+    pub fn clear_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
         if thread.deadline.get() != u64::MAX {
-            self.cpus[thread.cpu].timeouts.remove(&self.memory, handle);
-            thread.deadline.set(u64::MAX);
-            self.update_next_event(thread.cpu);
+            self.disarm_timeout(handle, thread);
         }
+    }
+
+    #[inline(never)]
+    fn disarm_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+        self.cpus[thread.cpu].timeouts.remove(&self.memory, handle);
+        thread.deadline.set(u64::MAX);
+        self.update_next_event(thread.cpu);
     }
 
     /// Does what is due on this CPU: timeouts, refills, end of slice. If more is due than is done at once, the timer

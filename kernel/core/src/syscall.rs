@@ -11,6 +11,7 @@ use crate::object::*;
 use crate::pool::Handle;
 use crate::space::Delegation;
 use crate::space::work::WORK;
+use crate::thread::Next;
 use crate::{FIRST_IRQ_VECTOR, Kernel, count};
 
 /// How a system call ended that did not fail.
@@ -62,12 +63,13 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// The current thread of `cpu` made a system call.
+    /// The current thread of `cpu` made a system call. Returns the CPU's current thread if it is known; it goes on unless the
+    /// CPU has other work ([`Kernel::has_work`]).
     #[inline(always)]
-    pub fn system_call(&self, cpu: usize) {
+    pub fn system_call(&self, cpu: usize) -> Option<Next<'_, A>> {
         count(&self.counters.system_calls);
-        let Some(handle) = self.cpus[cpu].current.get() else { return };
-        let Some(thread) = self.memory.get(handle) else { return };
+        let handle = self.cpus[cpu].current.get()?;
+        let thread = self.memory.get(handle)?;
         let context = &thread.context;
         const GATE_CALL: u64 = Op::GateCall as u64;
         const GATE_REPLY_WAIT: u64 = Op::GateReplyWait as u64;
@@ -77,11 +79,15 @@ impl<A: Arch> Kernel<A> {
             GATE_CALL => self.call_by_name(cpu, handle, thread),
             GATE_REPLY_WAIT => self.gate_reply_wait(cpu, handle, thread, context.argument(0)),
             VCPU_RUN => self.run_by_name(handle, thread),
-            code => return self.rare_call(cpu, code, handle, thread),
+            code => {
+                self.rare_call(cpu, code, handle, thread);
+                return None;
+            }
         };
-        if let Err(status) = done {
+        done.unwrap_or_else(|status| {
             context.set_status(status);
-        }
+            None
+        })
     }
 
     #[inline(always)]
@@ -90,20 +96,25 @@ impl<A: Arch> Kernel<A> {
         cpu: usize,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
-    ) -> Result<(), Status> {
+    ) -> Result<Option<Next<'_, A>>, Status> {
         let gate =
             self.gate_cap(self.task_of(thread)?, thread.context.argument(0), rights::CALL)?;
         self.gate_call(cpu, handle, thread, gate)
     }
 
     #[inline(always)]
-    fn run_by_name(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) -> Result<(), Status> {
+    fn run_by_name<'a>(
+        &'a self,
+        handle: Handle<Thread<A>>,
+        thread: &'a Thread<A>,
+    ) -> Result<Option<Next<'a, A>>, Status> {
         let selector = thread.context.argument(0);
         let vcpu = match thread.ran.get() {
             Some(ran) if ran.selector == selector && ran.ended == self.memory.ended() => ran.vcpu,
             _ => self.find_vcpu(thread, selector)?,
         };
-        self.vcpu_run(handle, thread, vcpu)
+        let vcpu = self.vcpu_run(handle, thread, vcpu)?;
+        Ok(Some(Next { thread, vcpu: Some(vcpu) }))
     }
 
     #[cold]

@@ -43,6 +43,14 @@ const ABORTS: u32 = 8;
 /// Callers of one server whose messages cannot be delivered, in one entry of the kernel.
 const MAX_REFUSED: u32 = 4;
 
+/// A CPU's current thread, which goes on.
+pub struct Next<'a, A: Arch> {
+    /// The thread.
+    pub thread: &'a Thread<A>,
+    /// The vCPU that it is in `VcpuRun` on; `None`: it is not.
+    pub vcpu: Option<&'a Vcpu<A>>,
+}
+
 impl<A: Arch> Kernel<A> {
     // ---- life ----------------------------------------------------------------------------------
 
@@ -462,7 +470,7 @@ impl<A: Arch> Kernel<A> {
         thread.queued.set(false);
     }
 
-    /// `GateCall`.
+    /// `GateCall`. Returns the server if it goes on at once, as the CPU's current thread.
     #[inline(always)]
     pub fn gate_call(
         &self,
@@ -470,7 +478,7 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         gate: Handle<Gate<A>>,
-    ) -> Result<(), Status> {
+    ) -> Result<Option<Next<'_, A>>, Status> {
         let gate = self.memory.get(gate).ok_or(Status::BadCapability)?;
         let server = gate.thread;
         let Some(partner) = self.memory.get(server) else { return Err(Status::Aborted) };
@@ -492,9 +500,10 @@ impl<A: Arch> Kernel<A> {
             Self::lend(handle, thread, sched, partner);
             partner.state.set(ThreadState::Ready);
             here.current.set(Some(server));
-            return Ok(());
+            return Ok(Some(Next { thread: partner, vcpu: None }));
         }
-        self.gate_call_slow(cpu, handle, thread, gate, partner)
+        self.gate_call_slow(cpu, handle, thread, gate, partner)?;
+        Ok(None)
     }
 
     #[inline(never)]
@@ -532,7 +541,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// `GateReplyWait`. The status of a reply that cannot be delivered goes to the server, which may
-    /// reply again.
+    /// reply again. Returns the caller if it goes on at once, as the CPU's current thread.
     #[inline(always)]
     pub fn gate_reply_wait(
         &self,
@@ -540,10 +549,11 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         flags: u64,
-    ) -> Result<(), Status> {
+    ) -> Result<Option<Next<'_, A>>, Status> {
+        let mut next = None;
         if let Some(caller) = thread.caller.get() {
             if flags & abi::reply_wait::REPLY != 0 {
-                self.reply(cpu, handle, thread, caller)?;
+                next = self.reply(cpu, handle, thread, caller)?;
             } else if flags & abi::reply_wait::WAIT != 0 {
                 self.forget_caller(handle, thread, caller);
             }
@@ -551,10 +561,10 @@ impl<A: Arch> Kernel<A> {
         if flags & abi::reply_wait::WAIT == 0 {
             thread.context.set_status(Status::Ok);
             self.wake(handle);
-            return Ok(());
+            return Ok(next);
         }
         self.wait_for_call(cpu, handle, thread);
-        Ok(())
+        Ok(next)
     }
 
     /// Nobody will ever answer this caller.
@@ -576,25 +586,23 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         caller: Handle<Thread<A>>,
-    ) -> Result<(), Status> {
+    ) -> Result<Option<Next<'_, A>>, Status> {
         let Some(partner) = self.memory.get(caller) else {
             thread.caller.set(None);
-            return Ok(());
+            return Ok(None);
         };
-        let resumed = if partner.fault.get().is_some() {
-            partner.fault.set(None);
-            thread.context.argument(2) == abi::FaultAction::Resume as u64
-        } else {
-            self.deliver(thread, partner, 0)?;
-            true
-        };
+        if partner.fault.get().is_some() {
+            self.reply_to_fault(handle, thread, caller, partner);
+            self.cpus[cpu].resched.set(true);
+            return Ok(None);
+        }
+        self.deliver(thread, partner, 0)?;
         thread.caller.set(None);
         partner.server.set(None);
         let here = &self.cpus[cpu];
         debug_assert!(here.current.get() == Some(handle), "only the current thread replies");
         // The common case: back to the caller on its own time, nothing to choose.
         if thread.lender.get() == Some(caller)
-            && resumed
             && let Some(sched) = thread.sched.get()
         {
             thread.lender.set(None);
@@ -603,11 +611,28 @@ impl<A: Arch> Kernel<A> {
             partner.state.set(ThreadState::Ready);
             here.current.set(Some(caller));
             // Whether the server goes on beside the caller, on its own time, is decided when it waits.
-            return Ok(());
+            return Ok(Some(Next { thread: partner, vcpu: None }));
         }
-        self.resume_caller(handle, thread, caller, resumed);
+        self.resume_caller(handle, thread, caller, true);
         here.resched.set(true);
-        Ok(())
+        Ok(None)
+    }
+
+    /// The reply to a thread that called because it faulted: it goes on or stops.
+    #[cold]
+    #[inline(never)]
+    fn reply_to_fault(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        caller: Handle<Thread<A>>,
+        partner: &Thread<A>,
+    ) {
+        partner.fault.set(None);
+        thread.caller.set(None);
+        partner.server.set(None);
+        let resumed = thread.context.argument(2) == abi::FaultAction::Resume as u64;
+        self.resume_caller(handle, thread, caller, resumed);
     }
 
     #[inline(never)]
@@ -827,7 +852,7 @@ impl<A: Arch> Kernel<A> {
         if let Some(sleeper) = notification.sleeper.take() {
             let thread = self.memory.at(sleeper);
             thread.sleeping_on.set(None);
-            self.clear_timeout(sleeper);
+            self.clear_timeout(sleeper, thread);
             // In `VcpuRun` it finds the bits by itself.
             if thread.vcpu.get().is_none() {
                 thread.context.set_status(Status::Ok);
@@ -915,7 +940,7 @@ impl<A: Arch> Kernel<A> {
     ) {
         notification.sleeper.set(Some(handle));
         thread.sleeping_on.set(Some(name));
-        self.set_timeout(handle, deadline);
+        self.set_timeout(handle, thread, deadline);
         thread.state.set(ThreadState::Sleeping);
         // It is the current one: what it runs on rests when another is chosen.
         self.cpus[thread.cpu].resched.set(true);
@@ -926,7 +951,7 @@ impl<A: Arch> Kernel<A> {
         if let Some(on) = thread.sleeping_on.take().and_then(|on| self.memory.get(on)) {
             on.sleeper.set(None);
         }
-        self.clear_timeout(handle);
+        self.clear_timeout(handle, thread);
     }
 
     pub(crate) fn end_notification(&self, handle: Handle<Notification<A>>) {
@@ -934,7 +959,7 @@ impl<A: Arch> Kernel<A> {
         if let Some(sleeper) = notification.sleeper.take() {
             let thread = self.memory.at(sleeper);
             thread.sleeping_on.set(None);
-            self.clear_timeout(sleeper);
+            self.clear_timeout(sleeper, thread);
             thread.context.set_status(Status::Aborted);
             self.wake(sleeper);
         }
@@ -991,14 +1016,14 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// `VcpuRun`: the thread is in the guest from the next time it is chosen. Whether the machine is still there is looked at
-    /// then.
+    /// then. Returns the vCPU.
     #[inline(always)]
     pub fn vcpu_run(
         &self,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         name: Handle<Vcpu<A>>,
-    ) -> Result<(), Status> {
+    ) -> Result<&Vcpu<A>, Status> {
         let vcpu = self.memory.get(name).ok_or(Status::BadCapability)?;
         if vcpu.cpu.get().is_some_and(|cpu| cpu != thread.cpu) {
             return Err(Status::BadCpu);
@@ -1009,7 +1034,7 @@ impl<A: Arch> Kernel<A> {
         vcpu.cpu.set(Some(thread.cpu));
         vcpu.runner.set(Some(handle));
         thread.vcpu.set(Some(name));
-        Ok(())
+        Ok(vcpu)
     }
 
     /// The thread's `VcpuRun` returns.

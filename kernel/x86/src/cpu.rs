@@ -65,8 +65,6 @@ pub struct PerCpu {
     pub kernel_stack_top: AtomicU64,
     /// Offset 16: free for the entry code.
     pub scratch: AtomicU64,
-    /// Offset 24: where the registers of the running thread are saved; TSS.RSP0 points to its end.
-    pub frame: AtomicU64,
     /// Number of this CPU; 0 is the one that booted.
     pub id: u32,
     /// Its local APIC's id.
@@ -81,7 +79,6 @@ const _: () = {
     assert!(offset_of!(PerCpu, this) == 0);
     assert!(offset_of!(PerCpu, kernel_stack_top) == 8);
     assert!(offset_of!(PerCpu, scratch) == 16);
-    assert!(offset_of!(PerCpu, frame) == 24);
     assert!(offset_of!(Tss, io_map) == 104);
     assert!(PER_CPU + size_of::<PerCpu>() as u64 <= AREA_LENGTH);
 };
@@ -92,13 +89,17 @@ unsafe impl Sync for PerCpu {}
 
 static CREATED: AtomicUsize = AtomicUsize::new(0);
 
+/// Offset of TSS.RSP0 in [`PerCpu`], for the entry code: where the registers of the running thread are saved ends there.
+pub const INTERRUPT_STACK: usize =
+    offset_of!(PerCpu, tss) + offset_of!(Tss, state) + offset_of!(TaskState, rsp);
+
 /// What belongs to this CPU.
 #[inline]
 pub fn current() -> &'static PerCpu {
     let this: *const PerCpu;
     // SAFETY: in the kernel GS points to this CPU's `PerCpu`, which starts with its own address and lives for ever.
     unsafe {
-        asm!("mov {}, gs:[0]", out(reg) this, options(nostack, readonly, preserves_flags));
+        asm!("mov {}, gs:[0]", out(reg) this, options(nostack, pure, nomem, preserves_flags));
         &*this
     }
 }
@@ -275,7 +276,6 @@ unsafe fn set_control_registers() {
 #[inline]
 pub fn set_interrupt_stack(top: u64) {
     let cpu = current();
-    cpu.frame.store(top, Ordering::Relaxed);
     // SAFETY: only this CPU touches its task state, and it does not do so in parallel with itself:
     // the kernel runs with interrupts off.
     unsafe { (&raw mut (*cpu.tss.get()).state.rsp).cast::<u64>().write_unaligned(top) };

@@ -1,7 +1,7 @@
 //! Entry to the kernel and exit from it.
 //!
-//! A thread's registers are saved in its [`Context`], straight from the entry: TSS.RSP0 and
-//! `PerCpu::frame` point to the context's end, so the processor itself pushes the last five words. The kernel
+//! A thread's registers are saved in its [`Context`], straight from the entry: TSS.RSP0
+//! points to the context's end, so the processor itself pushes the last five words. The kernel
 //! then runs on the CPU's own stack. Interrupts that come in ring 0 (only where the kernel opens a
 //! window for them: idle, and after a guest) are noted in `PerCpu::pending` and nothing else.
 
@@ -165,7 +165,7 @@ unsafe extern "C" fn syscall_entry() {
     naked_asm!(
         "swapgs",
         "mov gs:[16], rsp",
-        "mov rsp, gs:[24]",
+        "mov rsp, gs:[{stack}]",
         "push {data}",
         "push gs:[16]",
         "push r11",
@@ -188,6 +188,7 @@ unsafe extern "C" fn syscall_entry() {
         "mov [rsp - 136], r15",
         "mov rsp, gs:[8]",
         "call {handler}",
+        stack = const cpu::INTERRUPT_STACK,
         data = const selector::USER_DATA,
         code = const selector::USER_CODE,
         syscall = const SYSCALL,
@@ -313,7 +314,7 @@ unsafe extern "C" fn interrupt_entry() {
         "jb 3f",
         "push rax",
         "mov rax, [rsp + 8]",
-        "bts qword ptr gs:[40], rax",
+        "bts qword ptr gs:[{pending}], rax",
         "pop rax",
         "add rsp, 16",
         "iretq",
@@ -324,6 +325,7 @@ unsafe extern "C" fn interrupt_entry() {
         "and rsp, -16",
         "call {bug}",
         "ud2",
+        pending = const offset_of!(cpu::PerCpu, pending),
         nmi = sym nmi_entry,
         handler = sym interrupt_handler,
         leave = sym leave_kernel,
@@ -385,8 +387,12 @@ extern "C" fn syscall_handler() -> ! {
         let caller = kernel.cpus[number].current.get().and_then(|thread| kernel.memory.get(thread));
         crate::longest::caused_by(caller.map_or(0, |thread| thread.context.operation()));
     }
-    kernel.system_call(number);
-    let context = run::leave(kernel, number);
+    let next = kernel.system_call(number).map(|next| run::Next::new(&next));
+    let (kernel, next) = match next {
+        Some(next) if !kernel.has_work(number) => (kernel, next),
+        _ => run::choose(kernel, number),
+    };
+    let context = run::leave(kernel, number, next);
     // SAFETY: a thread's context; the next entry starts on an empty stack.
     unsafe { leave_to(context) }
 }
@@ -412,5 +418,6 @@ extern "C" fn interrupt_handler(vector: u64) -> *const Context {
             kernel.fault(number, handle, [vector, error, address, thread.context.ip()]);
         }
     }
-    run::leave(kernel, number)
+    let (kernel, next) = run::choose(kernel, number);
+    run::leave(kernel, number, next)
 }

@@ -2,12 +2,13 @@
 
 use core::cell::{Cell, UnsafeCell};
 use core::ops::{Deref, DerefMut, Range};
+use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use abi::Status;
 use hw_x86::paging::cr0;
 use kernel_core::arch::{Arch, IrqSource};
-use kernel_core::object::{Irq, Task, Vcpu};
+use kernel_core::object::{Irq, Task, Thread, Vcpu};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::space::work::WORK;
 use kernel_core::{Kernel, count};
@@ -200,10 +201,24 @@ fn idle(mut kernel: Guard, number: usize) -> Guard {
 
 // ---- the way out -----------------------------------------------------------------------------------
 
-/// Ends this entry of the kernel: runs guests, waits if there is nothing to do, and returns the
-/// context to go on with.
-#[inline(always)]
-pub fn leave(mut kernel: Guard, number: usize) -> *const Context {
+/// The thread that a CPU goes on with, and the vCPU that it is in `VcpuRun` on, else null. For as long as the lock is held and
+/// nothing is freed.
+pub struct Next {
+    thread: *const Thread<X86>,
+    vcpu: *const Vcpu<X86>,
+}
+
+impl Next {
+    /// The same as [`kernel_core::thread::Next`].
+    #[inline(always)]
+    pub fn new(next: &kernel_core::thread::Next<'_, X86>) -> Self {
+        Self { thread: next.thread, vcpu: next.vcpu.map_or(ptr::null(), ptr::from_ref) }
+    }
+}
+
+/// Finishes what this entry of the kernel has begun, and waits until there is a thread to go on with.
+#[inline(never)]
+pub fn choose(mut kernel: Guard, number: usize) -> (Guard, Next) {
     loop {
         kernel.finish(number);
         let Some(handle) = kernel.cpus[number].current.get() else {
@@ -216,24 +231,39 @@ pub fn leave(mut kernel: Guard, number: usize) -> *const Context {
             continue;
         };
         let thread = kernel.memory.at(handle);
-        let back = if let Some(vcpu) = thread.vcpu.get() {
-            let (after, back) = svm::run(kernel, number, handle, vcpu);
-            kernel = after;
-            // Most exits: there is nothing to do but to go back to the VMM. The timer is set early enough: guests are
-            // entered with the CPU's own deadline at the latest, and nobody has changed that.
-            let Some(back) = back.filter(|_| !kernel.has_work(number)) else { continue };
-            back
-        } else {
-            arm(local(number), kernel.cpus[number].deadline());
-            svm::Back { task: thread.task, context: &raw const thread.context }
-        };
-        if kernel.cpus[number].space.get() != Some(back.task) {
-            load_space(&kernel, number, back.task);
-        }
-        cpu::set_interrupt_stack(Context::end(back.context));
-        unlock(kernel);
-        return back.context;
+        let vcpu = thread.vcpu.get().map_or(ptr::null(), |name| {
+            kernel.memory.get(name).map_or_else(|| svm::lost(&kernel, thread), ptr::from_ref)
+        });
+        let next = Next { thread, vcpu };
+        return (kernel, next);
     }
+}
+
+/// Ends this entry of the kernel: runs guests, and returns the context to go on with.
+#[inline(always)]
+pub fn leave(mut kernel: Guard, number: usize, mut next: Next) -> *const Context {
+    let back = loop {
+        // SAFETY: they were found under the lock, which is held since, and objects are freed by `choose` only.
+        let (thread, vcpu) = unsafe { (&*next.thread, next.vcpu.as_ref()) };
+        let Some(vcpu) = vcpu else {
+            arm(local(number), kernel.cpus[number].deadline());
+            break svm::Back { task: thread.task, context: &raw const thread.context };
+        };
+        let (after, back) = svm::run(kernel, number, thread, vcpu);
+        kernel = after;
+        // Most exits: there is nothing to do but to go back to the VMM. The timer is set early enough: guests are
+        // entered with the CPU's own deadline at the latest, and nobody has changed that.
+        if let Some(back) = back.filter(|_| !kernel.has_work(number)) {
+            break back;
+        }
+        (kernel, next) = choose(kernel, number);
+    };
+    if kernel.cpus[number].space.get() != Some(back.task) {
+        load_space(&kernel, number, back.task);
+    }
+    cpu::set_interrupt_stack(Context::end(back.context));
+    unlock(kernel);
+    back.context
 }
 
 #[inline(always)]
@@ -265,7 +295,8 @@ pub fn start(kernel: Guard, number: usize) -> ! {
     // A task that uses the FPU faults: native programs have none, and a guest's state may be in it.
     // SAFETY: the kernel is compiled without floating point.
     unsafe { write_cr0(read_cr0() | cr0::TS) };
-    let context = leave(kernel, number);
+    let (kernel, next) = choose(kernel, number);
+    let context = leave(kernel, number, next);
     // SAFETY: a thread's context; this stack holds nothing that is needed.
     unsafe { crate::entry::leave_to(context) }
 }

@@ -27,7 +27,7 @@ use kernel_core::{Kernel, count};
 
 use crate::cpu::MAX_CPUS;
 use crate::entry::Context;
-use crate::features::features;
+use crate::features::{Features, features};
 use crate::io::{rdmsr, read_cr0, read_xcr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
 use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
@@ -342,8 +342,7 @@ impl VcpuFrames {
 
     /// Takes XCR0 from the CPU, which holds this vCPU's extended state: the guest may have set it without an exit. QEMU's
     /// processor does not intercept `XSETBV`.
-    fn keep_xcr0(&self) {
-        let have = features();
+    fn keep_xcr0(&self, have: &Features) {
         if have.xsave {
             // SAFETY: with XSAVE the kernel has set CR4.OSXSAVE.
             self.xcr0.set(unsafe { read_xcr0() } & have.xcr0_mask);
@@ -507,7 +506,7 @@ pub fn read_groups(memory: &Memory, local: &Local, vcpu: &Vcpu<X86>, groups: u64
         let owner = local.owner.get().and_then(|owner| memory.get(owner));
         let is_owner = owner.is_some_and(|owner| ptr::eq(owner, vcpu));
         if is_owner {
-            vcpu.arch.keep_xcr0();
+            vcpu.arch.keep_xcr0(features());
         }
         if groups & group::VECTORS != 0 {
             vcpu.arch.read_vectors(is_owner);
@@ -675,11 +674,11 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
 
 /// Makes this vCPU's registers those in the CPU.
 #[cold]
-fn become_owner(kernel: &Kernel<X86>, local: &Local, Seat { thread, vcpu, .. }: Seat<'_>) {
+fn become_owner(kernel: &Kernel<X86>, local: &Local, Seat { thread, vcpu }: Seat<'_>) {
     let have = features();
     let old = local.owner.replace(thread.vcpu.get()).and_then(|old| kernel.memory.get(old));
     if let Some(old) = old {
-        old.arch.keep_xcr0();
+        old.arch.keep_xcr0(have);
     }
     // SAFETY: TS is cleared around FPU instructions only; areas are as large as `xsave_size`, aligned to pages; XCR0
     // values are within the machine's. Debug and auxiliary registers are no memory. A vCPU that no longer exists left
@@ -768,12 +767,7 @@ struct Kept {
 impl<'a> Seat<'a> {
     /// `None`: not all are there any more.
     #[inline(always)]
-    fn new(
-        kernel: &'a Kernel<X86>,
-        thread: &'a Thread<X86>,
-        name: Handle<Vcpu<X86>>,
-    ) -> Option<Self> {
-        let vcpu = kernel.memory.get(name)?;
+    fn new(kernel: &'a Kernel<X86>, thread: &'a Thread<X86>, vcpu: &'a Vcpu<X86>) -> Option<Self> {
         if vcpu.arch.ended.get() != kernel.memory.ended() {
             find(&kernel.memory, vcpu)?;
         }
@@ -785,7 +779,7 @@ impl<'a> Seat<'a> {
     #[inline(never)]
     fn current(kernel: &'a Kernel<X86>, number: usize) -> Option<Self> {
         let thread = kernel.memory.get(kernel.cpus[number].current.get()?)?;
-        Self::new(kernel, thread, thread.vcpu.get()?)
+        Self::new(kernel, thread, kernel.memory.get(thread.vcpu.get()?)?)
     }
 
     /// The same after the lock was given back, or what has become of it. `ended`: `Memory::ended` before.
@@ -825,17 +819,17 @@ fn find(memory: &Memory, vcpu: &Vcpu<X86>) -> Option<()> {
     Some(())
 }
 
-/// Enters the vCPU `name` that the CPU's current thread, `thread_name`, is in `VcpuRun` on. Unless there is something for
-/// its VMM the thread stays in `VcpuRun`: it enters again when it is chosen again.
+/// Enters the vCPU that the CPU's current thread, `thread`, is in `VcpuRun` on. Unless there is something for its VMM the
+/// thread stays in `VcpuRun`: it enters again when it is chosen again.
 #[inline(always)]
 pub fn run(
     mut kernel: Guard,
     number: usize,
-    thread_name: Handle<Thread<X86>>,
-    name: Handle<Vcpu<X86>>,
+    thread: &Thread<X86>,
+    vcpu: &Vcpu<X86>,
 ) -> (Guard, Option<Back>) {
     let local = local(number);
-    let Some(mut seat) = Seat::new(&kernel, kernel.memory.at(thread_name), name) else {
+    let Some(mut seat) = Seat::new(&kernel, thread, vcpu) else {
         abort(&kernel, number);
         return (kernel, None);
     };
@@ -845,8 +839,8 @@ pub fn run(
     }
     loop {
         if let Err(stop) = prepare(&kernel, &local.guest, seat) {
-            refuse(&kernel, seat, stop);
-            return (kernel, None);
+            let back = refuse(&kernel, seat, stop);
+            return (kernel, Some(back));
         }
         let active = &seat.vm().space.active;
         active.set(active.get() | local.guest.bit.get());
@@ -940,7 +934,7 @@ pub fn run(
 }
 
 /// The VMM's thread waits in `VcpuRun`, if it can.
-#[cold]
+#[inline(always)]
 fn halt(kernel: &Kernel<X86>, number: usize, seat: Seat<'_>) -> bool {
     let Seat { thread, vcpu, .. } = seat;
     // It may have been stopped meanwhile.
@@ -984,7 +978,7 @@ fn report(kernel: &Kernel<X86>, seat: Seat<'_>, code: u64, reported: u64) -> Bac
         exit::IOIO => group::IP,
         // The sizes in this leaf depend on it.
         exit::CPUID if state.gpr[gpr::RAX] as u32 == hw_x86::cpuid::leaf::XSAVE => {
-            frames.keep_xcr0();
+            frames.keep_xcr0(features());
             group::IP | group::CONTROL | group::CODE | group::XCR0
         }
         _ if control.n_rip != 0 => group::IP,
@@ -1048,11 +1042,18 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, seat: Seat<'_>) -> Result<(), St
 
 /// Ends `VcpuRun` without an entry.
 #[cold]
-fn refuse(kernel: &Kernel<X86>, seat: Seat<'_>, stop: Stop) {
+fn refuse(kernel: &Kernel<X86>, seat: Seat<'_>, stop: Stop) -> Back {
     match stop {
-        Stop::Exit(code) => _ = give(kernel, seat, code, group::IP),
-        Stop::Failed(status) => kernel.vcpu_return(seat.thread, Some(seat.vcpu), status),
+        Stop::Exit(code) => give(kernel, seat, code, group::IP),
+        Stop::Failed(status) => end_call(kernel, seat, status),
     }
+}
+
+/// Ends the `VcpuRun` of a thread whose vCPU has ended: it is in none.
+#[cold]
+pub fn lost(kernel: &Kernel<X86>, thread: &Thread<X86>) -> *const Vcpu<X86> {
+    kernel.vcpu_return(thread, None, Status::Aborted);
+    ptr::null()
 }
 
 /// Ends the `VcpuRun` of the CPU's current thread, if it still is in it, because an object that it needs has ended.
@@ -1119,7 +1120,7 @@ pub struct Back {
 
 /// Ends `VcpuRun` with an exit for the VMM.
 #[inline(always)]
-fn give(kernel: &Kernel<X86>, Seat { thread, vcpu, .. }: Seat<'_>, code: u64, groups: u64) -> Back {
+fn give(kernel: &Kernel<X86>, Seat { thread, vcpu }: Seat<'_>, code: u64, groups: u64) -> Back {
     const NEXT_KNOWN: u64 = group::IP;
     const LOOK: u64 = group::IP | group::CONTROL | group::CODE;
     let (state, vmcb) = (vcpu.arch.state(), vcpu.arch.vmcb());
@@ -1131,7 +1132,13 @@ fn give(kernel: &Kernel<X86>, Seat { thread, vcpu, .. }: Seat<'_>, code: u64, gr
         LOOK => read_code(state, vmcb, LOOK),
         _ => vcpu.arch.read_groups(groups),
     }
-    kernel.vcpu_return(thread, Some(vcpu), Status::Ok);
+    end_call(kernel, Seat { thread, vcpu }, Status::Ok)
+}
+
+/// Ends `VcpuRun` with a status.
+#[inline(always)]
+fn end_call(kernel: &Kernel<X86>, Seat { thread, vcpu }: Seat<'_>, status: Status) -> Back {
+    kernel.vcpu_return(thread, Some(vcpu), status);
     Back { task: thread.task, context: &raw const thread.context }
 }
 
