@@ -293,10 +293,19 @@ fn guest_scenarios() -> Vec<Scenario> {
             ..base("smp", micro("guest", "smp", "cpus = 4\nconsole = \"com1\""))
         },
         Scenario {
-            // Two guests whose registers take turns in one CPU.
-            texts: ["one", "two"].map(|vm| format!("vm {vm} ended: power-off code 0")).into(),
-            never: &["FAILED"],
-            ..base("fpu-neighbours", micro("one", "fpu", CONSOLE) + &micro("two", "fpu", ""))
+            // Two guests whose registers take turns in one CPU, and a program there that sees none of them.
+            texts: ["one", "two"]
+                .map(|vm| format!("vm {vm} ended: power-off code 0"))
+                .into_iter()
+                .chain(["CHECK neighbour ok".into()])
+                .collect(),
+            never: &["FAIL"],
+            ..base(
+                "fpu-neighbours",
+                micro("one", "fpu", CONSOLE)
+                    + &micro("two", "fpu", "")
+                    + &task("neighbour", "check-neighbour", &[], "essential = false"),
+            )
         },
         Scenario {
             // The VMMs see and set registers of guests that take turns in one CPU.

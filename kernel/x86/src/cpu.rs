@@ -10,7 +10,7 @@ use abi::{PAGE_SIZE, Status};
 use core::arch::asm;
 use core::cell::UnsafeCell;
 use core::mem::offset_of;
-use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use hw_x86::msr;
 use hw_x86::paging::{TaskState, cr0, cr4, descriptor};
 
@@ -71,6 +71,8 @@ pub struct PerCpu {
     pub apic_id: u32,
     /// Interrupt vectors that came and are to be handled, a bit each.
     pub pending: [AtomicU64; 4],
+    /// TSC_AUX is a guest's.
+    pub shows_aux: AtomicBool,
     gdt: UnsafeCell<[u64; 7]>,
     tss: UnsafeCell<Tss>,
 }
@@ -219,6 +221,8 @@ pub unsafe fn activate(index: usize) {
             "mov fs, {zero:e}",
             "mov gs, {zero:e}",
             "ltr {task:x}",
+            // Firmware may have left a table whose segments have bases.
+            "lldt {zero:x}",
             gdt = in(reg) &gdt,
             code = const selector::KERNEL_CODE,
             scratch = out(reg) _,
@@ -248,7 +252,8 @@ unsafe fn set_control_registers() {
         | when(have.mce, cr4::MCE)
         | when(have.fxsr, cr4::OSFXSR | cr4::OSXMMEXCPT)
         | when(have.xsave, cr4::OSXSAVE)
-        // No FSGSBASE: bases of FS and GS are not part of a thread's registers.
+        // No FSGSBASE: bases of FS and GS are not part of a thread's registers. They are 0, since no descriptor that a task
+        // can load has another one. Where tasks are to have bases, `run::load_space` is where they change.
         | when(have.umip, cr4::UMIP)
         | when(have.smep, cr4::SMEP)
         | when(have.smap, cr4::SMAP);

@@ -275,6 +275,9 @@ fn load_space(kernel: &Kernel<X86>, number: usize, task: Handle<Task<X86>>) {
         None => cpu::hide_ports(),
         Some(map) => show_ports(kernel, number, (task, space.port_generation.get()), map),
     }
+    if cpu::current().shows_aux.load(Ordering::Relaxed) {
+        local(number).guest.hide();
+    }
 }
 
 /// Shows the ports of a task, and copies its map if it is not the one that was shown last.

@@ -8,8 +8,8 @@
 //! * The VMM chooses guest state only: intercepts, maps, nested tables and ASIDs are the kernel's, so whatever it
 //!   writes harms its own guest at most (a state that the processor refuses is an exit).
 //! * An event is in exactly one place: the state page's `inject`, the VMCB's `EVENTINJ`, its virtual interrupt, or delivered.
-//! * FPU, debug address registers and TSC_AUX stay those of the vCPU that ran last on the CPU, until another one
-//!   runs there; host programs use none of them.
+//! * FPU and debug address registers stay those of the vCPU that ran last on the CPU, until another one runs there; host
+//!   programs cannot read them. TSC_AUX, which they can, is 0 whenever another task than that vCPU's VMM runs.
 
 use core::arch::asm;
 use core::cell::{Cell, UnsafeCell};
@@ -21,11 +21,12 @@ use abi::{ABI_VERSION, Status};
 use hw_x86::msr;
 use hw_x86::paging::{cr0, xcr0};
 use hw_x86::vmcb::{ControlArea, Vmcb, VmcbSegment, event, exit, npf, tlb_control, v_intr};
+use kernel_core::arch::Arch;
 use kernel_core::object::{Notification, Task, Thread, Vcpu, Vm};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
 
-use crate::cpu::MAX_CPUS;
+use crate::cpu::{self, MAX_CPUS};
 use crate::entry::Context;
 use crate::features::{Features, features};
 use crate::io::{rdmsr, read_cr0, read_xcr0, write_cr0, write_xcr0, wrmsr};
@@ -51,6 +52,8 @@ unsafe impl Sync for SharedMaps {}
 static MAPS: SharedMaps =
     SharedMaps(UnsafeCell::new(Maps { io: [0xff; 3 * 4096], msr: [0xff; 2 * 4096] }));
 static IS_READY: AtomicBool = AtomicBool::new(false);
+/// The machine has TSC_AUX.
+static HAS_TSC_AUX: AtomicBool = AtomicBool::new(false);
 
 /// MSRs that a guest reads and writes without an exit: VMLOAD and VMSAVE switch them.
 const SWITCHED: [u32; 10] = [
@@ -101,6 +104,7 @@ pub fn init_maps() {
         let (byte, bit) = msr_place(msr);
         maps.msr[byte] &= !(3 << bit);
     }
+    HAS_TSC_AUX.store(features().rdtscp, Ordering::Relaxed);
     IS_READY.store(true, Ordering::Release);
 }
 
@@ -137,8 +141,12 @@ pub struct Local {
     bit: Cell<u64>,
     /// Physical address of the page that VMSAVE keeps host state in.
     host_state: Cell<u64>,
-    /// vCPU whose FPU, debug and auxiliary registers are in the CPU.
+    /// vCPU whose FPU and debug registers are in the CPU.
     owner: Cell<Option<Handle<Vcpu<X86>>>>,
+    /// The same, if its TSC_AUX is in the CPU, too. Then the loaded space is its VMM's.
+    shown: Cell<Option<Handle<Vcpu<X86>>>>,
+    /// TSC_AUX of the owner, while the CPU's is 0.
+    hidden: Cell<u32>,
     /// Next unused ASID, and how often they ran out.
     next_asid: Cell<u32>,
     asid_epoch: Cell<u64>,
@@ -151,9 +159,39 @@ impl Local {
             bit: Cell::new(0),
             host_state: Cell::new(0),
             owner: Cell::new(None),
+            shown: Cell::new(None),
+            hidden: Cell::new(0),
             next_asid: Cell::new(1),
             asid_epoch: Cell::new(1),
         }
+    }
+}
+
+impl Local {
+    /// Another task than the VMM of the guest that ran last is about to run: TSC_AUX becomes 0.
+    #[cold]
+    #[inline(never)]
+    pub fn hide(&self) {
+        self.shown.set(None);
+        cpu::current().shows_aux.store(false, Ordering::Relaxed);
+        if HAS_TSC_AUX.load(Ordering::Relaxed) {
+            // SAFETY: the register is there, and is no memory.
+            unsafe {
+                self.hidden.set(rdmsr(msr::TSC_AUX) as u32);
+                wrmsr(msr::TSC_AUX, 0);
+            }
+        }
+    }
+
+    /// Makes `aux` the CPU's TSC_AUX, that of the owner.
+    #[inline(always)]
+    fn show(&self, aux: u32) {
+        if HAS_TSC_AUX.load(Ordering::Relaxed) {
+            // SAFETY: the register is there, and is no memory; the upper half is reserved.
+            unsafe { wrmsr(msr::TSC_AUX, aux.into()) };
+        }
+        self.shown.set(self.owner.get());
+        cpu::current().shows_aux.store(true, Ordering::Relaxed);
     }
 }
 
@@ -184,7 +222,7 @@ pub struct VcpuFrames {
     port_generation: Cell<u64>,
     xcr0: Cell<u64>,
     debug: Cell<[u64; 4]>,
-    tsc_aux: Cell<u64>,
+    tsc_aux: Cell<u32>,
     /// The `window` of the state page that the VMCB has.
     window: Cell<u64>,
     /// The interrupt that the VMCB has as a virtual one instead of injecting it; 0: none.
@@ -675,13 +713,27 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
 /// Makes this vCPU's registers those in the CPU.
 #[cold]
 fn become_owner(kernel: &Kernel<X86>, local: &Local, Seat { thread, vcpu }: Seat<'_>) {
+    let number = X86::this_cpu();
+    if kernel.cpus[number].space.get() != Some(thread.task) {
+        // Whoever runs next loads the space, and so hides TSC_AUX from others.
+        X86::flush_local();
+        kernel.left_space(number);
+    }
+    if local.owner.get() == thread.vcpu.get() {
+        return local.show(local.hidden.get());
+    }
     let have = features();
+    if local.shown.get().is_some() {
+        local.hide();
+    }
     let old = local.owner.replace(thread.vcpu.get()).and_then(|old| kernel.memory.get(old));
     if let Some(old) = old {
         old.arch.keep_xcr0(have);
+        old.arch.tsc_aux.set(local.hidden.get());
     }
+    local.show(vcpu.arch.tsc_aux.get());
     // SAFETY: TS is cleared around FPU instructions only; areas are as large as `xsave_size`, aligned to pages; XCR0
-    // values are within the machine's. Debug and auxiliary registers are no memory. A vCPU that no longer exists left
+    // values are within the machine's. Debug registers are no memory. A vCPU that no longer exists left
     // no area to save to.
     unsafe {
         write_cr0(read_cr0() & !cr0::TS);
@@ -698,9 +750,6 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, Seat { thread, vcpu }: Seat
             asm!("mov {}, dr0", "mov {}, dr1", "mov {}, dr2", "mov {}, dr3",
                 out(reg) d0, out(reg) d1, out(reg) d2, out(reg) d3, options(nomem, nostack));
             old.debug.set([d0, d1, d2, d3]);
-            if have.rdtscp {
-                old.tsc_aux.set(rdmsr(msr::TSC_AUX));
-            }
         }
         let new = &vcpu.arch;
         if have.xsave {
@@ -712,9 +761,6 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, Seat { thread, vcpu }: Seat
         let [d0, d1, d2, d3] = new.debug.get();
         asm!("mov dr0, {}", "mov dr1, {}", "mov dr2, {}", "mov dr3, {}",
             in(reg) d0, in(reg) d1, in(reg) d2, in(reg) d3, options(nomem, nostack));
-        if have.rdtscp {
-            wrmsr(msr::TSC_AUX, new.tsc_aux.get());
-        }
         write_cr0(read_cr0() | cr0::TS);
     }
 }
@@ -996,9 +1042,9 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, seat: Seat<'_>) -> Result<(), St
     }
     let frames = &vcpu.arch;
     let state = frames.state();
-    let is_owner = local.owner.get() == seat.thread.vcpu.get();
     let dirty = state.dirty;
     if dirty != 0 {
+        let is_owner = local.owner.get() == seat.thread.vcpu.get();
         state.dirty = 0;
         frames.write_groups(state, dirty, is_owner).map_err(Stop::Failed)?;
     }
@@ -1007,7 +1053,7 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, seat: Seat<'_>) -> Result<(), St
         state.events = bits;
         return Err(Stop::Exit(kernel_exit::RECALL));
     }
-    if !is_owner {
+    if local.shown.get() != seat.thread.vcpu.get() {
         become_owner(kernel, local, seat);
     }
     if frames.asid_epoch.get() != local.asid_epoch.get()

@@ -3,6 +3,7 @@
 //! Nothing here keeps the promises of this crate: that is its purpose. A program that enables this
 //! feature must expect to be stopped at any point, and runs in a task of its own.
 
+use core::arch::x86_64::{__cpuid, __rdtscp};
 use core::arch::{asm, global_asm};
 
 use abi::{Op, PAGE_SIZE, reply_wait};
@@ -54,6 +55,16 @@ pub fn privileged() {
 pub fn set_fs_base() {
     // SAFETY: faults and stops the thread; nothing here uses FS.
     unsafe { asm!("wrfsbase {}", in(reg) 0x1234_5000_u64, options(nomem, nostack)) }
+}
+
+/// What `RDTSCP` tells of TSC_AUX; `None`: there is no such instruction.
+pub fn tsc_aux() -> Option<u32> {
+    const RDTSCP: u32 = 1 << 27;
+    let features = __cpuid(0x8000_0001).edx;
+    let mut value = 0;
+    // SAFETY: the processor has the instruction, and writes the value only.
+    (features & RDTSCP != 0).then(|| unsafe { __rdtscp(&mut value) })?;
+    Some(value)
 }
 
 /// Pushes until the stack ends.

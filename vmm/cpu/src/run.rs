@@ -176,6 +176,7 @@ impl Cpu {
                 self.msr(vcpu, board, write);
                 Ok(())
             }
+            Exit::Recall { events } => Err(Pause::Recall(events)),
             _ => self.rare(vcpu, board, exit),
         }
     }

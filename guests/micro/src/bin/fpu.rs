@@ -1,4 +1,4 @@
-//! Floating-point and vector registers survive exits, preemption by the host and interrupts.
+//! Floating-point and vector registers and TSC_AUX survive exits, preemption by the host and interrupts.
 #![no_std]
 #![no_main]
 
@@ -8,7 +8,8 @@ use guests_micro::random::Random;
 use guests_micro::trap::Frame;
 use guests_micro::{apic, check, cpu, guest, port, println};
 use hw_x86::apic::local::TIMER_PERIODIC;
-use hw_x86::cpuid::{features_c, leaf};
+use hw_x86::cpuid::{amd_d, features_c, leaf};
+use hw_x86::msr::TSC_AUX;
 use hw_x86::paging::{cr4, xcr0};
 
 guest!(main, trap);
@@ -47,6 +48,7 @@ fn main() {
     apic::start_timer(TIMER_PERIODIC, TIMER, 100_000);
     let mask = enable_extended();
     let mut random = Random(7);
+    let aux = set_aux();
     for round in 0..ROUNDS {
         let wanted = pattern(&mut random, mask);
         let mut found = Area([0; 4096]);
@@ -54,11 +56,31 @@ fn main() {
         disturb(&mut random);
         save(&mut found, mask);
         compare(&wanted, &found, mask, round);
+        check!(aux.is_none_or(|aux| read_aux() == aux), "TSC_AUX in round {round}");
     }
     apic::stop_timer();
     let ticks = TICKS.load(Relaxed);
     check!(ticks > 0, "the timer never interrupted");
     println!("fpu: state {mask:#x} kept over {ROUNDS} rounds");
+}
+
+/// Gives TSC_AUX a value that no other guest has: that value, if there is such a register.
+fn set_aux() -> Option<u32> {
+    if cpu::cpuid(leaf::AMD_FEATURES, 0).edx & amd_d::RDTSCP == 0 {
+        return None;
+    }
+    let aux = cpu::tsc() as u32 | 1;
+    // SAFETY: the register is there, and has no effect.
+    let written = unsafe { cpu::write_msr(TSC_AUX, aux.into()) };
+    check!(written.is_ok(), "TSC_AUX cannot be written");
+    Some(aux)
+}
+
+fn read_aux() -> u32 {
+    let mut aux = 0;
+    // SAFETY: there is TSC_AUX, and so this instruction, which writes the value only.
+    unsafe { core::arch::x86_64::__rdtscp(&mut aux) };
+    aux
 }
 
 /// Turns on what `XSAVE` manages of x87, SSE and AVX. 0: there is no `XSAVE`.

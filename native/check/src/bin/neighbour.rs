@@ -32,6 +32,10 @@ fn main(start: &Start<'static>) -> u64 {
             mismatches += 1;
         }
         mismatches += probe::check_registers(rounds ^ expected, LOOPS);
+        if let Some(aux) = probe::tsc_aux().filter(|&aux| aux != 0) {
+            error!("round {rounds}: TSC_AUX of others: {aux:#x}");
+            mismatches += 1;
+        }
     }
     info!("{rounds} rounds, {mismatches} mismatches");
     let result = if mismatches == 0 && rounds > 0 { Ok(()) } else { Err("results changed") };
