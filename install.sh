@@ -4,11 +4,11 @@
 set -eu
 cd "$(dirname "$0")"
 
-# Emulated machine, boot image, guest kernels, root file systems, a network of machines and a way into them; a C compiler links host
+# Emulated machines, boot image, guest kernels, root file systems, a network of machines and a way into them; a C compiler links host
 # programs and builds the guests' driver for channels and a kernel, with tools that need the others.
-packages="bc binutils bison busybox-static ca-certificates cpio debian-archive-keyring debootstrap diffutils e2fsprogs flex
+packages="bc binutils bison bochs bochsbios busybox-static ca-certificates cpio debian-archive-keyring debootstrap diffutils e2fsprogs flex
     gcc gdb git gpgv grub-common grub-pc-bin kmod libc6-dev libelf-dev make mtools openssh-client passt qemu-system-x86
-    qemu-utils strace user-mode-linux xorriso xz-utils"
+    qemu-utils strace user-mode-linux vgabios xorriso xz-utils"
 
 # A rustup toolchain with the bare-metal target serves as it is. Otherwise Debian's rustc for
 # browsers is the newest that Debian 12 has, and builds the bare-metal `core` from its sources.

@@ -12,7 +12,7 @@ const CLAIMS: &str = "docs/threat-model.md";
 const UNTESTED: [&str; 1] =
     ["| interrupts that a server's device sends as messages (MSI) | none: "];
 /// What names of system tests begin with.
-const GROUPS: [&str; 4] = ["hosted/", "native-x86-npt/", "previrt/", "refuses/"];
+const GROUPS: [&str; 5] = ["bochs/", "hosted/", "native-x86-npt/", "previrt/", "refuses/"];
 
 /// Each test that a document names exists: a system test as `` `hosted/disk` ``, a function as `` `folder/file.rs`: `function` ``, further
 /// functions of the same file behind commas.

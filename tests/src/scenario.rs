@@ -1,5 +1,6 @@
 //! Scenarios: what to boot, what to do, what must happen.
 
+use crate::bochs::{self, Model};
 use crate::outcome::Class;
 use crate::system::{Machine, Running};
 use anyhow::{Context, Result, bail};
@@ -22,13 +23,16 @@ const ENDS_OTHERS: [&str; 4] = ["check-killer", "check-crasher", "check-cycles",
 pub enum Backend {
     /// Our kernel on x86-64 with SVM and nested paging.
     NativeX86Npt,
+    /// The same on a processor of Bochs, from a CD-ROM image: one CPU and no devices but serial lines.
+    Bochs(Model),
 }
 
 impl fmt::Display for Backend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NativeX86Npt => "native-x86-npt",
-        })
+        match self {
+            Self::NativeX86Npt => f.write_str("native-x86-npt"),
+            Self::Bochs(model) => write!(f, "bochs/{}", model.name()),
+        }
     }
 }
 
@@ -88,11 +92,14 @@ impl Scenario {
 
     /// Builds the system, runs it, and compares.
     pub fn run(&self, backend: Backend, cpus: u32) -> Result<()> {
-        let Backend::NativeX86Npt = backend;
         let description = self.system.replace("{cpus}", &cpus.to_string());
-        let machine = Machine { cpus, ..self.machine.clone() };
-        let limit = Duration::from_secs(self.limit);
-        let mut running = Running::start(&description, &machine, limit)?;
+        let mut running = match backend {
+            Backend::NativeX86Npt => {
+                let machine = Machine { cpus, ..self.machine.clone() };
+                Running::start(&description, &machine, Duration::from_secs(self.limit))?
+            }
+            Backend::Bochs(model) => bochs::start(&description, model)?,
+        };
         self.follow(&mut running)
             .with_context(|| format!("\n{}", running.transcripts()))
             .map_err(reason_last)

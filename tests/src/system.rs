@@ -1,11 +1,12 @@
 //! A system built and emulated by `parador`.
 
+use crate::bochs;
 use crate::transcript::Transcript;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -83,10 +84,12 @@ impl Default for Machine {
 
 /// A system that runs. Dropping it ends it.
 pub struct Running {
-    child: Child,
-    input: ChildStdin,
-    log_ended: Arc<AtomicBool>,
-    folder: TempDir,
+    pub(crate) child: Child,
+    pub(crate) input: Box<dyn Write + Send>,
+    /// The machine stays on: the log has its exit code.
+    pub(crate) stays_on: bool,
+    pub(crate) log_ended: Arc<AtomicBool>,
+    pub(crate) folder: TempDir,
     /// The guest's console.
     pub console: Transcript,
     /// The kernel's log, with what root writes there.
@@ -127,13 +130,25 @@ fn measured_artifacts(folder: &Path) -> Result<PathBuf> {
     Ok(measured)
 }
 
+/// A folder with a description; `{artifacts}` in it stands for the folder of programs.
+pub(crate) fn described(description: &str) -> Result<TempDir> {
+    let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+    let text = description.replace("{artifacts}", &artifacts().display().to_string());
+    std::fs::write(folder.path().join("system.toml"), text).context("cannot write TOML")?;
+    Ok(folder)
+}
+
+/// Follows a log that another process writes, until `ended` is set.
+pub(crate) fn follow_log(path: &Path, ended: &Arc<AtomicBool>) -> Result<Transcript> {
+    let file = File::open(path).context("cannot open the log")?;
+    Ok(Transcript::follow("kernel's log", Growing { file, ended: Arc::clone(ended) }))
+}
+
 impl Running {
     /// Builds and starts the system that `description` (TOML) says. `{artifacts}` in it stands for
     /// the folder of programs. The machine ends after `limit`.
     pub fn start(description: &str, machine: &Machine, limit: Duration) -> Result<Self> {
-        let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
-        let text = description.replace("{artifacts}", &artifacts().display().to_string());
-        std::fs::write(folder.path().join("system.toml"), text).context("cannot write TOML")?;
+        let folder = described(description)?;
         for name in DISKS.iter().filter(|name| description.contains(**name)) {
             make_disk(&folder.path().join(name)).context("cannot make a disk")?;
         }
@@ -169,18 +184,15 @@ impl Running {
         else {
             bail!("parador has no pipes");
         };
-        let log_ended = Arc::new(AtomicBool::new(false));
-        let growing = Growing {
-            file: File::open(&log).context("cannot open the log")?,
-            ended: Arc::clone(&log_ended),
-        };
+        let log_ended = Arc::default();
         Ok(Self {
             child,
-            input,
-            log_ended,
+            input: Box::new(input),
+            stays_on: false,
             folder,
             console: Transcript::follow("console", output),
-            log: Transcript::follow("kernel's log", growing),
+            log: follow_log(&log, &log_ended)?,
+            log_ended,
             messages: Transcript::follow("messages of parador", errors),
         })
     }
@@ -193,17 +205,30 @@ impl Running {
     /// Waits for the end and returns the exit code.
     pub fn wait(&mut self, deadline: Instant) -> Result<i32> {
         loop {
-            if let Some(status) = self.child.try_wait().context("cannot wait for parador")? {
-                self.log_ended.store(true, Ordering::Release);
-                for transcript in [&self.console, &self.log, &self.messages] {
-                    transcript.finish(LAST_OUTPUT);
+            if self.stays_on {
+                if let Some(code) = bochs::code(&self.log.text())? {
+                    self.child.kill().context("cannot end Bochs")?;
+                    self.child.wait().context("cannot wait for Bochs")?;
+                    self.finish();
+                    return Ok(code);
                 }
+                ensure!(!self.has_ended()?, "Bochs has ended by itself");
+            } else if let Some(status) = self.child.try_wait().context("cannot wait for parador")? {
+                self.finish();
                 return status.code().context("parador was killed");
             }
             if Instant::now() >= deadline {
                 bail!("the system did not end in time");
             }
             std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Takes the last output of a process that has ended.
+    fn finish(&self) {
+        self.log_ended.store(true, Ordering::Release);
+        for transcript in [&self.console, &self.log, &self.messages] {
+            transcript.finish(LAST_OUTPUT);
         }
     }
 

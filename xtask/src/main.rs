@@ -26,7 +26,8 @@ usage: cargo xtask COMMAND
   image [FILE]            build, then make a bootable ISO image
   test [--long] [--class CLASS] [FILTER...]
                           unit tests, device scripts, and systems; --long: machines are under load for minutes;
-                          CLASS: smp-or-kill (several CPUs, killed processes) or other
+                          CLASS: smp-or-kill (several CPUs, killed processes) or other; FILTER: a part of a name,
+                          such as `bochs/` for all on the second emulator
   test --repeat N [--busy LOOPS] [--class CLASS] [FILTER...]
                           systems only, until each has N results, and a table of failures; a further call goes on
                           where this one was interrupted
