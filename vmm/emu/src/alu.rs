@@ -23,7 +23,7 @@ fn sign(value: u64, size: u8) -> bool {
 }
 
 /// Zero, sign and parity of a result.
-fn result_flags(result: u64, size: u8) -> u64 {
+pub(crate) fn result_flags(result: u64, size: u8) -> u64 {
     let mut flags = 0;
     if result & ones(size) == 0 {
         flags |= ZF;
@@ -66,6 +66,23 @@ fn subtract(first: u64, second: u64, borrow: u64, size: u8) -> (u64, u64) {
         flags |= OF;
     }
     (result, flags)
+}
+
+/// Whether a condition holds, by the low four bits of an opcode (APM vol. 3, table A-6).
+pub fn holds(condition: u8, rflags: u64) -> bool {
+    let is = |flag: u64| rflags & flag != 0;
+    let less = is(SF) != is(OF);
+    let found = match condition >> 1 & 7 {
+        0 => is(OF),
+        1 => is(CF),
+        2 => is(ZF),
+        3 => is(CF) || is(ZF),
+        4 => is(SF),
+        5 => is(PF),
+        6 => less,
+        _ => less || is(ZF),
+    };
+    found != (condition & 1 != 0)
 }
 
 /// Result of an operation on `size` bytes, and `RFLAGS` after it. (`CMP` has the result of `SUB`.)

@@ -7,6 +7,7 @@
 //! memory; `MOVDQU` and its like between memory and SSE registers; in 16-, 32- and 64-bit code with all prefixes. Everything else is unknown. An accepted instruction has the length and operands that the manual
 //! gives it: tests compare with another decoder.
 
+use crate::shift::Shift;
 use vmm_cpu::walk::CodeSize;
 use vmm_cpu::{Gpr, Seg};
 
@@ -61,6 +62,12 @@ pub enum Op {
     Alu(Alu),
     /// Flags of the "and" of both.
     Test,
+    /// First becomes the second under a condition ([`holds`](crate::alu::holds)).
+    MoveIf(u8),
+    /// First becomes whether a condition holds.
+    SetIf(u8),
+    /// First is shifted or rotated by the second.
+    Shift(Shift),
     /// Exchange.
     Xchg,
     /// Exchange, then first becomes the sum.
@@ -468,6 +475,19 @@ impl<'a> Decoder<'a> {
             0xaa | 0xab => self.string(Op::Stos, size),
             0xac | 0xad => self.string(Op::Lods, size),
             0xae | 0xaf => self.string(Op::Scas, size),
+            0xc0 | 0xc1 | 0xd0..=0xd3 => {
+                // From register to register they reach no device.
+                let (memory @ Operand::Memory(_), selector) = self.group(size)? else {
+                    return Err(DecodeError::Unknown);
+                };
+                let count = match opcode {
+                    0xc0 | 0xc1 => Operand::Immediate(self.bytes.byte()?.into()),
+                    0xd0 | 0xd1 => Operand::Immediate(1),
+                    _ => Operand::Register { register: Gpr::Rcx, high: false },
+                };
+                let op = Op::Shift(Shift::from_code(selector));
+                Instruction { source_size: 1, ..self.make(op, size, memory, count) }
+            }
             0xc6 | 0xc7 => {
                 let (memory, 0) = self.group(size)? else { return Err(DecodeError::Unknown) };
                 let immediate = self.bytes.number(size.min(4))?;
@@ -526,6 +546,14 @@ impl<'a> Decoder<'a> {
                 let register = Operand::Vector(register | self.prefixes.rex_bit(2) << 3);
                 let (first, second) = if stores { (memory, register) } else { (register, memory) };
                 self.make(op, vector::SIZE, first, second)
+            }
+            0x40..=0x4f => {
+                let (memory, register) = self.operands(self.wide, self.wide)?;
+                self.make(Op::MoveIf(opcode & 15), self.wide, register, memory)
+            }
+            0x90..=0x9f => {
+                let (memory, _) = self.group(1)?;
+                self.make(Op::SetIf(opcode & 15), 1, memory, Operand::None)
             }
             0xa4 | 0xa5 | 0xac | 0xad => {
                 let (memory, register) = self.operands(self.wide, self.wide)?;
@@ -873,6 +901,33 @@ mod tests {
             Op::Alu(Alu::Xor) => &["xor"],
             Op::Alu(Alu::Cmp) => &["cmp"],
             Op::Test => &["test"],
+            Op::MoveIf(condition) => match condition >> 1 {
+                0 => &["cmovo", "cmovno"],
+                1 => &["cmovb", "cmovnb", "cmovae"],
+                2 => &["cmovz", "cmovnz"],
+                3 => &["cmovna", "cmova", "cmovbe"],
+                4 => &["cmovs", "cmovns"],
+                5 => &["cmovp", "cmovnp"],
+                6 => &["cmovl", "cmovge"],
+                _ => &["cmovle", "cmovg"],
+            },
+            Op::SetIf(condition) => match condition >> 1 {
+                0 => &["seto", "setno"],
+                1 => &["setb", "setae"],
+                2 => &["setz", "setnz"],
+                3 => &["setbe", "seta"],
+                4 => &["sets", "setns"],
+                5 => &["setp", "setnp"],
+                6 => &["setl", "setge"],
+                _ => &["setle", "setg"],
+            },
+            Op::Shift(Shift::RotateLeft) => &["rol"],
+            Op::Shift(Shift::RotateRight) => &["ror"],
+            Op::Shift(Shift::RotateCarryLeft) => &["rcl"],
+            Op::Shift(Shift::RotateCarryRight) => &["rcr"],
+            Op::Shift(Shift::Left) => &["shl", "sal"],
+            Op::Shift(Shift::Right) => &["shr"],
+            Op::Shift(Shift::SignedRight) => &["sar"],
             Op::Xchg => &["xchg"],
             Op::Xadd => &["xadd"],
             Op::Cmpxchg => &["cmpxchg"],

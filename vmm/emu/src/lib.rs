@@ -17,6 +17,7 @@
 
 pub mod alu;
 pub mod decode;
+pub mod shift;
 mod stack;
 mod system;
 mod vector;
@@ -200,6 +201,22 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
             Op::MovSx => {
                 let value = self.load(from, source_size);
                 self.store(to, size, sign_extend(value, source_size));
+            }
+            Op::MoveIf(condition) => {
+                // It is read, and the upper half cleared, in any case.
+                let value = self.load(from, size);
+                let is_moved = alu::holds(condition, rflags);
+                let value = if is_moved { value } else { self.load(to, size) };
+                self.store(to, size, value);
+            }
+            Op::SetIf(condition) => self.store(to, 1, alu::holds(condition, rflags).into()),
+            Op::Shift(kind) => {
+                let value = self.load(to, size);
+                let count = self.load(from, 1);
+                if let Some((result, flags)) = shift::shift(kind, value, count, size, rflags) {
+                    self.store(to, size, result);
+                    self.vcpu.set(Reg::Rflags, flags);
+                }
             }
             Op::MovBe => {
                 let value = self.load(from, size);

@@ -690,6 +690,8 @@ impl LocalApic {
             }
             ICR_HIGH => self.icr_high = value & 0xff00_0000,
             LVT_TIMER..=LVT_ERROR => self.write_lvt(lvt_index(register), value, env),
+            // It has no effect while the timer waits for a deadline (SDM vol. 3, section 11.5.4.1).
+            TIMER_INITIAL if self.lvt[TIMER] & TIMER_MODE == TIMER_TSC_DEADLINE => {}
             TIMER_INITIAL => {
                 self.initial = value;
                 self.start_count(value, env);

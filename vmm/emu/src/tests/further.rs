@@ -35,6 +35,38 @@ fn products_scans_and_shifts() {
 }
 
 #[test]
+fn conditions_and_shifts() {
+    let high = 0x1122_3344_5566_7788;
+    // cmovz, cmovnz eax, [rbx]; the flags say "not zero". The upper half is cleared in both cases.
+    check(&[0x0f, 0x44, 0x03], high, 0x5566_7788, OLD, 0);
+    check(&[0x0f, 0x45, 0x03], high, OLD, OLD, 0);
+    check(&[0x66, 0x0f, 0x44, 0x03], high, high, OLD, 0);
+    // setz, setnz [rbx]
+    check(&[0x0f, 0x94, 0x03], 0, 0, 0x8000_0000, 0);
+    check(&[0x0f, 0x95, 0x03], 0, 0, 0x8000_0001, 0);
+    // shl dword [rbx]; shr dword [rbx], 4; sar dword [rbx], 4; rol byte [rbx], cl with 0
+    check(&[0xd1, 0x23], 0, 0, 0x1e2, CF | OF | PF);
+    check(&[0xc1, 0x2b, 4], 0, 0, 0x0800_000f, PF | OF);
+    check(&[0xc1, 0x3b, 4], 0, 0, 0xf800_000f, PF | SF);
+    check(&[0xd2, 0x03], 0, 0, OLD, 0);
+    // From overflow (0) to greater (15), with each flag that they look at.
+    let table: [(u64, u16); 7] = [
+        (0, 0b1010_1010_1010_1010),
+        (CF, 0b1010_1010_0110_0110),
+        (ZF, 0b0110_1010_0101_1010),
+        (PF, 0b1010_0110_1010_1010),
+        (SF, 0b0101_1001_1010_1010),
+        (OF, 0b0101_1010_1010_1001),
+        (SF | OF, 0b1010_1001_1010_1001),
+    ];
+    for (flags, expected) in table {
+        let found =
+            (0..16).filter(|&code| alu::holds(code, flags)).fold(0, |set, code| set | 1 << code);
+        assert_eq!(found, expected, "{flags:#x}: {found:016b}");
+    }
+}
+
+#[test]
 fn products_of_every_size() {
     let (mut vcpu, memory, mut device) = long(&[0x48, 0xf7, 0x2b]);
     device.bytes[..8].copy_from_slice(&(-3_i64).to_le_bytes());
