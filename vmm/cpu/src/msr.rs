@@ -330,11 +330,10 @@ impl Cpu {
         let (factor, shift) = board.clock().kvm_scale();
         let nanos = board.clock().nanos(host);
         let tsc = host.wrapping_add(vcpu.get(Reg::TscOffset));
-        // Odd while it is being written.
-        let version = self.msrs.clock_version.wrapping_add(2);
+        let (unfinished, version) = next_versions(self.msrs.clock_version);
         self.msrs.clock_version = version;
         let mut raw = [0; 32];
-        raw[0..4].copy_from_slice(&(version - 1).to_le_bytes());
+        raw[0..4].copy_from_slice(&unfinished.to_le_bytes());
         raw[8..16].copy_from_slice(&tsc.to_le_bytes());
         raw[16..24].copy_from_slice(&nanos.to_le_bytes());
         raw[24..28].copy_from_slice(&factor.to_le_bytes());
@@ -348,6 +347,11 @@ impl Cpu {
             board.unknown(Unknown::Other("clock structure outside memory", address));
         }
     }
+}
+
+/// Versions of a clock structure after `version`: while it is being written, which is odd, and when it is complete.
+const fn next_versions(version: u32) -> (u32, u32) {
+    (version.wrapping_add(1), version.wrapping_add(2))
 }
 
 fn is_apic(msr: u32) -> bool {
@@ -394,4 +398,16 @@ fn write_wall_clock<M: Board>(board: &M, address: u64) -> Option<()> {
     raw[0] = 2; // a version: even means complete
     raw[4..8].copy_from_slice(&(board.start_unix() as u32).to_le_bytes());
     board.memory().write_slice(address, &raw).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A guest can have the structure written as often as it likes.
+    #[test]
+    fn versions_of_the_clock_wrap() {
+        assert_eq!(next_versions(0), (1, 2));
+        assert_eq!(next_versions(u32::MAX - 1), (u32::MAX, 0));
+    }
 }
