@@ -160,6 +160,31 @@ pub fn multiply(signed: bool, first: u64, second: u64, size: u8, rflags: u64) ->
     ((low, high), rflags & !(CF | OF) | flags)
 }
 
+/// Quotient and remainder of `high:low` by `divisor`, toward zero; `None` if the quotient does not fit, or there is none (`#DE`). No flag is
+/// defined afterwards.
+pub fn divide(signed: bool, high: u64, low: u64, divisor: u64, size: u8) -> Option<(u64, u64)> {
+    let bits = 8 * u32::from(size);
+    let both = u128::from(high & ones(size)) << bits | u128::from(low & ones(size));
+    let (quotient, remainder) = if signed {
+        let unused = 128 - 2 * bits;
+        let dividend = (both << unused) as i128 >> unused;
+        let divisor = i128::from(sign_extend(divisor, size) as i64);
+        let quotient = dividend.checked_div(divisor)?;
+        if quotient != i128::from(sign_extend(quotient as u64, size) as i64) {
+            return None;
+        }
+        (quotient as u64, dividend.checked_rem(divisor)? as u64)
+    } else {
+        let divisor = u128::from(divisor & ones(size));
+        let quotient = both.checked_div(divisor)?;
+        if quotient > u128::from(ones(size)) {
+            return None;
+        }
+        (quotient as u64, both.checked_rem(divisor)? as u64)
+    };
+    Some((quotient & ones(size), remainder & ones(size)))
+}
+
 /// `SHLD`, or backwards `SHRD`; `None` if nothing is shifted. AF is not defined, and neither is OF after more than one bit.
 pub fn double_shift(
     backwards: bool,

@@ -113,6 +113,11 @@ pub enum Op {
         /// As signed numbers.
         signed: bool,
     },
+    /// `rAX` becomes the quotient of `rDX:rAX` by the second, `rDX` the remainder, signed or not.
+    Divide {
+        /// As signed numbers.
+        signed: bool,
+    },
     /// First is shifted left by the third, filled from the second.
     Shld,
     /// First is shifted right by the third, filled from the second.
@@ -506,7 +511,10 @@ impl<'a> Decoder<'a> {
                         let op = Op::Multiply { signed: selector == 5 };
                         self.make(op, size, Operand::None, memory)
                     }
-                    _ => return Err(DecodeError::Unknown),
+                    _ => {
+                        let op = Op::Divide { signed: selector == 7 };
+                        self.make(op, size, Operand::None, memory)
+                    }
                 }
             }
             0xff => return self.group_of_ff(),
@@ -952,6 +960,8 @@ mod tests {
             Op::Lzcnt => &["lzcnt"],
             Op::Imul | Op::Multiply { signed: true } => &["imul"],
             Op::Multiply { signed: false } => &["mul"],
+            Op::Divide { signed: true } => &["idiv"],
+            Op::Divide { signed: false } => &["div"],
             Op::Shld => &["shld"],
             Op::Shrd => &["shrd"],
             Op::Smsw => &["smsw"],

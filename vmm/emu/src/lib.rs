@@ -35,6 +35,7 @@ use crate::decode::{
 /// Most rounds of a repeated string instruction at a time.
 pub const MOST_REPEATS: u32 = 256;
 /// Vectors of exceptions.
+const DIVIDE: u8 = 0;
 const NOT_PRESENT: u8 = 11;
 const STACK_FAULT: u8 = 12;
 const PROTECTION: u8 = 13;
@@ -315,14 +316,20 @@ impl<B: Backend, D: Devices> Emulator<'_, B, D> {
                 let accumulator = Place::Register { register: Gpr::Rax, high: false };
                 let (a, b) = (self.load(accumulator, size), self.load(from, size));
                 let ((low, high), flags) = alu::multiply(signed, a, b, size, rflags);
-                // The product of bytes is in AX.
-                let upper = match size {
-                    1 => Place::Register { register: Gpr::Rax, high: true },
-                    _ => Place::Register { register: Gpr::Rdx, high: false },
-                };
+                let upper = upper_half(size);
                 self.store(accumulator, size, low);
                 self.store(upper, size, high);
                 self.vcpu.set(Reg::Rflags, flags);
+            }
+            Op::Divide { signed } => {
+                let accumulator = Place::Register { register: Gpr::Rax, high: false };
+                let upper = upper_half(size);
+                let (high, low) = (self.load(upper, size), self.load(accumulator, size));
+                let divisor = self.load(from, size);
+                let (quotient, remainder) = alu::divide(signed, high, low, divisor, size)
+                    .ok_or(Stop::Raise(Event::exception(DIVIDE)))?;
+                self.store(accumulator, size, quotient);
+                self.store(upper, size, remainder);
             }
             Op::Shld | Op::Shrd => {
                 let count = match self.instruction.third {
@@ -618,6 +625,14 @@ enum Place {
     Constant(u64),
     Register { register: Gpr, high: bool },
     Memory(Span),
+}
+
+/// Where the upper half of a product or dividend is: of bytes, which make a word in AX, in AH.
+fn upper_half(size: u8) -> Place {
+    match size {
+        1 => Place::Register { register: Gpr::Rax, high: true },
+        _ => Place::Register { register: Gpr::Rdx, high: false },
+    }
 }
 
 #[cfg(test)]

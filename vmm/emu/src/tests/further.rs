@@ -82,6 +82,46 @@ fn products_of_every_size() {
     assert_eq!(vcpu.get(Reg::Rflags) & (CF | OF), CF | OF);
 }
 
+/// Divides by the device: registers of the dividend, what the device has, registers of the result, or none of them changed and `#DE`.
+#[test]
+fn quotients() {
+    let divide = |code: &[u8], rdx: u64, rax: u64, divisor: u64| {
+        let (mut vcpu, memory, mut device) = long(code);
+        device.bytes[..8].copy_from_slice(&divisor.to_le_bytes());
+        vcpu.set_gpr(Gpr::Rdx, rdx);
+        vcpu.set_gpr(Gpr::Rax, rax);
+        let done = memory_access(&mut vcpu, &memory, &mut device);
+        let found = (vcpu.gpr(Gpr::Rdx), vcpu.gpr(Gpr::Rax));
+        match done {
+            Ok(_) => Some(found),
+            Err(stop) => {
+                assert_eq!(stop, Stop::Raise(Event::exception(DIVIDE)));
+                assert_eq!(found, (rdx, rax));
+                None
+            }
+        }
+    };
+    let negative = |value: i64| value as u64;
+    // div, idiv byte [rbx]: AX, with the remainder in AH.
+    assert_eq!(divide(&[0xf6, 0x33], 9, 0x55_0107, 3), Some((9, 0x55_0257)));
+    assert_eq!(divide(&[0xf6, 0x33], 9, 0x0300, 3), None);
+    assert_eq!(divide(&[0xf6, 0x3b], 9, 0xfff9, 2), Some((9, 0xfffd)));
+    assert_eq!(divide(&[0xf6, 0x3b], 9, 0x0080, 1), None);
+    // div dword [rbx]: upper halves are cleared.
+    let high = 0x1122_3344_0000_0000;
+    assert_eq!(divide(&[0xf7, 0x33], high | 1, high | 5, 2), Some((1, 0x8000_0002)));
+    // div, idiv qword [rbx]
+    assert_eq!(divide(&[0x48, 0xf7, 0x33], 2, 7, 5), Some((4, 0x6666_6666_6666_6667)));
+    assert_eq!(divide(&[0x48, 0xf7, 0x33], 5, 7, 5), None);
+    assert_eq!(divide(&[0x48, 0xf7, 0x33], 0, 7, 0), None);
+    let idiv = |rdx, rax, divisor: i64| divide(&[0x48, 0xf7, 0x3b], rdx, rax, divisor as u64);
+    assert_eq!(idiv(u64::MAX, negative(-7), 2), Some((negative(-1), negative(-3))));
+    assert_eq!(idiv(0, 7, -2), Some((1, negative(-3))));
+    assert_eq!(idiv(u64::MAX, 1 << 63, -1), None);
+    assert_eq!(idiv(1 << 63, 0, -1), None);
+    assert_eq!(idiv(0, 7, 0), None);
+}
+
 /// Compares bytes of memory with those of the device: prefix, opcode, bytes, RCX at the end, flags.
 #[test]
 fn comparisons_end_where_they_must() {
