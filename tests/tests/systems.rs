@@ -299,8 +299,8 @@ const NOT_ON_BOCHS: &[(&str, &str)] = &[
 ];
 const BOCHS: &[Backend] = &[Backend::Bochs(Model::Ryzen), Backend::Bochs(Model::Phenom)];
 
-/// The same guests on another emulator's processors, and Debian's kernel. Bochs says that its `phenom_8650_toliman` has POPCNT, but it has
-/// none: the kernel dies there.
+/// The same guests on another emulator's processors, and Debian's kernel. On `phenom_8650_toliman` that
+/// ends with a triple fault (docs/CAVEATS.md).
 fn bochs_scenarios() -> Vec<Scenario> {
     let is_left_out = |name| NOT_ON_BOCHS.iter().any(|&(other, _)| other == name);
     let guests = micro_scenarios().into_iter().filter(|guest| !is_left_out(guest.name));
