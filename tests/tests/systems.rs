@@ -49,6 +49,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("remains", hosted::remains::none, Class::SmpOrKill),
     ("copied", hosted::host::copied, Class::Other),
     ("doctor", hosted::host::doctor, Class::Other),
+    ("limits", hosted::host::limits, Class::Other),
     ("commands", hosted::commands::documented, Class::SmpOrKill),
     ("refusals", hosted::refusals, Class::Other),
     ("profile", hosted::profile, Class::Other),

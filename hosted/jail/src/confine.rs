@@ -44,23 +44,31 @@ pub fn describe(error: &(dyn Error + 'static)) -> String {
 
 /// Why a process does not serve.
 #[derive(Debug)]
-pub struct Failed(String);
+pub struct Failed {
+    text: String,
+    is_of_host: bool,
+}
 
 impl Failed {
     /// With a reason.
     pub fn new(what: &str, why: impl fmt::Display) -> Self {
-        Self(format!("{what}: {why}"))
+        Self { text: format!("{what}: {why}"), is_of_host: false }
     }
 
     /// With the error of the host that is the reason.
     pub fn host(what: &str, why: &io::Error) -> Self {
-        Self::new(what, Cause::new(why.raw_os_error(), why))
+        Self { is_of_host: true, ..Self::new(what, Cause::new(why.raw_os_error(), why)) }
+    }
+
+    /// Whether the host has refused something; else what was given is not as it has to be.
+    pub fn is_of_host(&self) -> bool {
+        self.is_of_host
     }
 }
 
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.text)
     }
 }
 

@@ -78,9 +78,14 @@ struct Disk<S: Storage + 'static = File> {
     has_told: AtomicBool,
 }
 
+/// The image is not as it has to be, or not to be read.
+fn unusable(error: &io::Error) -> Failed {
+    Failed::new("the image cannot be used", Cause::new(error.raw_os_error(), error))
+}
+
 impl Disk {
     fn open(file: fs::File, image: Image) -> Result<Self, Failed> {
-        let failed = |error: io::Error| Failed::host("the image cannot be used", &error);
+        let failed = |error: io::Error| unusable(&error);
         let marking = if image.read_only { Ok(Marking::none()) } else { Marking::new(&file) };
         let marking = marking.map_err(|error| Failed::new("the image cannot be used", error))?;
         let options = StorageOpenOptions::new().write(!image.read_only);
@@ -91,7 +96,7 @@ impl Disk {
 
 impl<S: Storage + 'static> Disk<S> {
     fn with(file: S, image: Image) -> Result<Self, Failed> {
-        let failed = |error: io::Error| Failed::host("the image cannot be used", &error);
+        let failed = |error: io::Error| unusable(&error);
         let opened = Qcow2::<S>::builder(file)
             .write(!image.read_only)
             .backing(None)

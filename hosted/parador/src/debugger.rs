@@ -42,6 +42,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -216,6 +217,8 @@ pub struct Debugger {
     path: Option<PathBuf>,
     thread: Option<JoinHandle<()>>,
     connected: Arc<Mutex<Option<OwnedFd>>>,
+    /// Set when nobody waits any more, also where no machine has come about that could have ended.
+    end: Arc<AtomicBool>,
     wake: UnixStream,
 }
 
@@ -275,8 +278,10 @@ impl Debugger {
         news.set_nonblocking(true).and_then(|()| wake.set_nonblocking(true)).map_err(failed)?;
         control.debugger(copy);
         let connected = Arc::new(Mutex::new(None));
+        let end = Arc::<AtomicBool>::default();
         let mut session = Session {
             control,
+            end: Arc::clone(&end),
             kernel,
             vcpus: usize::from(vcpus),
             ram,
@@ -290,7 +295,7 @@ impl Debugger {
         };
         let thread = thread::Builder::new().name("gdb".to_owned());
         let thread = thread.spawn(move || session.serve(&listener)).map_err(failed)?;
-        Ok(Self { path, thread: Some(thread), connected, wake })
+        Ok(Self { path, thread: Some(thread), connected, end, wake })
     }
 }
 
@@ -301,6 +306,7 @@ impl Drop for Debugger {
             let _ = fs::remove_file(path);
         }
         let Some(thread) = self.thread.take() else { return };
+        self.end.store(true, Ordering::Relaxed);
         let _ = rustix::io::write(&self.wake, &[0]);
         let deadline = Instant::now() + FAREWELL;
         while !thread.is_finished() && Instant::now() < deadline {
@@ -334,6 +340,8 @@ fn listen_tcp(address: &str) -> Result<TcpListener, Failure> {
 /// What a debugger does with the machine.
 struct Session {
     control: Control,
+    /// See [`Debugger`].
+    end: Arc<AtomicBool>,
     kernel: Kernel,
     vcpus: usize,
     ram: Ram,
@@ -371,8 +379,15 @@ impl Session {
             if is_news {
                 self.drain();
             }
-            let Ok((connection, copy)) = listener.accept() else { continue };
-            let Ok(second) = copy.try_clone() else { continue };
+            let (connection, copy, second) = match Self::accept(listener) {
+                Ok(accepted) => accepted,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                Err(_) => {
+                    // Descriptors are short, most likely: others may be closed soon.
+                    thread::sleep(Duration::from_millis(100));
+                    continue;
+                }
+            };
             *self.connected.lock().unwrap_or_else(PoisonError::into_inner) = Some(second);
             self.connection = Some(copy);
             if let Err(error) = self.session(connection) {
@@ -382,6 +397,13 @@ impl Session {
             *self.connected.lock().unwrap_or_else(PoisonError::into_inner) = None;
             self.leave();
         }
+    }
+
+    /// Who has connected, and the descriptor twice more.
+    fn accept(listener: &Listener) -> io::Result<(Connection, OwnedFd, OwnedFd)> {
+        let (connection, copy) = listener.accept()?;
+        let second = copy.try_clone()?;
+        Ok((connection, copy, second))
     }
 
     /// From a debugger's first word to its last.
@@ -413,7 +435,7 @@ impl Session {
     }
 
     fn has_ended(&self) -> bool {
-        self.control.state() == State::Ended
+        self.control.state() == State::Ended || self.end.load(Ordering::Relaxed)
     }
 
     fn drain(&self) {

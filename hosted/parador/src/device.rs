@@ -1,9 +1,10 @@
 //! Processes of a machine that serve one device each: this program, started again with nothing but what that device needs.
 
+use crate::descriptors;
 use crate::failure::{self, Failure};
 use crate::machine::Other;
 use crate::supervise::{self, AtEnd};
-use command_fds::{CommandFdExt, FdMapping};
+use command_fds::FdMapping;
 use hosted_jail::{Failed, Image, Share, Vsock};
 use proto::wedge::layout;
 use signal_hook::consts::{SIGTERM, SIGXFSZ};
@@ -82,9 +83,8 @@ fn spawn(arguments: &[String], mappings: Vec<FdMapping>, name: String) -> Result
         .env_clear()
         .stdin(Stdio::null())
         // There it says that it serves; its end is the end of the process.
-        .stdout(Stdio::piped())
-        .fd_mappings(mappings)
-        .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
+        .stdout(Stdio::piped());
+    descriptors::give(&mut command, mappings, layout::DISKS_FD as i32, &name)?;
     Other::start(name, &mut command)
 }
 
@@ -117,7 +117,7 @@ pub fn become_device() -> Option<ExitCode> {
         Err(error) => {
             // Whoever has started this process says it.
             print!("{error}");
-            ExitCode::from(failure::BAD_CONFIG)
+            ExitCode::from(if error.is_of_host() { failure::OS_ERROR } else { failure::BAD_CONFIG })
         }
     })
 }

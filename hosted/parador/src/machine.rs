@@ -124,11 +124,15 @@ impl Other {
         // What can be read is what there is to say.
         let _ = (&mut self.alive).take(REFUSAL).read_to_end(&mut said);
         let text = String::from_utf8_lossy(&said).replace(char::is_control, "");
-        let (code, text) = match self.child.wait() {
-            Ok(status) if status.code() == Some(failure::BAD_CONFIG.into()) => {
-                (failure::BAD_CONFIG, text)
+        let told = |status: &ExitStatus| {
+            let told = [failure::BAD_CONFIG, failure::OS_ERROR];
+            told.into_iter().find(|code| status.code() == Some((*code).into()))
+        };
+        let (code, text) = match self.child.wait().map(|status| (told(&status), status)) {
+            Ok((Some(code), _)) => (code, text),
+            Ok((None, status)) => {
+                (failure::INTERNAL, format!("its process has ended ({status}) {text}"))
             }
-            Ok(status) => (failure::INTERNAL, format!("its process has ended ({status}) {text}")),
             Err(error) => (failure::INTERNAL, failure::describe(&error)),
         };
         Failure::new(code, format!("{}: {}", self.name, text.trim()))

@@ -19,6 +19,7 @@ mod cpu_time;
 mod ctl;
 mod debugger;
 mod description;
+mod descriptors;
 mod device;
 mod disk;
 mod doctor;

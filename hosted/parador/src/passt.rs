@@ -2,11 +2,12 @@
 //! side and ordinary sockets of the host on the other. It runs as a child, confines itself, and ends when nobody has the machine's
 //! end of its socket any more.
 
+use crate::descriptors;
 use crate::failure::{self, Failure};
 use crate::net::STREAM_MTU;
 use crate::relay;
 use crate::supervise::{self, AtEnd};
-use command_fds::{CommandFdExt, FdMapping};
+use command_fds::FdMapping;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::net::sockopt::set_socket_send_buffer_size;
@@ -142,9 +143,8 @@ impl Passt {
         if !hostloopback {
             command.args(without_loopback());
         }
-        command
-            .fd_mappings(vec![FdMapping { parent_fd: theirs.into(), child_fd: SOCKET }])
-            .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
+        let socket = FdMapping { parent_fd: theirs.into(), child_fd: SOCKET };
+        descriptors::give(&mut command, vec![socket], SOCKET, PROGRAM)?;
         let child = command
             .process_group(0)
             .stdin(Stdio::null())

@@ -8,6 +8,7 @@ use crate::config::{
 use crate::console::{Console, Target};
 use crate::control::{Control, Supervisor};
 use crate::debugger::{self, Debugger, Kernel, Place, Ram};
+use crate::descriptors;
 use crate::device;
 use crate::disk::{self, Disk};
 use crate::failure::{self, Failure};
@@ -29,7 +30,7 @@ use crate::steps::Steps;
 use crate::vsock::Vsock;
 use crate::wedge::{self, Wedge};
 use clap::Args;
-use command_fds::{CommandFdExt, FdMapping};
+use command_fds::FdMapping;
 use hosted_vmm::{Error, Image, Prepared};
 use proto::system::MAX_VCPUS;
 use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, exit, layout, log, option};
@@ -508,9 +509,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             .chain(more)
             .map(|(parent_fd, number)| FdMapping { parent_fd, child_fd: number as i32 });
         let mut command = program.command()?;
-        command
-            .fd_mappings(descriptors.collect())
-            .map_err(|_| Failure::new(failure::INTERNAL, "descriptors collide"))?;
+        descriptors::give(&mut command, descriptors.collect(), program.last(), program.name())?;
         if vm.gdb.as_ref().is_some_and(Place::waits) {
             debugger::make_wait(&shown.1)?;
         }
@@ -586,6 +585,14 @@ impl Program {
         match self {
             Self::Kvm => "kvm",
             Self::Wedge(_) => wedge::NAME,
+        }
+    }
+
+    /// The highest number of a descriptor that it makes for itself.
+    fn last(&self) -> i32 {
+        match self {
+            Self::Kvm => layout::CONTROL_FD as i32,
+            Self::Wedge(_) => layout::RING_FD as i32,
         }
     }
 

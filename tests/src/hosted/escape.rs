@@ -79,7 +79,7 @@ impl Place {
 }
 
 /// What makes a command one of a user who has no capabilities: another one than root.
-fn plain_user() -> Result<Vec<&'static str>> {
+pub fn plain_user() -> Result<Vec<&'static str>> {
     let is_root = fs::metadata("/proc/self").context("no /proc")?.uid() == 0;
     let mut words = vec!["setpriv", "--inh-caps=-all", "--no-new-privs"];
     if is_root {

@@ -1,10 +1,12 @@
 //! What `parador` needs of a host, and says of it.
 
-use super::{Rig, children, end, start, succeed};
+use super::escape::plain_user;
+use super::{Ended, Rig, children, end, start, succeed};
 use crate::system::target;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 /// A copy of `parador` alone runs a kernel that is named: without a source tree, a folder of programs, an environment and a home.
@@ -82,4 +84,62 @@ fn inside() -> Result<()> {
     let ended = end(&mut machine, &script)?;
     ended.well(5, &["MISSING  this host", "back end `process`), in which no other", "code 69"])?;
     Ok(())
+}
+
+/// Most descriptors that the table of limits goes through: all a machine with each device needs less.
+const MOST_FILES: u32 = 64;
+
+/// With few descriptors, processes, memory and files `parador run` runs, or says what it could not do and why: it never panics, waits for
+/// nothing, and leaves no process.
+pub fn limits() -> Result<()> {
+    let rig = Rig::new()?;
+    let (parador, kernel) = (rig.folder().join("parador"), rig.folder().join("vmlinux"));
+    fs::copy(target().join("release/parador"), &parador).context("cannot copy parador")?;
+    fs::copy(rig.kernel(), &kernel).context("cannot copy the kernel")?;
+    fs::set_permissions(rig.folder(), Permissions::from_mode(0o777))
+        .context("cannot set a mode")?;
+    let disk = rig.folder().join("raw");
+    fs::write(&disk, [0; 4096]).context("cannot write a file")?;
+    fs::set_permissions(&disk, Permissions::from_mode(0o666)).context("cannot set a mode")?;
+    let user = plain_user()?;
+    let run = |limit: &str, options: &[&str]| {
+        // A time limit of its own: what waits for nothing has to be seen.
+        let mut command = Command::new("timeout");
+        command.args(["-k", "1", "60"]).args(&user).args(["prlimit", limit]).arg(&parador);
+        command.arg("run").arg(&kernel).args(["--backend", "process", "-i", "busybox"]);
+        command.args(["--cmdline", "quiet parador.run=true"]).args(options);
+        command.env_clear().env("PATH", "/usr/bin:/bin").current_dir(rig.folder());
+        command
+    };
+    let all: &'static [&'static str] =
+        &["--disk", "raw", "--share", ".:here", "--vsock", "cid=5,path=vsock"];
+    let more: &'static [&'static str] =
+        &["--gdb", "unix=gdb", "--api-socket", "api", "--cpus", "2"];
+    let files = |options: &'static [&'static str]| {
+        (6..=MOST_FILES).map(move |most| (format!("--nofile={most}"), options))
+    };
+    let processes = (1..=24).map(|most| (format!("--nproc={most}"), all));
+    let memory = [50, 100, 300, 1000, 2000].map(|most| (format!("--as={most}000000"), all));
+    let written = ["0", "4096", "100000000"].map(|most| (format!("--fsize={most}"), all));
+    let table = files(&[]).chain(files(all)).chain(files(more)).chain(processes);
+    for (limit, options) in table.chain(memory).chain(written) {
+        let ended = end(&mut run(&limit, options), "")?;
+        acceptable(ended).with_context(|| format!("{limit} {options:?}"))?;
+        let left = Command::new("pgrep").arg("-f").arg(&parador).output()?;
+        let left = String::from_utf8_lossy(&left.stdout).into_owned();
+        ensure!(left.is_empty(), "{limit} {options:?}: processes are left: {left}");
+    }
+    end(&mut run("--nofile=64", all), "")?.well(0, &[])?;
+    Ok(())
+}
+
+/// It ran, or it has said what it could not do, and why.
+fn acceptable(ended: Ended) -> Result<()> {
+    if ended.code() == 0 {
+        return ended.well(0, &[]).map(drop);
+    }
+    let ended = ended.well(71, &["parador: ", "cannot "])?;
+    let wrong = ["panicked", "Bad file descriptor", "Invalid argument"];
+    let wrong = wrong.iter().find(|text| ended.messages.contains(**text));
+    wrong.map_or(Ok(()), |wrong| bail!("`{wrong}` appeared:\n{}", ended.messages))
 }
