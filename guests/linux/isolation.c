@@ -408,7 +408,7 @@ static void double_mappings(void)
 // The same by another process, and by threads on other CPUs that serialize before they execute what
 // they were told of.
 static volatile unsigned turn, done;
-static function *shared_call;
+static function *volatile shared_call;
 static volatile long found, expected;
 static void *execute_turns(void *unused)
 {
@@ -427,6 +427,54 @@ static void *execute_turns(void *unused)
 	}
 	done = turn;
 	return unused;
+}
+
+// Each round's code is a page of its own: one that is written often is not copied for a while.
+#define FRESH 40
+static void *execute_fresh(void *unused)
+{
+	for (unsigned next = 1; next < 2 * FRESH; next += 2) {
+		while (turn != next)
+			sched_yield();
+		heat(shared_call, getpid());
+		for (int i = 0; i < 32; i++) {
+			sched_yield();
+			heat(shared_call, getpid());
+		}
+		done = next;
+		// In user mode all the time, where nothing but an interrupt tells this CPU of the write;
+		// unless there is no other CPU.
+		for (unsigned long spins = 1; turn != next + 1; spins++)
+			if (spins % (1ul << 28) == 0)
+				sched_yield();
+		unsigned a = 0, b, c = 0, d;
+		asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d) :: "memory");
+		found = shared_call();
+		done = next + 1;
+	}
+	return unused;
+}
+
+static void writers_of_fresh_code(void)
+{
+	pthread_t thread;
+	turn = done = 0;
+	CHECK(pthread_create(&thread, NULL, execute_fresh, NULL) == 0);
+	for (unsigned next = 1; next < 2 * FRESH; next += 2) {
+		uint8_t *writable, *executable;
+		close(map_twice(&writable, &executable));
+		PUT(writable + 100, get_pid);
+		shared_call = (function *)(executable + 100);
+		turn = next;
+		while (done != next)
+			sched_yield();
+		PUT(writable + 100, seven);
+		turn = next + 1;
+		while (done != next + 1)
+			sched_yield();
+		CHECK(found == 7);
+	}
+	CHECK(pthread_join(thread, NULL) == 0);
 }
 
 static void writers_elsewhere(void)
@@ -461,6 +509,7 @@ static void writers_elsewhere(void)
 		CHECK(found == expected);
 	}
 	CHECK(pthread_join(thread, NULL) == 0);
+	writers_of_fresh_code();
 }
 
 // Private mappings of files, and memory that is written by way of /proc.
@@ -504,6 +553,30 @@ static void device_writes(void)
 		CHECK(pread(disk, writable, 512, 1024) == 512);
 		CHECK(!memcmp(writable, first, 512));
 		CHECK(!memcmp(executable, first, 512));
+	}
+}
+
+// The same by a device whose requests nobody else carries out, into a page of its driver's that user
+// mode executes (`check/check_device.c`).
+static void driver_pages(void)
+{
+	const int rights[] = { PROT_READ | PROT_WRITE, PROT_READ | PROT_EXEC };
+	static const uint8_t nothing[61];
+	uint8_t *mapped[2];
+	int driver = open("/dev/check_device", O_RDWR);
+	CHECK(driver >= 0);
+	for (int i = 0; i < 2; i++) {
+		mapped[i] = mmap(NULL, PAGE, rights[i], MAP_SHARED, driver, 0);
+		CHECK(mapped[i] != MAP_FAILED);
+	}
+	for (int round = 0; round < 3; round++) {
+		PUT(mapped[0] + 64, get_pid);
+		PUT(mapped[0] + 1024, seven);
+		heat((function *)(mapped[1] + 64), getpid());
+		// Whole words, and bytes at the border of a buffer.
+		CHECK(pwrite(driver, nothing, sizeof(nothing), 64 + 7 * round) == sizeof(nothing));
+		CHECK(!memcmp(mapped[0], mapped[1], PAGE));
+		CHECK(((function *)(mapped[1] + 1024))() == 7);
 	}
 }
 
@@ -970,6 +1043,7 @@ static const struct {
 	{ "writers-elsewhere", writers_elsewhere },
 	{ "written-files", written_files },
 	{ "device-writes", device_writes },
+	{ "driver-pages", driver_pages },
 	{ "breakpoints", breakpoints },
 	{ "refused-calls", refused_calls },
 	{ "middle-of-calls", middle_of_calls },
@@ -984,6 +1058,7 @@ static const struct {
 
 int main(int arguments, char **argument)
 {
+	const size_t count = sizeof(tests) / sizeof(*tests);
 	int failures = 0;
 	if (arguments < 2) {
 		fprintf(stderr, "usage: isolation MODE [TEST...]\n");
@@ -991,7 +1066,16 @@ int main(int arguments, char **argument)
 	}
 	mode = argument[1];
 	setvbuf(stdout, NULL, _IOLBF, 0);
-	for (size_t i = 0; i < sizeof(tests) / sizeof(*tests); i++) {
+	for (int at = 2; at < arguments; at++) {
+		size_t i = 0;
+		while (i < count && strcmp(argument[at], tests[i].name))
+			i++;
+		if (i == count) {
+			printf("isolation: %s FAILED: no such test\n", argument[at]);
+			return 64;
+		}
+	}
+	for (size_t i = 0; i < count; i++) {
 		int wanted = arguments == 2;
 		for (int at = 2; at < arguments; at++)
 			wanted |= !strcmp(argument[at], tests[i].name);

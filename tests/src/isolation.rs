@@ -4,6 +4,7 @@
 
 use crate::hosted::net::wait_for;
 use crate::hosted::{Rig, children, end, ended, start};
+use crate::previrt::Kernel;
 use crate::system::artifacts;
 use anyhow::{Context, Result, ensure};
 use proto::wedge::layout;
@@ -26,8 +27,16 @@ pub const TESTS: [&str; 12] = [
     "compacted-state",
 ];
 /// Tests of copies of code whose original is written, for modes without protection keys, where copies follow flushes only.
-const COPY_TESTS: [&str; 5] =
-    ["double-mappings", "writers-elsewhere", "written-files", "device-writes", "breakpoints"];
+const COPY_TESTS: [&str; 6] = [
+    "double-mappings",
+    "writers-elsewhere",
+    "written-files",
+    "device-writes",
+    "driver-pages",
+    "breakpoints",
+];
+/// Gives the source of random numbers to the module that has a page for it.
+const DRIVER: &str = "cd /sys/bus/virtio/drivers/virtio_rng; echo virtio[0-9]* >unbind; cd /; insmod /mnt/check_device.ko";
 /// Tests of the program with `--protection process`: user mode forges each word that its process and the kernel's share and that
 /// it can write, and pages that the kernel frees are gone all the same.
 const PROCESS_TESTS: [&str; 2] = ["freed-pages", "freed-elsewhere"];
@@ -43,12 +52,12 @@ pub fn program() -> PathBuf {
 /// two. The machine goes on, and ends with its own exit code.
 pub fn modes() -> Result<()> {
     let rig = Rig::new()?;
-    let program = program();
+    let (program, module) = (program(), Kernel::get()?.check_device());
     for mode in ["none", "process"] {
         for cpus in ["1", "2"] {
             let tests = [&TESTS[..], &COPY_TESTS[..], &PROCESS_TESTS[..]].concat().join(" ");
-            let script = format!("/mnt/linux-isolation {mode} {tests}\necho goes on\n");
-            let mut run = rig.script(&script, &[&program])?;
+            let script = format!("{DRIVER}\n/mnt/linux-isolation {mode} {tests}\necho goes on\n");
+            let mut run = rig.script(&script, &[&program, &module])?;
             let ended = end(run.args(["-c", cpus, "--protection", mode]), "")?;
             let well = format!("all well with {mode}");
             ended

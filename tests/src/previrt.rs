@@ -42,9 +42,15 @@ const NEVER: [&str; 5] = ["vmcall", "encls", "mwaitx", "sysexit", "lmsw"];
 const BUSYBOX: &str = "/bin/busybox";
 /// Ours, from sources in a folder outside the kernel's.
 const DRIVER: [&str; 3] = ["Kbuild", "parador_com.c", "parador_com.h"];
-/// Modules that check: sequences of sensitive instructions, system calls of the host, attacks on it, the kernel's own memory.
-const CHECK: [&str; 5] =
-    ["Kbuild", "check_wedge.c", "check_host.c", "check_escape.c", "check_memory.c"];
+/// Modules that check: sequences of sensitive instructions, system calls of the host, attacks on it, the kernel's own memory, what devices write.
+const CHECK: [&str; 6] = [
+    "Kbuild",
+    "check_wedge.c",
+    "check_host.c",
+    "check_escape.c",
+    "check_memory.c",
+    "check_device.c",
+];
 /// Runs them; their results are in the kernel's log.
 const CHECK_SCRIPT: &str = "set -x
 for seed in 1 2 3 4 5 6 7 8; do
@@ -150,6 +156,11 @@ impl Kernel {
     /// A module that sums up the kernel's memory.
     pub fn check_memory(&self) -> PathBuf {
         self.check.with_file_name("check_memory.ko")
+    }
+
+    /// A module with a page that a device writes.
+    pub fn check_device(&self) -> PathBuf {
+        self.check.with_file_name("check_device.ko")
     }
 
     /// One of its modules.

@@ -14,7 +14,7 @@ use kvm_ioctls::{
     Cap, Kvm, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, SyncReg, VcpuFd, VmFd,
 };
 use vmm_cpu::cpuid::{CpuView, CpuidTable, Values};
-use vmm_mem::GuestMemory;
+use vmm_mem::{GuestMemory, Transfer};
 
 use crate::{Error, calls};
 
@@ -105,7 +105,7 @@ impl Vm {
                 done += part as u64;
             };
             // The span is a range of the memory, so none of it is missing.
-            let _ = memory.for_each_part(base, length, &mut map);
+            let _ = memory.for_each_part(Transfer::FromGuest, base, length, &mut map);
             result.map_err(Error::host("give the guest its memory"))?;
         }
         Ok(())

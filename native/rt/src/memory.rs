@@ -111,7 +111,7 @@ impl Window {
         length: u64,
     ) -> bool {
         let part = self.part(offset, length).filter(|_| self.writable);
-        part.is_some_and(|part| part.exchange(guest, address, |ours, guest| (guest, ours)))
+        part.is_some_and(|part| part.exchange(vmm_mem::Transfer::FromGuest, guest, address))
     }
 
     /// Copies `length` bytes from `offset` to guest memory at `address`; `false` as for
@@ -126,21 +126,19 @@ impl Window {
         length: u64,
     ) -> bool {
         let part = self.part(offset, length);
-        part.is_some_and(|part| part.exchange(guest, address, |ours, guest| (ours, guest)))
+        part.is_some_and(|part| part.exchange(vmm_mem::Transfer::ToGuest, guest, address))
     }
 
     /// Copies between all of the window, which must be writable if it is the destination, and guest memory at `address`.
-    /// `way` makes source and destination of an address in the window and one of the guest's.
     #[cfg(feature = "guest")]
-    fn exchange(
-        self,
-        guest: &vmm_mem::GuestMemory,
-        address: u64,
-        way: impl Fn(u64, u64) -> (u64, u64),
-    ) -> bool {
+    fn exchange(self, way: vmm_mem::Transfer, guest: &vmm_mem::GuestMemory, address: u64) -> bool {
         let mut ours = self.base;
-        let copied = guest.for_each_part(address, self.length, |theirs, length| {
-            let (from, to) = way(ours, theirs.expose_provenance() as u64);
+        let copied = guest.for_each_part(way, address, self.length, |theirs, length| {
+            let theirs = theirs.expose_provenance() as u64;
+            let (from, to) = match way {
+                vmm_mem::Transfer::FromGuest => (theirs, ours),
+                vmm_mem::Transfer::ToGuest => (ours, theirs),
+            };
             // SAFETY: one is guest memory, the other in the window: both are ours and without Rust objects. The
             // lengths of the parts add up to no more than the window's.
             unsafe { copy(from, to, length as u64) };

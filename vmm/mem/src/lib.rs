@@ -82,11 +82,22 @@ pub enum MemoryError {
     },
 }
 
+/// Direction of a copy.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Transfer {
+    /// Guest memory is read.
+    FromGuest,
+    /// Guest memory is written.
+    ToGuest,
+}
+
 /// Guest-physical memory. Copies name the same memory.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestMemory {
     windows: [Window; MAX_RANGES],
     count: usize,
+    /// See [`GuestMemory::observed`].
+    observer: Option<fn(u64, u64)>,
 }
 
 // SAFETY: the pointers are not tied to a thread, and all accesses through them are atomic.
@@ -130,7 +141,21 @@ impl GuestMemory {
         }
         let mut all = [Window { base: 0, length: 0, host: core::ptr::null_mut() }; MAX_RANGES];
         all[..windows.len()].copy_from_slice(windows);
-        Ok(Self { windows: all, count: windows.len() })
+        Ok(Self { windows: all, count: windows.len(), observer: None })
+    }
+
+    /// The same memory, of which `observer` is told each range that is going to be written through it, or through a copy: address and
+    /// length in bytes. Nothing is written otherwise, so a device that has no other memory than this one cannot write unseen.
+    /// Ranges that turn out not to be memory are told, too.
+    pub fn observed(self, observer: fn(address: u64, length: u64)) -> Self {
+        Self { observer: Some(observer), ..self }
+    }
+
+    #[inline]
+    fn tell(&self, address: u64, length: u64) {
+        if let Some(observer) = self.observer {
+            observer(address, length);
+        }
     }
 
     /// The ranges as (base, length), ascending.
@@ -180,6 +205,7 @@ impl GuestMemory {
     pub fn write<T: Word>(&self, address: u64, value: T) -> Result<(), MemoryError> {
         if address.is_multiple_of(T::SIZE) {
             let (host, _) = self.locate(address)?;
+            self.tell(address, T::SIZE);
             // SAFETY: as in `read`.
             unsafe { value.store(host) };
             Ok(())
@@ -200,6 +226,7 @@ impl GuestMemory {
             return Err(MemoryError::Misaligned { address });
         }
         let (host, _) = self.locate(address)?;
+        self.tell(address, T::SIZE);
         // SAFETY: as in `read`.
         Ok(unsafe { T::exchange(host, current, new) })
     }
@@ -207,7 +234,7 @@ impl GuestMemory {
     /// Copies guest memory to `to`. Not atomic as a whole.
     pub fn read_slice(&self, address: u64, to: &mut [u8]) -> Result<(), MemoryError> {
         let mut rest = to;
-        self.for_each_part(address, rest.len() as u64, |host, length| {
+        self.for_each_part(Transfer::FromGuest, address, rest.len() as u64, |host, length| {
             let (part, after) = core::mem::take(&mut rest).split_at_mut(length);
             rest = after;
             // SAFETY: `for_each_part` vouches for `length` bytes at `host`.
@@ -218,7 +245,7 @@ impl GuestMemory {
     /// Whether guest memory is the same as `bytes`; faster than a copy of it. Not atomic as a whole.
     pub fn is_equal(&self, address: u64, bytes: &[u8]) -> Result<bool, MemoryError> {
         let (mut rest, mut same) = (bytes, true);
-        self.for_each_part(address, rest.len() as u64, |host, length| {
+        self.for_each_part(Transfer::FromGuest, address, rest.len() as u64, |host, length| {
             let (part, after) = rest.split_at(length);
             rest = after;
             // SAFETY: `for_each_part` vouches for `length` bytes at `host`.
@@ -230,7 +257,7 @@ impl GuestMemory {
     /// Copies `from` to guest memory. Not atomic as a whole.
     pub fn write_slice(&self, address: u64, from: &[u8]) -> Result<(), MemoryError> {
         let mut rest = from;
-        self.for_each_part(address, rest.len() as u64, |host, length| {
+        self.for_each_part(Transfer::ToGuest, address, rest.len() as u64, |host, length| {
             let (part, after) = rest.split_at(length);
             rest = after;
             // SAFETY: `for_each_part` vouches for `length` bytes at `host`.
@@ -241,7 +268,7 @@ impl GuestMemory {
     /// Sets `length` bytes to `byte`.
     pub fn fill(&self, address: u64, length: u64, byte: u8) -> Result<(), MemoryError> {
         let pattern = [byte; 256];
-        self.for_each_part(address, length, |host, length| {
+        self.for_each_part(Transfer::ToGuest, address, length, |host, length| {
             let mut done = 0;
             while done < length {
                 let part = &pattern[..(length - done).min(pattern.len())];
@@ -277,13 +304,17 @@ impl GuestMemory {
     /// parts' lengths add up to `length` unless the span leaves memory.
     ///
     /// For who copies more than words and has a way to do so that may race with the guest: memory there is no Rust
-    /// object, and changes at any time.
+    /// object, and changes at any time. `way` is what `act` does with it.
     pub fn for_each_part(
         &self,
+        way: Transfer,
         mut address: u64,
         mut length: u64,
         mut act: impl FnMut(*mut u8, usize),
     ) -> Result<(), MemoryError> {
+        if way == Transfer::ToGuest && length != 0 {
+            self.tell(address, length);
+        }
         while length != 0 {
             let (host, available) = self.locate(address)?;
             let part = length.min(available);
@@ -517,6 +548,35 @@ mod tests {
             // SAFETY: the windows are disjoint parts of the vector, which the tests keep.
             unsafe { GuestMemory::new(&windows) }.unwrap()
         }
+    }
+
+    std::thread_local! {
+        static TOLD: core::cell::RefCell<Vec<(u64, u64)>> = const { core::cell::RefCell::new(Vec::new()) };
+    }
+
+    /// Whatever is written is told before, once, and nothing that is read.
+    #[test]
+    fn writes_are_observed() {
+        let mut backing = Backing::new(2);
+        let memory = backing.memory(&[(0x1000, 1), (0x5000, 1)]);
+        let seen =
+            memory.observed(|at, length| TOLD.with_borrow_mut(|told| told.push((at, length))));
+        let told = || TOLD.with_borrow_mut(core::mem::take);
+        seen.write(0x1008, 1u64).unwrap();
+        seen.write(0x1001, 1u32).unwrap();
+        assert_eq!(told(), [(0x1008, 8), (0x1001, 4)]);
+        seen.write_slice(0x5000, b"abc").unwrap();
+        seen.fill(0x5100, 300, 1).unwrap();
+        assert_eq!(told(), [(0x5000, 3), (0x5100, 300)]);
+        seen.compare_exchange(0x1008, 1u64, 2).unwrap().unwrap();
+        seen.for_each_part(Transfer::ToGuest, 0x1000, 8, |_, _| {}).unwrap();
+        assert_eq!(told(), [(0x1008, 8), (0x1000, 8)]);
+        seen.write_slice(0x1000, b"").unwrap();
+        seen.read_slice(0x1000, &mut [0; 9]).unwrap();
+        seen.is_equal(0x1000, b"ab").unwrap();
+        seen.for_each_part(Transfer::FromGuest, 0x1000, 8, |_, _| {}).unwrap();
+        memory.write(0x1008, 1u64).unwrap();
+        assert_eq!(told(), []);
     }
 
     #[test]

@@ -48,7 +48,7 @@ impl Futex for Sleep {
     }
 
     fn written(address: u64, length: u32) {
-        crate::frames::write_by_device(address, length);
+        crate::frames::write_by_device(address, length.into());
     }
 }
 

@@ -147,22 +147,40 @@ fn remove(is_wanted: impl Fn(u64) -> bool) {
 /// The guest writes to a range of guest memory, given by its offset: before it goes on, all copies of these frames go. Returns
 /// whether there was one in the table.
 pub fn write(offset: u64, length: u64) -> bool {
-    if !holds(offset, length) {
-        return false;
-    }
     let (first, last) = (offset / PAGE, (offset + length - 1) / PAGE);
-    remove(|entry| (first..=last).contains(&u64::from(number(entry))));
-    true
+    let is_written = |entry| (first..=last).contains(&u64::from(number(entry)));
+    let is_listed = match is_applied() {
+        true => holds(offset, length),
+        // It was idle: others may have copied what it has not write-protected.
+        false => table()
+            .entries
+            .iter()
+            .map(|place| place.load(SeqCst))
+            .any(|entry| entry != 0 && is_written(entry)),
+    };
+    if is_listed {
+        remove(is_written);
+    }
+    is_listed
 }
 
-/// A device has written to guest-physical memory.
-pub fn write_by_device(address: u64, length: u32) {
+/// A device writes to guest-physical memory, or has done so: the observer of the only memory that the device models of the wedge have, and
+/// what who carries out their requests says of the rest.
+pub fn write_by_device(address: u64, length: u64) {
+    if is_applied() && applied().used == 0 {
+        return;
+    }
     let Some(start) = crate::shared::start() else { return };
     if let Some((offset, left)) = Ram::new(&start).offset(address)
         && length != 0
     {
-        write(offset, left.min(length.into()));
+        write(offset, left.min(length));
     }
+}
+
+/// Whether this process follows the table as it is now.
+fn is_applied() -> bool {
+    applied().changes == table().changes.load(SeqCst)
 }
 
 /// Whether a frame of this range of guest memory is in the table, as far as this process has applied it.

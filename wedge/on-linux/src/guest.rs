@@ -1041,7 +1041,9 @@ pub extern "sysv64" fn main() -> ! {
     };
     let mut slots = Slots::new();
     let filled = outside::fill(&mut slots, &start);
-    let machine = Machine::with_functions(config, &memory, host_cpuid, slots);
+    // Devices have no other memory.
+    let of_devices = memory.observed(frames::write_by_device);
+    let machine = Machine::with_functions(config, &of_devices, host_cpuid, slots);
     let sites = SpinMutex::new(sites);
     let (memory, machine, sites) = (&memory, &machine, &sites);
     let all = All { start: &start, ram, memory, machine, filled: &filled, sites };

@@ -21,6 +21,7 @@ use linux_raw_sys::{errno, if_tun, ioctl};
 use proto::wedge::{Filters, MAX_NETS, Net as Record, Start, layout};
 use vmm_bus::frames::{Card, Frames, Port as Connection, Sockets};
 use vmm_bus::outside::{Data, MAX_FRAME, Offload, Takes};
+use vmm_mem::Transfer;
 
 use crate::shared::{event, shared};
 use crate::sys::{self, Errno, Vector};
@@ -122,8 +123,9 @@ impl<const SIZE: usize> Ring<SIZE> {
     fn exchange_with_guest(&self, way: Way, at: u32, data: &mut Data<'_>) {
         let mut at = at;
         while let Some(part) = data.part(u32::MAX) {
+            let (address, length) = (part.address, part.length.into());
             let copied =
-                data.memory().for_each_part(part.address, part.length.into(), |guest, length| {
+                data.memory().for_each_part(way.of_guest(), address, length, |guest, length| {
                     // SAFETY: it is guest memory of this length, which is mapped and where no Rust object is.
                     unsafe { self.exchange(way, at, guest, length as u32) };
                     at = at.wrapping_add(length as u32);
@@ -140,6 +142,16 @@ impl<const SIZE: usize> Ring<SIZE> {
 enum Way {
     In,
     Out,
+}
+
+impl Way {
+    /// As guest memory has it, if that is the other side.
+    fn of_guest(self) -> Transfer {
+        match self {
+            Self::In => Transfer::FromGuest,
+            Self::Out => Transfer::ToGuest,
+        }
+    }
 }
 
 /// What a machine shares with the processes of a network.
