@@ -1,5 +1,6 @@
 //! Machines that are processes of this host: `parador run` with the kernel of `parador kernel build`. No QEMU.
 
+pub mod addresses;
 pub mod commands;
 pub mod debugger;
 pub mod durability;

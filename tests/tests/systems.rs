@@ -50,6 +50,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("copied", hosted::host::copied, Class::Other),
     ("doctor", hosted::host::doctor, Class::Other),
     ("limits", hosted::host::limits, Class::Other),
+    ("addresses", hosted::addresses::fixed, Class::Other),
     ("commands", hosted::commands::documented, Class::SmpOrKill),
     ("refusals", hosted::refusals, Class::Other),
     ("profile", hosted::profile, Class::Other),
