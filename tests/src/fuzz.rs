@@ -16,7 +16,7 @@ const SEED: &str = "PARADOR_FUZZ_SEED";
 const FIRST_SEED: u64 = 1;
 /// Programs with each mode and number of virtual CPUs, and those of a long run.
 const PROGRAMS: [(&str, u64, u64); 3] =
-    [("none", 300, 20_000), ("process", 100, 2_000), ("keys", 24, 3_000)];
+    [("none", 300, 20_000), ("process", 100, 2_000), ("keys", 8, 3_000)];
 const CPUS: [&str; 2] = ["1", "2"];
 /// A program that once reached its kernel (with keys: the page behind one that is executed in steps).
 const FOUND: u64 = 100_543;
