@@ -234,12 +234,17 @@ static void call_at_random(u64 own_page)
 		HOST(NR_MUNMAP, at, length, value(), value());
 		break;
 	case NR_SIGALTSTACK:
-		/* Without harm: as it is again, before a signal finds a stack that is none. */
+		/*
+		 * Without harm: as it is again, before a signal finds a stack that is none. No tick comes meanwhile, and a stack that is too small for a
+		 * frame is one that the host refuses (below MINSIGSTKSZ, 2,048 bytes).
+		 */
+		i = set_timer(0, 0);
 		HOST(NR_SIGALTSTACK, 0, (unsigned long)stack);
-		words[0] = DATA, words[2] = below(2) ? DATA_LENGTH / 2 : below(4096);
+		words[0] = DATA, words[2] = below(2) ? DATA_LENGTH / 2 : below(wild ? 4096 : 2048);
 		HOST(NR_SIGALTSTACK, below(4) ? data : nowhere(), below(2) ? data + 64 : nowhere());
 		stack[1] &= ~1UL;
 		HOST(NR_SIGALTSTACK, (unsigned long)stack);
+		set_back(i);
 		break;
 	case NR_FUTEX:
 		/* Waiting ends by a signal at the latest. */
