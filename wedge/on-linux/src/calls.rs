@@ -212,14 +212,19 @@ pub fn is_rewritten(rip: u64) -> bool {
     page != 0 && calls().pages.contains(&page)
 }
 
-/// Whether there is the second jump of a rewritten call, between its place and its stub.
-pub fn is_on_way(rip: u64) -> bool {
+/// The address behind the rewritten call whose second jump, between its place and its stub, is at `rip`.
+fn on_way(rip: u64) -> Option<u64> {
     if rip % PAGE > PAGE - LENGTH as u64 || !has_copy(rip & !(PAGE - 1)) {
-        return false;
+        return None;
     }
     // SAFETY: the copy is this process's own memory, readable, and nobody writes to it now.
     let jump = unsafe { *(rip as *const [u8; LENGTH]) };
-    led_to(&jump).is_some_and(|(first, _)| first == NONE)
+    led_to(&jump).and_then(|(first, behind)| (first == NONE).then_some(behind))
+}
+
+/// Whether there is the second jump of a rewritten call, between its place and its stub.
+pub fn is_on_way(rip: u64) -> bool {
+    on_way(rip).is_some()
 }
 
 /// Whether there is the code of a rewritten call.
@@ -318,13 +323,7 @@ pub fn drop_copies(offset: u64) {
 
 /// User mode was interrupted: if that was between a rewritten call and its stub, it goes on at the system call.
 pub fn step_back(cpu: &mut VirtualCpu) {
-    let rip = cpu.frame.rip;
-    if !is_on_way(rip) {
-        return;
-    }
-    // SAFETY: the copy is this process's own memory, readable, and nobody writes to it now.
-    let jump = unsafe { *(rip as *const [u8; LENGTH]) };
-    if let Some((_, behind)) = led_to(&jump) {
+    if let Some(behind) = on_way(cpu.frame.rip) {
         cpu.frame.rip = behind - SYSCALL.len() as u64;
     }
 }
