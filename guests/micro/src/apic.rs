@@ -1,6 +1,7 @@
 //! Interrupt controllers: local APIC in both modes, I/O APIC, and the timer chip that feeds it.
 
 use crate::port;
+use crate::trap::{self, FIRST_INTERRUPT, Frame};
 use crate::{cpu, smp};
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use hw_x86::apic::{io, local};
@@ -110,6 +111,14 @@ pub fn use_paravirtual_eoi() -> bool {
 /// Interrupts that were ended in the paravirtual way so far.
 pub fn quiet_ends() -> u32 {
     QUIET_ENDS.load(Relaxed)
+}
+
+/// For programs that an interrupt only wakes: ends it. An exception is unexpected.
+pub fn acknowledge(frame: &mut Frame) {
+    if u64::from(frame.vector()) < FIRST_INTERRUPT {
+        trap::unexpected(frame);
+    }
+    end_of_interrupt();
 }
 
 /// Ends the interrupt in service.
