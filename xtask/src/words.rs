@@ -77,6 +77,7 @@ const NOT_SEARCHED: &[(&str, &str)] = &[
     ("third_party/", "written by others"),
     ("fuzz/corpus/", "recorded inputs"),
     ("guests/linux/kernel/edits/", "changes to Linux' own text"),
+    ("wedge/afterburn/tests/golden/", "inputs and recorded outputs of the afterburner"),
     ("docs/spec/system-calls.md", "generated from abi, which is searched"),
     ("xtask/src/words", "holds the banned phrases"),
 ];
@@ -95,8 +96,10 @@ pub fn words(arguments: &[String]) -> Result<()> {
     }
     let tree = Tree::read()?;
     let mut findings = tree.findings();
-    findings
-        .retain(|found| folders.is_empty() || folders.iter().any(|top| is_below(&found.path, top)));
+    let is_searched = |path: &str| {
+        folders.is_empty() || folders.iter().any(|folder| Path::new(path).starts_with(folder))
+    };
+    findings.retain(|found| is_searched(&found.path));
     for (path, reason) in NOT_SEARCHED {
         println!("words: not searched: {path} ({reason})");
     }
@@ -110,12 +113,9 @@ pub fn words(arguments: &[String]) -> Result<()> {
     if !findings.is_empty() {
         bail!("{} places against the rules of docs/GLOSSARY.md", findings.len());
     }
-    println!("words: {} files keep the rules of docs/GLOSSARY.md", tree.files.len());
+    let searched = tree.files.iter().filter(|file| is_searched(&file.path)).count();
+    println!("words: {searched} files keep the rules of docs/GLOSSARY.md");
     Ok(())
-}
-
-fn is_below(path: &str, folder: &str) -> bool {
-    Path::new(path).starts_with(folder)
 }
 
 /// Language of a file, as far as its comments differ.
@@ -440,58 +440,105 @@ impl Phrases {
 
 /// Comment lines beyond [`COLUMNS`]: the line's number and its columns.
 fn long_comments(text: &str, language: Language) -> Vec<(usize, usize)> {
-    let mut in_block = false;
-    let mut found = Vec::new();
-    for (index, line) in text.lines().enumerate() {
-        let has_comment = match language {
-            Language::Rust => has_comment(line, &mut in_block),
-            Language::C => has_comment(line, &mut in_block) || line.trim_start().starts_with("# "),
-            Language::Shell => line.trim_start().starts_with('#'),
-            Language::Toml | Language::Markdown => false,
-        };
-        let columns = columns(line);
-        if has_comment && columns > COLUMNS {
-            found.push((index + 1, columns));
-        }
-    }
-    found
+    let comments = match language {
+        Language::Rust | Language::C => comment_lines(text, language),
+        Language::Shell => text.lines().map(|line| line.trim_start().starts_with('#')).collect(),
+        Language::Toml | Language::Markdown => return Vec::new(),
+    };
+    let lines = text.lines().zip(comments).enumerate();
+    lines
+        .filter_map(|(index, (line, is_comment))| {
+            let columns = columns(line);
+            (is_comment && columns > COLUMNS).then_some((index + 1, columns))
+        })
+        .collect()
 }
 
-/// Whether a line has a comment: it begins in a block comment, or a mark stands outside of strings.
-fn has_comment(line: &str, in_block: &mut bool) -> bool {
-    let mut found = *in_block;
-    let mut in_string = false;
-    let mut rest = line;
-    loop {
-        if *in_block {
-            let Some(end) = rest.find("*/") else { return true };
-            rest = &rest[end + 2..];
-            *in_block = false;
+/// Whether each line of Rust, C or assembly has a comment or a part of one.
+fn comment_lines(text: &str, language: Language) -> Vec<bool> {
+    let mut lines = vec![false; text.lines().count()];
+    let (mut line, mut at, mut after_word) = (0, 0, false);
+    while let Some(first) = text[at..].chars().next() {
+        let rest = &text[at..];
+        let is_line_start = at == 0 || text[..at].ends_with('\n');
+        let (length, is_comment) = match language {
+            Language::C
+                if is_line_start && rest.trim_start_matches([' ', '\t']).starts_with("# ") =>
+            {
+                (line_length(rest), true)
+            }
+            _ => token(rest, after_word, language),
+        };
+        let newlines = rest[..length].matches('\n').count();
+        if is_comment {
+            lines.iter_mut().skip(line).take(newlines + 1).for_each(|line| *line = true);
         }
-        let mut characters = rest.char_indices();
-        let Some((at, character)) =
-            characters.find(|(_, character)| matches!(character, '"' | '/' | '\\'))
-        else {
-            return found;
-        };
-        let next = rest[at + 1..].chars().next();
-        let length = match (character, next) {
-            ('\\', Some(next)) => 1 + next.len_utf8(),
-            // The character literal of a quotation mark.
-            ('"', Some('\'')) if rest[..at].ends_with('\'') => 1,
-            ('"', _) => {
-                in_string = !in_string;
-                1
-            }
-            ('/', Some('/')) if !in_string => return true,
-            ('/', Some('*')) if !in_string => {
-                (*in_block, found) = (true, true);
-                2
-            }
-            _ => 1,
-        };
-        rest = &rest[at + length..];
+        after_word = first.is_alphanumeric() || first == '_';
+        line += newlines;
+        at += length;
     }
+    lines
+}
+
+/// Length of the first token of a text (a comment, a literal or one character), and whether it is a
+/// comment. `after_word`: a letter or digit stands before, so `r"` begins no raw string.
+fn token(rest: &str, after_word: bool, language: Language) -> (usize, bool) {
+    let first = rest.chars().next().map_or(0, char::len_utf8);
+    let until = |from: usize, end: &str| {
+        rest[from..].find(end).map_or(rest.len(), |at| from + at + end.len())
+    };
+    if rest.starts_with("//") {
+        return (line_length(rest), true);
+    }
+    if rest.starts_with("/*") {
+        return (block_length(rest, language), true);
+    }
+    if rest.starts_with('"') {
+        return (string_length(rest), false);
+    }
+    if language == Language::Rust && rest.starts_with('r') && !after_word {
+        let marks = rest[1..].bytes().take_while(|&byte| byte == b'#').count();
+        if rest[1 + marks..].starts_with('"') {
+            return (until(2 + marks, &format!("\"{}", "#".repeat(marks))), false);
+        }
+    }
+    // A character's literal; a lifetime has no second apostrophe.
+    let mut characters = rest.char_indices().skip(1);
+    match (rest.starts_with('\''), characters.next(), characters.next()) {
+        (true, Some((_, '\\')), Some((at, escaped))) => {
+            (until(at + escaped.len_utf8(), "'"), false)
+        }
+        (true, Some(_), Some((at, '\''))) => (at + 1, false),
+        _ => (first, false),
+    }
+}
+
+fn line_length(rest: &str) -> usize {
+    rest.find('\n').unwrap_or(rest.len())
+}
+
+/// Length of the block comment at the start of a text. Those of Rust nest.
+fn block_length(rest: &str, language: Language) -> usize {
+    let (mut at, mut depth) = (2, 1usize);
+    while depth > 0 {
+        let Some(end) = rest[at..].find("*/") else { return rest.len() };
+        let inner = rest[at..at + end].matches("/*").count();
+        depth = if language == Language::Rust { depth + inner - 1 } else { 0 };
+        at += end + 2;
+    }
+    at
+}
+
+/// Length of the string literal at the start of a text.
+fn string_length(rest: &str) -> usize {
+    let mut is_escaped = false;
+    for (at, character) in rest.char_indices().skip(1) {
+        match character {
+            '"' if !is_escaped => return at + 1,
+            _ => is_escaped = character == '\\' && !is_escaped,
+        }
+    }
+    rest.len()
 }
 
 /// Columns that a line takes on a terminal.

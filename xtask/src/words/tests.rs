@@ -75,6 +75,13 @@ fn measures_comment_lines() {
     // Code and text have limits of their own.
     assert_eq!(lines(format!("let url = \"http://{long}\";"), Language::Rust), []);
     assert_eq!(lines(format!("case('\"', \"//{long}\")"), Language::Rust), []);
+    let raw = format!("r#\"\nls /sys/*/ \"a\" // {long}\n\"#;\n/* {long}");
+    assert_eq!(lines(raw, Language::Rust), [(4, 101)]);
+    assert_eq!(
+        lines(format!("\"a\\\n// {long}\";\nlet a: &'a u8; // {long}"), Language::Rust),
+        [(3, 116)]
+    );
+    assert_eq!(lines(format!("/* a /* b */\n{long}   */\n{long}   "), Language::Rust), [(2, 103)]);
     assert_eq!(lines(format!("echo {long} # a"), Language::Shell), []);
     assert_eq!(lines(format!("# {long}x"), Language::Markdown), []);
 }
