@@ -1,17 +1,17 @@
-//! What root writes into the log about a virtual machine that has ended.
+//! Statistics that root logs when a VM ends.
 
 use anyhow::{Context, Result};
 
-/// Counts of one virtual machine.
+/// Statistics of one VM.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Statistics {
     /// World switches into the guest.
     pub entries: f64,
-    /// Exits that the kernel settled itself.
+    /// Exits that the kernel handled itself.
     pub settled: f64,
-    /// Bytes of memory that were taken for it beyond guest memory.
+    /// Memory taken for the VM beyond guest memory, in bytes.
     pub bytes: f64,
-    /// Bytes of its program, which are mapped from the boot module and shared by all.
+    /// Size of the VMM's image in bytes, mapped from the boot module and shared by all VMs.
     pub shared: f64,
     /// Exits by reason.
     pub exits: Vec<(String, u64)>,
@@ -23,7 +23,7 @@ impl Statistics {
         Self::all(log).last().context("the log has no statistics of the virtual machine")
     }
 
-    /// Those of all virtual machines that have ended.
+    /// Reads the statistics of all VMs that have ended.
     pub fn all(log: &str) -> impl Iterator<Item = Self> {
         let mark = "statistics: ";
         log.lines()
@@ -46,7 +46,7 @@ impl Statistics {
         statistics
     }
 
-    /// What was counted after `before`, which is the same course cut short.
+    /// Returns the difference to `before`, a shorter run of the same system.
     pub fn since(&self, before: &Self) -> Self {
         let earlier = |name: &String| {
             before.exits.iter().find(|(other, _)| other == name).map_or(0, |(_, count)| *count)

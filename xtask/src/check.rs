@@ -3,9 +3,9 @@
 use crate::build::{self, GROUPS, artifacts, build, group_cargo};
 use crate::process::{output, run, target, workspace};
 use crate::rules;
-use crate::spec;
 use crate::toolchain::{Bare, host_cargo};
 use crate::workspace::packages;
+use crate::{spec, specification};
 use anyhow::{Context, Result, bail};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -156,6 +156,7 @@ pub fn check() -> Result<()> {
     rules::deps()?;
     rules::unsafe_code(&[])?;
     spec::spec(&[])?;
+    specification::specification(&[])?;
     rules::size()
 }
 

@@ -7,10 +7,13 @@
 mod build;
 mod check;
 mod fuzz;
+mod imports;
+mod metrics;
 mod process;
 mod rules;
 mod source;
 mod spec;
+mod specification;
 mod toolchain;
 mod workspace;
 
@@ -45,8 +48,10 @@ usage: cargo xtask COMMAND
 
   deps                    check the import rules of the top folders' READMEs
   unsafe [--write]        compare the count of unsafe code with docs/spec/unsafe.txt
-  spec [--write]          compare docs/spec/system-calls.md with what abi says
+  spec [--write]          compare docs/spec/system-calls.md with `abi`, and the tables of SPECIFICATION.md with
+                          `bench/promises.toml` and the last results
   size                    lines of code, and the kernel's budget
+  metrics                 structure of the tree: import circles, longest functions and files
   artifacts               print the directory of finished programs
 ";
 
@@ -78,8 +83,12 @@ fn dispatch(arguments: &[String]) -> Result<()> {
         "ci" => check::ci(),
         "deps" => rules::deps(),
         "unsafe" => rules::unsafe_code(rest),
-        "spec" => spec::spec(rest),
+        "spec" => {
+            spec::spec(rest)?;
+            specification::specification(rest)
+        }
         "size" => rules::size(),
+        "metrics" => metrics::metrics(),
         "artifacts" => {
             check::print_artifacts();
             Ok(())

@@ -185,6 +185,7 @@ mod tests {
         deps().unwrap();
         unsafe_code(&[]).unwrap();
         crate::spec::spec(&[]).unwrap();
+        crate::specification::specification(&[]).unwrap();
         size().unwrap();
     }
 
