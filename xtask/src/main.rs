@@ -15,6 +15,7 @@ mod source;
 mod spec;
 mod specification;
 mod toolchain;
+mod words;
 mod workspace;
 
 use anyhow::{Result, bail};
@@ -50,6 +51,9 @@ usage: cargo xtask COMMAND
   unsafe [--write]        compare the count of unsafe code with docs/spec/unsafe.txt
   spec [--write]          compare docs/spec/system-calls.md with `abi`, and the tables of SPECIFICATION.md with
                           `bench/promises.toml` and the last results
+  spec [--write]          compare docs/spec/system-calls.md with what abi says
+  words [--count] [FOLDER...]
+                          check the wording of text, comments and type names; --count: totals by folder and kind
   size                    lines of code, and the kernel's budget
   metrics                 structure of the tree: import circles, longest functions and files
   artifacts               print the directory of finished programs
@@ -87,6 +91,8 @@ fn dispatch(arguments: &[String]) -> Result<()> {
             spec::spec(rest)?;
             specification::specification(rest)
         }
+        "spec" => spec::spec(rest),
+        "words" => words::words(rest),
         "size" => rules::size(),
         "metrics" => metrics::metrics(),
         "artifacts" => {
