@@ -8,7 +8,7 @@ use crate::linux::{Linux, output};
 use crate::promises;
 use crate::report::Figure;
 use crate::runs::{self, Bare, COMMAND_LINE, NO_SLEEP, Output, SLEEP};
-use crate::statistics::Statistics;
+use crate::statistics::VmStatistics;
 use anyhow::{Context, Result, ensure};
 use parador_tests::system::artifacts;
 use std::fs::File;
@@ -176,7 +176,7 @@ impl Consolidation {
             title: "message to a sleeping vCPU on the same CPU",
             value,
             unit: "instructions",
-            world_switches: Some(Statistics::read(&first.log)?.entries / MESSAGES),
+            world_switches: Some(VmStatistics::read(&first.log)?.entries / MESSAGES),
             peer: Some(peer),
             limit: promises::limit("ipi")?,
             spread: (second.value("ipi")? - value).abs() / value,
@@ -226,7 +226,7 @@ impl Consolidation {
         let idle = |number| self.guest(&format!("idle-{number}"), 96, &format!("wait={IDLE}"), "");
         let description = worker.clone() + &(1..GUESTS).map(idle).collect::<String>();
         let (beside, log) = self.ours("many", &description, NO_SLEEP, &[])?;
-        let bytes: Vec<f64> = Statistics::all(&log).map(|one| one.bytes).collect();
+        let bytes: Vec<f64> = VmStatistics::all(&log).map(|one| one.bytes).collect();
         ensure!(bytes.len() == GUESTS, "{} guests have ended instead of {GUESTS}", bytes.len());
         let others = (GUESTS - 1) as f64;
         let share = (beside.instructions - alone.instructions) / others / alone.instructions;

@@ -244,7 +244,7 @@ pub fn small_ladder(kernel: PathBuf) -> Result<()> {
     ladder::small(&Kernels { parador: kernel, ..Kernels::default() }, QUICK_ROUNDS).map(drop)
 }
 
-/// Whether Debian's programs take many minutes in this environment: it runs them once.
+/// Returns true if Debian's programs take many minutes in this environment, which runs them once.
 fn is_slow(environment: Environment) -> bool {
     matches!(environment, Environment::Tcg | Environment::Uml)
 }

@@ -203,9 +203,9 @@ pub fn counted(kernel: &Path) -> Result<()> {
     report::write_object("bench-hosted-keys-counted.json", &object)
 }
 
-/// Whether hosted VMs can use protection keys on this host, as `parador doctor` reports.
+/// Returns true if `parador doctor` reports that hosted VMs can use protection keys on this host.
 fn has_keys() -> Result<bool> {
-    // The exit code tells whether VMs can run, which does not matter here.
+    // The exit code, which reports whether VMs can run, does not matter here.
     let output = parador(&folder()).args(["doctor", "--json"]).output();
     found_keys(&output.context("cannot start parador")?.stdout)
 }
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn the_doctor_is_believed() {
+    fn the_doctor_report_is_used() {
         let report = |state| {
             format!(
                 r#"{{"findings":[{{"name":"KVM","state":"ok"}},{{"name":"protection keys","state":"{state}"}}]}}"#

@@ -28,7 +28,7 @@ use peers::GUEST;
 use report::{Figure, short};
 use runs::{Clock, Output};
 use serde_json::{Map, Value, json};
-use statistics::Statistics;
+use statistics::VmStatistics;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
@@ -126,8 +126,8 @@ fn measure() -> Result<()> {
     let kvmclock = runs::system(&runs::guest_description(&ram_disk, "", Clock::Kvm))?;
     println!("running Linux in a virtual machine, boot only");
     let boot = runs::system(&runs::guest_description(&ram_disk, " bench=boot ", Clock::Tsc))?;
-    let boot_statistics = Statistics::read(&boot.log)?;
-    let statistics = Statistics::read(&first(&guest)?.log)?.since(&boot_statistics);
+    let boot_statistics = VmStatistics::read(&boot.log)?;
+    let statistics = VmStatistics::read(&first(&guest)?.log)?.since(&boot_statistics);
 
     // One VM exit and one entry per operation.
     let mut figures = exit_figures(EXITS, Some(1.0), &exits)?;
@@ -276,7 +276,7 @@ fn ratios(bare: &[Output], guest: &Output) -> Result<(f64, f64)> {
 fn guest_figures(
     bare: &[Output],
     guest: &[Output],
-    statistics: &Statistics,
+    statistics: &VmStatistics,
 ) -> Result<[Figure; 2]> {
     let (mean, worst) = ratios(bare, first(guest)?)?;
     let mut largest_spread: f64 = 0.0;

@@ -5,7 +5,7 @@
 //! paravirtualized guest.
 
 /// One row of the guest benchmark, in instructions per operation.
-pub struct Peer {
+pub struct PeerRow {
     /// Name in the benchmark's output.
     pub name: &'static str,
     /// Title of the row.
@@ -27,12 +27,12 @@ const fn peer(
     kvm: f64,
     shadow: Option<f64>,
     xen: f64,
-) -> Peer {
-    Peer { name, title, native, kvm, shadow, xen }
+) -> PeerRow {
+    PeerRow { name, title, native, kvm, shadow, xen }
 }
 
 /// The rows that make up the guest's score.
-pub const GUEST: &[Peer] = &[
+pub const GUEST: &[PeerRow] = &[
     peer("nullsys", "null system call", 338.0, 340.0, Some(339.0), 946.0),
     peer("forkwait", "fork + exit + wait", 147_280.0, 148_444.0, Some(697_580.0), 610_880.0),
     peer("forkexec", "fork + exec", 513_777.0, 621_054.0, Some(1_941_789.0), 1_653_476.0),

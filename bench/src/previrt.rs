@@ -124,7 +124,7 @@ fn verified(kernel: &Path) -> Result<Vec<Figure>> {
 fn build_share(kernel: &Path) -> Result<Figure> {
     let path = kernel.with_file_name("cost.json");
     let text = std::fs::read(&path).with_context(|| {
-        format!("cannot read {}; remove the folder to build the kernel anew", path.display())
+        format!("cannot read {}; remove the folder to build the kernel again", path.display())
     })?;
     let cost: Value = serde_json::from_slice(&text)?;
     let seconds = |name: &str| cost.get(name).and_then(Value::as_f64);

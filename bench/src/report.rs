@@ -29,7 +29,7 @@ pub struct Figure {
 }
 
 impl Figure {
-    /// Whether the value keeps its limit.
+    /// Returns true if the value keeps its limit.
     pub fn holds(&self) -> bool {
         self.value <= self.limit
     }

@@ -1,10 +1,10 @@
-//! Statistics that root logs when a VM ends.
+//! VmStatistics that root logs when a VM ends.
 
 use anyhow::{Context, Result};
 
-/// Statistics of one VM.
+/// VmStatistics of one VM.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Statistics {
+pub struct VmStatistics {
     /// World switches into the guest.
     pub entries: f64,
     /// Exits that the kernel handled itself.
@@ -17,7 +17,7 @@ pub struct Statistics {
     pub exits: Vec<(String, u64)>,
 }
 
-impl Statistics {
+impl VmStatistics {
     /// Reads the last `statistics: name=value ...` line of a log.
     pub fn read(log: &str) -> Result<Self> {
         Self::all(log).last().context("the log has no statistics of the virtual machine")
@@ -85,12 +85,12 @@ mod tests {
     #[test]
     fn reads_the_last_line() {
         let log = "root: vm: statistics: entries=1\nroot: vm: statistics: entries=7 settled=2 bytes=4096 cpuid=3 port=2\nend\n";
-        let statistics = Statistics::read(log).unwrap();
+        let statistics = VmStatistics::read(log).unwrap();
         assert_eq!((statistics.entries, statistics.settled, statistics.bytes), (7.0, 2.0, 4096.0));
         assert_eq!(statistics.exits, [("cpuid".to_owned(), 3), ("port".to_owned(), 2)]);
-        assert_eq!(Statistics::all(log).map(|one| one.entries).sum::<f64>(), 8.0);
-        assert!(Statistics::read("nothing").is_err());
-        let before = Statistics::read("statistics: entries=3 cpuid=1").unwrap();
+        assert_eq!(VmStatistics::all(log).map(|one| one.entries).sum::<f64>(), 8.0);
+        assert!(VmStatistics::read("nothing").is_err());
+        let before = VmStatistics::read("statistics: entries=3 cpuid=1").unwrap();
         let after = statistics.since(&before);
         assert_eq!((after.entries, after.exits[0].1, after.exits[1].1), (4.0, 2, 2));
     }

@@ -1,5 +1,5 @@
-//! Imports between the files of one crate: `use` items and paths that begin with `crate`, `super` or
-//! `self`, outside of unit tests.
+//! Imports between the files of one crate: `use` items and paths that begin with `crate`, `super`
+//! or `self`, outside of unit tests.
 
 use crate::source;
 use anyhow::{Context, Result, anyhow};
@@ -103,13 +103,13 @@ fn ends_item(token: &TokenTree) -> bool {
     }
 }
 
-/// Whether `#[cfg(test)]` begins here.
+/// Returns true if `#[cfg(test)]` begins here.
 fn is_test_module(tokens: &[TokenTree]) -> bool {
     matches!(tokens, [TokenTree::Punct(mark), TokenTree::Group(group), ..]
         if mark.as_char() == '#' && group.to_string().replace(' ', "") == "[cfg(test)]")
 }
 
-/// Whether the word at `at` is the first of a path.
+/// Returns true if the word at `at` is the first of a path.
 fn starts_path(tokens: &[TokenTree], at: usize) -> bool {
     let is_colon = |token: Option<&TokenTree>| matches!(token, Some(TokenTree::Punct(mark)) if mark.as_char() == ':');
     let follows_colons = at >= 2 && is_colon(tokens.get(at - 1)) && is_colon(tokens.get(at - 2));

@@ -33,7 +33,7 @@ usage: cargo xtask COMMAND
                           CLASS: smp-or-kill (several CPUs, killed processes) or other; FILTER: a part of a name,
                           such as `bochs/` for all on the second emulator
   test --repeat N [--busy LOOPS] [--class CLASS] [FILTER...]
-                          systems only, until each has N results, and a table of failures; a further call goes on
+                          systems only, until each has N results, and a table of failures; a further call continues
                           where this one was interrupted
   test front-door [--here]
                           the README's first commands on a terminal, in a fresh clone of HEAD; --here: in this tree
@@ -91,7 +91,6 @@ fn dispatch(arguments: &[String]) -> Result<()> {
             spec::spec(rest)?;
             specification::specification(rest)
         }
-        "spec" => spec::spec(rest),
         "words" => words::words(rest),
         "size" => rules::size(),
         "metrics" => metrics::metrics(),

@@ -53,8 +53,8 @@ impl std::ops::AddAssign for Lines {
     }
 }
 
-/// Counts the lines of all Rust and assembly below a directory. Files that are modules for unit tests
-/// only count as such.
+/// Counts the lines of all Rust and assembly below a directory. Files that are modules for unit
+/// tests only count as such.
 pub fn lines_below(directory: &Path) -> Result<Lines> {
     let files = files(directory, &["rs", "s", "S"])?;
     let mut tests = Vec::new();
@@ -103,7 +103,7 @@ pub fn production_lines(text: &str) -> usize {
 
 /// A function outside of unit tests.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Function {
+pub struct FunctionLength {
     /// Its name.
     pub name: String,
     /// Lines from `fn` to the end of its body.
@@ -111,7 +111,7 @@ pub struct Function {
 }
 
 /// The functions with a body of a file, nested ones included.
-pub struct Functions(pub Vec<Function>);
+pub struct Functions(pub Vec<FunctionLength>);
 
 impl Functions {
     /// Reads a file. Fails if it is no Rust.
@@ -146,8 +146,8 @@ impl Functions {
     }
 }
 
-/// The function whose keyword is `word` and which goes on with `rest`; `None`: it has no body.
-fn function(word: &proc_macro2::Ident, rest: &[TokenTree]) -> Option<Function> {
+/// Returns the function whose keyword is `word`, followed by `rest`; `None` if it has no body.
+fn function(word: &proc_macro2::Ident, rest: &[TokenTree]) -> Option<FunctionLength> {
     let TokenTree::Ident(name) = rest.first()? else { return None };
     let body = rest.iter().find_map(|token| match token {
         TokenTree::Group(group) if group.delimiter() == proc_macro2::Delimiter::Brace => {
@@ -157,7 +157,7 @@ fn function(word: &proc_macro2::Ident, rest: &[TokenTree]) -> Option<Function> {
         _ => None,
     });
     let lines = body?? + 1 - word.span().start().line;
-    Some(Function { name: name.to_string(), lines })
+    Some(FunctionLength { name: name.to_string(), lines })
 }
 
 /// Names of the modules in files of their own that a file declares for unit tests.
@@ -170,7 +170,7 @@ pub fn test_modules(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Where the module `name` that `file` declares is.
+/// Returns the path of the module `name` that `file` declares.
 pub fn module_file(file: &Path, name: &str) -> PathBuf {
     let is_root = ["lib.rs", "main.rs", "mod.rs"].iter().any(|root| file.ends_with(root));
     let folder = if is_root { file.with_file_name("") } else { file.with_extension("") };
@@ -244,7 +244,8 @@ fn strip_comments(line: &str, depth: &mut usize) -> String {
 pub struct Unsafe {
     /// Blocks: places where a contract is claimed to hold.
     pub blocks: usize,
-    /// Functions, traits, implementations, foreign modules and attributes: places where one is made.
+    /// Functions, traits, implementations, foreign modules and attributes: places where one is
+    /// made.
     pub items: usize,
 }
 
