@@ -1,8 +1,8 @@
 //! Places of the memory that a VM's processes share, for the module that attacks them
 //! (`guests/linux/check/check_escape.c`).
 //!
-//! They come from the sources: offsets of `proto`'s structures, and those of the wedge's as its file
-//! with debugging information has them (`shared_words` in `wedge/on-linux/src/shared.rs`).
+//! They come from the sources: offsets of `proto`'s structures, and those of the wedge's as its
+//! file with debugging information has them (`shared_words` in `wedge/on-linux/src/shared.rs`).
 
 use crate::system::{artifacts, workspace};
 use anyhow::{Context, Result, ensure};
@@ -65,7 +65,8 @@ fn symbols() -> Result<Vec<(u64, u64, String)>> {
     Ok(symbols.collect())
 }
 
-/// All words that a guest can write and that others may read: fields of the wedge's structures, and what the loader has left.
+/// All words that a guest can write and that others may read: fields of the wedge's structures, and
+/// what the loader has left.
 pub fn all() -> Result<Vec<Word>> {
     let fields = symbols()?.into_iter().filter_map(|(at, length, name)| {
         let name = name.strip_prefix(WORD)?.to_owned();
@@ -179,7 +180,8 @@ pub fn header() -> Result<String> {
     Ok(text)
 }
 
-/// Each field of the memory that all processes of a VM share is in the table of what trusted processes read there.
+/// Each field of the memory that all processes of a VM share is in the table of what trusted
+/// processes read there.
 pub fn documented() -> Result<()> {
     let text = fs::read_to_string(workspace().join(TABLE)).context(TABLE)?;
     let rows: Vec<&str> = text.lines().filter(|line| line.starts_with("| `")).collect();
