@@ -442,7 +442,7 @@ pub fn numbers(is_long: bool) -> Result<()> {
         // a call of its own kernel by itself, which that does not survive.
         let is_fault =
             what == "int80" && (ended.console.contains("refused") || ended.code == PANIC);
-        let has_returned = ended.messages.contains("comes back");
+        let has_returned = ended.messages.contains("call returned");
         let is_killed = ended.code == KILLED
             && ended.messages.contains(FILTERED)
             && !ended.console.contains("continues");
@@ -736,7 +736,7 @@ pub fn affinity() -> Result<()> {
     for by in 0..5 {
         let ended = outside.attack(&format!("what=affinity by={by}"), &[])?;
         let is_killed = ended.code == KILLED && ended.messages.contains(FILTERED);
-        ensure!(is_killed && !ended.messages.contains("comes back"), "by={by}: {ended:?}");
+        ensure!(is_killed && !ended.messages.contains("call returned"), "by={by}: {ended:?}");
     }
     // The same on one CPU: no process of the VM leaves it.
     let own = fs::read_to_string("/proc/self/status").context("no /proc")?;
