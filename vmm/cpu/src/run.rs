@@ -1,10 +1,13 @@
-//! The loop of a virtual CPU: enter the guest, see why it stopped, do what that asks for.
+//! The run loop of a vCPU: enters the guest, dispatches each VM exit, and returns when the host is
+//! needed.
 //!
-//! Delivery of events. One event fits the slot. Order: what an exit cut short, an exception that emulation
-//! raised, a non-maskable interrupt, a maskable interrupt (only if `RFLAGS.IF`, no shadow, slot free). What
-//! does not fit stays where it waits (local APIC, 8259, [`Cpu`]) and a [`Window`] is asked for: the guest takes an
-//! interrupt of the local APIC by itself, which is accepted after the exit at which it is found to be taken; for the
-//! others it exits. So nothing is dropped and nothing is delivered twice.
+//! Event injection. The vCPU has one injection slot. Priority: an event whose delivery an exit
+//! interrupted, an exception raised by emulation, an NMI, a maskable interrupt (only with
+//! `RFLAGS.IF`, without an interrupt shadow, and with a free slot). An event that does not fit
+//! stays pending at its source (local APIC, 8259, [`Cpu`]), and the loop requests an
+//! [`InterruptWindow`]: an interrupt of the local APIC is delivered as a virtual interrupt without
+//! an exit and is accepted after the exit that finds it taken; for all other events the guest
+//! exits. So no event is dropped and none is delivered twice.
 
 use hw_x86::apic::local;
 use hw_x86::cpuid::leaf;
@@ -14,14 +17,14 @@ use hw_x86::paging::{cr0, xcr0};
 use vmm_bus::InterruptMessage;
 
 use crate::MAX_VCPUS;
-use crate::backend::{Backend, Event, Gpr, Reg, Seg, Segment, Window};
-use crate::board::{Board, Emulated, Outcome, Unknown, Waiting};
+use crate::board::{Board, Emulated, Outcome, PendingInterrupt, Unknown};
 use crate::cpuid::{CpuView, Patch, Values};
 use crate::exit::{Access, EXIT_NAMES, Exit, IoExit, MemoryFault, Space};
 use crate::length::{FetchCache, Pattern, prefixes};
 use crate::msr::Msrs;
 use crate::nmi::NmiMask;
 use crate::pv::{ApicIds, EoiWord, StealRecord};
+use crate::vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu};
 use crate::walk::{CodeSize, CodeView};
 
 /// `RFLAGS.IF`.
@@ -45,32 +48,32 @@ const UNDEFINED: Event = Event::exception(6);
 /// General protection, error code 0.
 const PROTECTION: Event = Event::exception_code(13, 0);
 
-/// Why [`Cpu::run`] returned.
+/// Reason for the return of [`Cpu::run`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Pause {
-    /// The host's own events: handle them, tell the machine about input, run again.
+pub enum StopReason {
+    /// Host-defined event bits: handle the events, pass input to the board, run again.
     Recall(u64),
-    /// The virtual CPU waits with nothing to do until the host's time-stamp counter reaches this
-    /// value (`u64::MAX`: no timer), or until something is signalled. Run again after either.
+    /// The vCPU is halted until the host's time-stamp counter reaches this value (`u64::MAX`: no
+    /// timer) or until the vCPU is kicked. Run again after either.
     Idle {
         /// Host time-stamp counter value.
         deadline_tsc: u64,
     },
-    /// The machine ended.
+    /// The VM has ended.
     End(Outcome),
 }
 
-/// What the virtual CPU is doing.
+/// Execution state of a vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Activity {
     Running,
-    /// After `HLT`.
+    /// Halted by `HLT`.
     Halted,
-    /// An application processor before its start-up message.
+    /// Application processor that waits for a start-up IPI.
     Parked,
 }
 
-/// A virtual CPU, apart from the registers, which are the back end's.
+/// Run-loop state of a vCPU. Its registers belong to the [`Vcpu`].
 #[derive(Clone, Debug)]
 pub struct Cpu {
     index: usize,
@@ -78,33 +81,36 @@ pub struct Cpu {
     started: bool,
     nmi: bool,
     nmi_mask: NmiMask,
-    /// An interrupt whose delivery an exception has cut short. It is in service already, and delivered before others.
+    /// An interrupt whose delivery an exception interrupted. It is in service already and is
+    /// delivered before other interrupts.
     deferred: Event,
-    /// The window that the back end was asked for.
-    window: Window,
-    /// The task priority that both the back end and the local APIC know of.
+    /// The interrupt window requested from the [`Vcpu`].
+    window: InterruptWindow,
+    /// The task priority known to both the [`Vcpu`] and the local APIC.
     cr8: u8,
-    /// An interrupt waits for a lower one.
+    /// An interrupt is pending below the task priority.
     held: bool,
     pub(crate) eoi: EoiWord,
     pub(crate) steal: StealRecord,
-    /// The guest may have taken the interrupt, or ended one, without an exit.
-    left: bool,
-    /// The deadline that the back end was told, in machine time.
+    /// A virtual interrupt or an EOI without exit is on offer and may have completed without an
+    /// exit.
+    virq_offered: bool,
+    /// The deadline set in the [`Vcpu`], in VM time.
     deadline: u64,
-    /// Something may have to be delivered before the next entry.
-    attention: bool,
+    /// An event may have to be injected before the next entry.
+    needs_service: bool,
     fetch: FetchCache,
     pub(crate) msrs: Msrs,
     exits: [u64; EXIT_NAMES.len()],
 }
 
-/// What an exit leads to.
-type Flow = Result<(), Pause>;
+/// Result of handling an exit: continue, or leave the loop.
+type Flow = Result<(), StopReason>;
 
 impl Cpu {
-    /// Virtual CPU `index`, which is also its APIC id. CPU 0 starts at the registers that the back end has, others
-    /// wait for their start-up message. `physical_bits`: width of physical addresses.
+    /// Creates vCPU `index`, which is also its APIC id. CPU 0 starts with the current registers of
+    /// its [`Vcpu`], other CPUs wait for a start-up IPI. `physical_bits`: width of physical
+    /// addresses.
     pub fn new(index: usize, physical_bits: u32) -> Self {
         Self {
             index: index.min(MAX_VCPUS - 1),
@@ -113,55 +119,56 @@ impl Cpu {
             nmi: false,
             nmi_mask: NmiMask::Open,
             deferred: Event::NONE,
-            window: Window::Nothing,
+            window: InterruptWindow::Nothing,
             cr8: 0,
             held: false,
             eoi: EoiWord::OFF,
             steal: StealRecord::OFF,
-            left: false,
+            virq_offered: false,
             deadline: 0,
-            attention: true,
+            needs_service: true,
             fetch: FetchCache::new(),
             msrs: Msrs::new(physical_bits),
             exits: [0; EXIT_NAMES.len()],
         }
     }
 
-    /// The index.
+    /// Index of the vCPU.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// Exits so far, by [`Exit::index`].
+    /// Number of exits so far, indexed by [`Exit::index`].
     pub fn exits(&self) -> &[u64; EXIT_NAMES.len()] {
         &self.exits
     }
 
     /// Runs the guest until the host is needed.
-    pub fn run<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) -> Pause {
-        // Between calls anything may have happened.
-        self.attention = true;
+    pub fn run<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> StopReason {
+        // Other threads may have changed the board's state between two calls.
+        self.needs_service = true;
         loop {
             match self.step(vcpu, board) {
                 Ok(()) => {}
-                Err(pause) => return pause,
+                Err(reason) => return reason,
             }
         }
     }
 
-    /// One entry and what it leads to. The frequent exits are inlined all the way, the others are calls.
+    /// Enters the guest once and handles the exit. The frequent exits are inlined, all others are
+    /// calls.
     #[inline(always)]
-    fn step<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) -> Flow {
-        if self.attention || board.attention(self.index) {
+    fn step<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> Flow {
+        if self.needs_service || board.needs_service(self.index) {
             self.prepare(vcpu, board)?;
         }
         let exit = vcpu.run();
-        if B::KEEPS_CR8 && vcpu.cr8() != self.cr8 {
+        if V::KEEPS_CR8 && vcpu.cr8() != self.cr8 {
             self.note_cr8(vcpu, board);
         }
         self.exits[exit.index()] += 1;
-        if self.left {
-            self.collect(vcpu, board);
+        if self.virq_offered {
+            self.sync_interrupt_state(vcpu, board);
         }
         match exit {
             Exit::Cpuid => {
@@ -176,62 +183,63 @@ impl Cpu {
                 self.msr(vcpu, board, write);
                 Ok(())
             }
-            Exit::Recall { events } => Err(Pause::Recall(events)),
-            _ => self.rare(vcpu, board, exit),
+            Exit::Recall { events } => Err(StopReason::Recall(events)),
+            _ => self.handle_slow_exit(vcpu, board, exit),
         }
     }
 
-    /// The guest has another task priority than the local APIC knows of, which comes before anything that compares with it.
+    /// Copies the guest's task priority to the local APIC, before any comparison with it.
     #[cold]
-    fn note_cr8<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+    fn note_cr8<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         self.cr8 = vcpu.cr8();
         board.set_cr8(self.index, self.cr8);
-        // What waits may not be for the guest any longer.
-        self.attention = true;
+        // The pending interrupt may be masked now, or a masked one may be deliverable.
+        self.needs_service = true;
     }
 
-    /// Finds out what the guest has done with what was left to it. Until then the local APIC is behind.
+    /// Synchronises the local APIC with virtual interrupts and PV EOIs that completed without an
+    /// exit.
     #[inline(never)]
-    fn collect<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
-        self.left = false;
-        if let Window::Take(vector) = self.window {
+    fn sync_interrupt_state<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
+        self.virq_offered = false;
+        if let InterruptWindow::DeliverVirq(vector) = self.window {
             if vcpu.has_window() {
-                // The exit may change whether it is to come at all.
-                self.attention = true;
+                // The exit may change whether the interrupt is still pending.
+                self.needs_service = true;
             } else {
-                self.window = Window::Nothing;
-                board.accept(self.index, vector);
+                self.window = InterruptWindow::Nothing;
+                board.accept_virq(self.index, vector);
             }
         }
-        // The interrupt whose end was offered is in service now, if it is ended.
+        // If the guest completed the offered EOI, its interrupt is in service now.
         if self.eoi.is_ended(board.memory()) {
             board.end_of_interrupt(self.index);
         }
     }
 
-    /// Everything that has to be right before the guest is entered.
+    /// Brings all state up to date before the guest is entered.
     #[inline(never)]
-    fn prepare<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) -> Flow {
-        if self.left {
-            // It was not entered after the last time.
-            self.collect(vcpu, board);
+    fn prepare<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> Flow {
+        if self.virq_offered {
+            // The last preparation ended without an entry.
+            self.sync_interrupt_state(vcpu, board);
         }
-        self.attention = false;
+        self.needs_service = false;
         if !self.started {
             self.started = true;
-            // The back end may have run another machine before.
+            // The back end may have run another VM before.
             vcpu.set_event(Event::NONE);
-            vcpu.set_window(Window::Nothing);
+            vcpu.set_window(InterruptWindow::Nothing);
             vcpu.set_cr8(0);
             vcpu.set_cr8_exits(false);
             self.nmi_mask.clear(vcpu);
-            vcpu.set_halts(false);
+            vcpu.set_hlt_exits(false);
             vcpu.set(Reg::TscOffset, board.clock().base().wrapping_neg());
             vcpu.set(Reg::Xcr0, xcr0::X87);
         }
-        let signals = board.settle(self.index);
+        let signals = board.service_timers(self.index);
         if let Some(outcome) = signals.end {
-            return Err(Pause::End(outcome));
+            return Err(StopReason::End(outcome));
         }
         let signature = |board: &M| board.cpuid().lookup(leaf::FEATURES, 0).0[0];
         if signals.init {
@@ -241,7 +249,7 @@ impl Cpu {
             self.activity = Activity::Parked;
             self.eoi = EoiWord::OFF;
             self.steal.reset();
-            vcpu.set_halts(false);
+            vcpu.set_hlt_exits(false);
             vcpu.set_event(Event::NONE);
             start_up(vcpu, 0, signature(board));
         }
@@ -254,19 +262,19 @@ impl Cpu {
         }
         self.nmi |= signals.nmi;
         if signals.cr8 != self.cr8 {
-            // The guest has set it by another register, or by an instruction that was emulated.
+            // The guest wrote the priority through the APIC's TPR, or by an emulated instruction.
             self.cr8 = signals.cr8;
             vcpu.set_cr8(signals.cr8);
         }
-        let held = signals.interrupt == Waiting::Held;
+        let held = signals.interrupt == PendingInterrupt::Masked;
         if held != self.held {
             self.held = held;
             vcpu.set_cr8_exits(held);
         }
-        self.deliver(vcpu, board, if held { Waiting::Nothing } else { signals.interrupt });
+        self.deliver(vcpu, board, if held { PendingInterrupt::None } else { signals.interrupt });
         if self.activity != Activity::Running {
             self.steal.leave(board.memory());
-            return Err(Pause::Idle { deadline_tsc: board.clock().tsc(signals.deadline) });
+            return Err(StopReason::Idle { deadline_tsc: board.clock().tsc(signals.deadline) });
         }
         if signals.deadline != self.deadline {
             self.deadline = signals.deadline;
@@ -278,16 +286,21 @@ impl Cpu {
         Ok(())
     }
 
-    /// Fills the slot with what comes first, and opens a window for what still waits.
-    fn deliver<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, interrupt: Waiting) {
-        let mut window = Window::Nothing;
+    /// Fills the injection slot with the first event and requests a window for pending ones.
+    fn deliver<V: Vcpu, M: Board>(
+        &mut self,
+        vcpu: &mut V,
+        board: &mut M,
+        interrupt: PendingInterrupt,
+    ) {
+        let mut window = InterruptWindow::Nothing;
         let nmi = self.nmi && self.nmi_mask.is_open();
-        let exit_if = |more| if more { Window::Exit } else { Window::Nothing };
+        let exit_if = |more| if more { InterruptWindow::Exit } else { InterruptWindow::Nothing };
         if self.deferred.is_some() && !nmi && !vcpu.event().is_some() && accepts_interrupt(vcpu) {
             self.activity = Activity::Running;
             vcpu.set_event(core::mem::take(&mut self.deferred));
         }
-        let waits = interrupt != Waiting::Nothing || self.deferred.is_some();
+        let waits = interrupt != PendingInterrupt::None || self.deferred.is_some();
         if (nmi || waits) && self.activity != Activity::Parked {
             let is_free = !vcpu.event().is_some();
             if is_free && nmi {
@@ -297,17 +310,19 @@ impl Cpu {
                 self.nmi_mask.delivered(vcpu);
                 window = exit_if(waits);
             } else if self.deferred.is_some() {
-                window = Window::Exit;
-                self.attention |= nmi;
-            } else if let (Waiting::Vector { vector, quiet }, false) = (interrupt, nmi) {
-                // Also when it could be put into the slot: QEMU now and then delivers an interrupt twice that is injected, but
-                // not one that the guest takes.
+                window = InterruptWindow::Exit;
+                self.needs_service |= nmi;
+            } else if let (PendingInterrupt::Virq { vector, eoi_elidable }, false) =
+                (interrupt, nmi)
+            {
+                // Used even if the slot is free: QEMU TCG sometimes delivers an injected interrupt
+                // twice, but not a virtual interrupt.
                 if self.activity == Activity::Halted && accepts_interrupt(vcpu) {
                     self.activity = Activity::Running;
                 }
-                window = Window::Take(vector);
-                self.left = true;
-                if quiet {
+                window = InterruptWindow::DeliverVirq(vector);
+                self.virq_offered = true;
+                if eoi_elidable {
                     self.eoi.offer(board.memory());
                 }
             } else if is_free && accepts_interrupt(vcpu) {
@@ -315,12 +330,12 @@ impl Cpu {
                     self.activity = Activity::Running;
                     vcpu.set_event(Event::interrupt(taken.vector));
                     window = exit_if(taken.more);
-                    self.left = taken.quiet && self.eoi.offer(board.memory());
+                    self.virq_offered = taken.eoi_elidable && self.eoi.offer(board.memory());
                 }
             } else {
-                // An NMI needs no window, only a free slot: it is tried again at the next exit.
-                window = Window::Exit;
-                self.attention |= nmi;
+                // An NMI needs a free slot but no window: delivery is tried again at the next exit.
+                window = InterruptWindow::Exit;
+                self.needs_service |= nmi;
             }
         }
         if window != self.window {
@@ -329,23 +344,24 @@ impl Cpu {
         }
     }
 
-    /// Carries out the `HLT` of `STI; HLT` if the host interrupted the guest between the two. Not every processor
-    /// takes the shadow back into the guest; without it an interrupt would come before the `HLT` that waits for it.
+    /// Executes the `HLT` of `STI; HLT` if the host interrupted the guest between the two. Not
+    /// every CPU restores the interrupt shadow on entry; without it an interrupt would be delivered
+    /// before the `HLT` that waits for it.
     #[cold]
-    fn halt_in_shadow<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &M) {
+    fn halt_in_shadow<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &M) {
         if vcpu.event().is_some() || vcpu.get(Reg::Cpl) != 0 {
             return;
         }
-        if let Some(next) = self.fetch.look(vcpu, board.memory(), Pattern::HLT) {
+        if let Some(next) = self.fetch.next_rip_from_bytes(vcpu, board.memory(), Pattern::HLT) {
             retire(vcpu, next);
             self.activity = Activity::Halted;
         }
     }
 
     #[inline(always)]
-    fn cpuid<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+    fn cpuid<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         let Some(next) = self.fetch.next_rip(vcpu, board.memory(), Pattern::CPUID) else {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         };
         let (number, subleaf) = (vcpu.gpr(Gpr::Rax) as u32, vcpu.gpr(Gpr::Rcx) as u32);
         let (values, patch) = board.cpuid().lookup(number, subleaf);
@@ -366,9 +382,9 @@ impl Cpu {
     }
 
     #[inline(never)]
-    fn patch_cpuid<B: Backend, M: Board>(
+    fn patch_cpuid<V: Vcpu, M: Board>(
         &self,
-        vcpu: &mut B,
+        vcpu: &mut V,
         board: &mut M,
         values: &Values,
         patch: Patch,
@@ -391,17 +407,17 @@ impl Cpu {
     }
 
     #[inline(always)]
-    fn port<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, io: IoExit) {
-        // The processor always says where the instruction after `IN` and `OUT` is (EXITINFO2).
+    fn port<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, io: IoExit) {
+        // The CPU always reports the address after `IN` and `OUT` (EXITINFO2).
         if io.next_rip == 0 {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         }
         let rax = vcpu.gpr(Gpr::Rax);
         if io.write {
             board.port_out(io.port, io.size, rax as u32 & mask(io.size));
         } else {
             let value = board.port_in(io.port, io.size) & mask(io.size);
-            // A 32-bit result clears the upper half, narrower ones leave the rest.
+            // A 32-bit result clears the upper half; narrower results keep the other bits.
             let kept = if io.size == 4 { 0 } else { rax & !u64::from(mask(io.size)) };
             vcpu.set_gpr(Gpr::Rax, kept | u64::from(value));
         }
@@ -409,10 +425,10 @@ impl Cpu {
     }
 
     #[inline(never)]
-    fn msr<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, write: bool) {
+    fn msr<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, write: bool) {
         let pattern = if write { Pattern::WRMSR } else { Pattern::RDMSR };
         let Some(next) = self.fetch.next_rip(vcpu, board.memory(), pattern) else {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         };
         let msr = vcpu.gpr(Gpr::Rcx) as u32;
         let done = if write {
@@ -431,7 +447,12 @@ impl Cpu {
     }
 
     #[inline(never)]
-    fn rare<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, exit: Exit) -> Flow {
+    fn handle_slow_exit<V: Vcpu, M: Board>(
+        &mut self,
+        vcpu: &mut V,
+        board: &mut M,
+        exit: Exit,
+    ) -> Flow {
         match exit {
             Exit::Io(io) => {
                 let emulated = board.emulate_io(self.index, vcpu, io);
@@ -442,26 +463,26 @@ impl Cpu {
             Exit::Hlt => {
                 if self.skip(vcpu, board, Pattern::HLT) {
                     self.activity = Activity::Halted;
-                    self.attention = true;
+                    self.needs_service = true;
                 }
             }
             Exit::Halted { events } => {
                 if self.skip(vcpu, board, Pattern::HLT) {
                     self.activity = Activity::Halted;
                 }
-                return Err(Pause::Recall(events));
+                return Err(StopReason::Recall(events));
             }
             Exit::Hypercall => self.hypercall(vcpu, board),
-            Exit::Window => {
-                self.window = Window::Nothing;
-                self.attention = true;
+            Exit::InterruptWindow => {
+                self.window = InterruptWindow::Nothing;
+                self.needs_service = true;
             }
             Exit::Deadline => {
-                // The deadline is gone from the back end's mind only when a new one is set.
+                // The back end keeps a deadline that has passed until a new one is set.
                 self.deadline = 0;
-                self.attention = true;
+                self.needs_service = true;
             }
-            Exit::Recall { events } => return Err(Pause::Recall(events)),
+            Exit::Recall { events } => return Err(StopReason::Recall(events)),
             Exit::Xsetbv => self.xsetbv(vcpu, board),
             Exit::CacheFlush => {
                 self.skip(vcpu, board, Pattern::CACHE_FLUSH);
@@ -474,25 +495,25 @@ impl Cpu {
             Exit::Undefined => self.raise(vcpu, UNDEFINED),
             Exit::Protected => self.raise(vcpu, PROTECTION),
             Exit::Iret => self.nmi_mask.begin_return(vcpu),
-            Exit::CrAccess { .. } | Exit::TaskSwitch => self.lost(vcpu, board),
+            Exit::CrAccess { .. } | Exit::TaskSwitch => self.inject_ud(vcpu, board),
             Exit::Spurious => {}
-            Exit::Shutdown => return Err(Pause::End(Outcome::TripleFault)),
+            Exit::Shutdown => return Err(StopReason::End(Outcome::TripleFault)),
             Exit::InvalidState { why, code } => {
                 board.unknown(Unknown::Other(why, code));
-                return Err(Pause::End(Outcome::TripleFault));
+                return Err(StopReason::End(Outcome::TripleFault));
             }
-            Exit::HostError(code) => return Err(Pause::End(Outcome::HostError(code))),
+            Exit::HostError(code) => return Err(StopReason::End(Outcome::HostError(code))),
             Exit::Unknown(code) => {
                 board.unknown(Unknown::Exit(code));
-                return Err(Pause::End(Outcome::HostError(code)));
+                return Err(StopReason::End(Outcome::HostError(code)));
             }
             Exit::Cpuid | Exit::Msr { .. } => {}
         }
         Ok(())
     }
 
-    /// An access of an instruction that the host carries out.
-    fn access<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, access: Access) {
+    /// Performs an access for an instruction that the host emulates.
+    fn access<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, access: Access) {
         let Access { space, address, size, value } = access;
         let answer = match (space, value) {
             (Space::Port, None) => Some(board.port_in(address as u16, size).into()),
@@ -510,27 +531,27 @@ impl Cpu {
                 self.write_msr(vcpu, board, address as u32, value).map(|()| 0)
             }
         };
-        vcpu.answer(answer);
+        vcpu.complete_access(answer);
     }
 
-    fn memory_fault<B: Backend, M: Board>(
+    fn memory_fault<V: Vcpu, M: Board>(
         &mut self,
-        vcpu: &mut B,
+        vcpu: &mut V,
         board: &mut M,
         fault: MemoryFault,
     ) -> Flow {
         if vcpu.event().is_some() {
-            // An interrupt's stack or table is not memory: no instruction to emulate, and
-            // delivering again would end here again.
+            // The interrupt's stack or table is not memory: there is no instruction to emulate, and
+            // another delivery would exit here again.
             board.unknown(Unknown::Other("event delivery outside memory", fault.gpa));
-            return Err(Pause::End(Outcome::TripleFault));
+            return Err(StopReason::End(Outcome::TripleFault));
         }
         if fault.walk {
             board.unknown(Unknown::Other("page tables outside memory", fault.gpa));
-            return Err(Pause::End(Outcome::TripleFault));
+            return Err(StopReason::End(Outcome::TripleFault));
         }
         if fault.fetch {
-            // Nothing answers, so all bits are 1: FF FF is an undefined opcode.
+            // No device responds, so all bits read as 1: FF FF is an undefined opcode.
             board.unknown(Unknown::Other("code outside memory", fault.gpa));
             self.raise(vcpu, UNDEFINED);
             return Ok(());
@@ -540,7 +561,7 @@ impl Cpu {
         Ok(())
     }
 
-    fn emulated<B: Backend>(&mut self, vcpu: &mut B, emulated: Emulated) {
+    fn emulated<V: Vcpu>(&mut self, vcpu: &mut V, emulated: Emulated) {
         match emulated {
             Emulated::Next(next) => retire(vcpu, next),
             Emulated::Again => interrupt_repetition(vcpu),
@@ -549,7 +570,7 @@ impl Cpu {
         }
     }
 
-    fn hypercall<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+    fn hypercall<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         let number = vcpu.gpr(Gpr::Rax);
         if !self.skip(vcpu, board, Pattern::VMMCALL) {
             return;
@@ -566,9 +587,9 @@ impl Cpu {
     }
 
     /// APM vol. 4, `XSETBV`: register 0 only, x87 always set, AVX only with SSE.
-    fn xsetbv<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+    fn xsetbv<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         let Some(next) = self.fetch.next_rip(vcpu, board.memory(), Pattern::XSETBV) else {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         };
         let value = vcpu.gpr(Gpr::Rdx) << 32 | vcpu.gpr(Gpr::Rax) & 0xffff_ffff;
         let register = vcpu.gpr(Gpr::Rcx) as u32;
@@ -587,19 +608,19 @@ impl Cpu {
     }
 
     /// `MOV` to and from `CR8` (`[REX.R] 0F 22 /0`, `0F 20 /0`): the task priority.
-    fn cr8<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, write: bool) {
+    fn cr8<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, write: bool) {
         let code = CodeView::of(vcpu);
         let mut bytes = [0; 15];
         let Ok((count, _)) = code.fetch(board.memory(), &mut bytes) else {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         };
         let start = prefixes(&bytes[..count], code.size);
         let opcode = if write { 0x22 } else { 0x20 };
         let &[0x0f, second, modrm, ..] = &bytes[start..count] else {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         };
         if second != opcode {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         }
         let rex = if start > 0 && code.size == CodeSize::Bits64 { bytes[start - 1] } else { 0 };
         let extended = rex & 0xf0 == 0x40 && rex & 1 != 0;
@@ -610,7 +631,7 @@ impl Cpu {
                 return self.raise(vcpu, PROTECTION);
             }
             board.set_cr8(self.index, value as u8);
-            self.attention = true;
+            self.needs_service = true;
         } else {
             let value = board.cr8(self.index);
             vcpu.set_gpr(register, value.into());
@@ -619,32 +640,28 @@ impl Cpu {
         retire(vcpu, code.advance(rip, start as u64 + 3));
     }
 
-    /// Goes on behind the present instruction; `false` (and `#UD`) if it is not `pattern`.
+    /// Advances past the current instruction; raises `#UD` and returns `false` if it is not
+    /// `pattern`.
     #[inline(never)]
-    fn skip<B: Backend, M: Board>(
-        &mut self,
-        vcpu: &mut B,
-        board: &mut M,
-        pattern: Pattern,
-    ) -> bool {
+    fn skip<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, pattern: Pattern) -> bool {
         match self.fetch.next_rip(vcpu, board.memory(), pattern) {
             Some(next) => {
                 retire(vcpu, next);
                 true
             }
             None => {
-                self.lost(vcpu, board);
+                self.inject_ud(vcpu, board);
                 false
             }
         }
     }
 
-    /// An exit whose instruction is not what the exit says, or cannot be emulated.
+    /// Injects `#UD`: the instruction does not match the exit, or cannot be emulated.
     #[cold]
-    fn lost<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+    fn inject_ud<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         let rip = vcpu.get(Reg::Rip);
         let mut bytes = [0; 15];
-        // What cannot be read stays 0 in the report.
+        // Unreadable bytes stay 0 in the report.
         let _ = CodeView::of(vcpu).fetch(board.memory(), &mut bytes);
         let mut first = [0; 8];
         first.copy_from_slice(&bytes[..8]);
@@ -652,32 +669,32 @@ impl Cpu {
         self.raise(vcpu, UNDEFINED);
     }
 
-    /// Reflects an exception of the guest that the host intercepted. The processor has already done what comes before
-    /// delivery: DR6 has the cause of a `#DB` (APM vol. 2, section 15.12.2).
+    /// Reflects an intercepted exception to the guest. The CPU has already performed the side
+    /// effects before delivery: DR6 has the cause of a `#DB` (APM vol. 2, section 15.12.2).
     #[cold]
-    fn exception<B: Backend, M: Board>(
+    fn exception<V: Vcpu, M: Board>(
         &mut self,
-        vcpu: &mut B,
+        vcpu: &mut V,
         board: &mut M,
         vector: u8,
         code: u32,
     ) -> Flow {
         if vector == DEBUG && self.nmi_mask.ends_return(vcpu) {
-            self.attention = true;
+            self.needs_service = true;
             return Ok(());
         }
         let event = match vector {
             DEBUG => Event::exception(DEBUG),
-            // Its error code is always 0, and EXITINFO1 is not defined (APM vol. 2, section 8.2.18).
+            // Its error code is always 0, and EXITINFO1 is undefined (APM vol. 2, section 8.2.18).
             ALIGNMENT => Event::exception_code(ALIGNMENT, 0),
             _ => {
-                board.unknown(Unknown::Other("an exception that nobody asked for", code.into()));
-                return Err(Pause::End(Outcome::HostError(vector.into())));
+                board.unknown(Unknown::Other("unexpected intercepted exception", code.into()));
+                return Err(StopReason::End(Outcome::HostError(vector.into())));
             }
         };
         let first = vcpu.event();
         match interrupted_by_benign(first) {
-            Interrupted::Shutdown => return Err(Pause::End(Outcome::TripleFault)),
+            Interrupted::Shutdown => return Err(StopReason::End(Outcome::TripleFault)),
             Interrupted::Dropped => {}
             Interrupted::Deferred if first == Event::NMI => {
                 self.nmi = true;
@@ -687,37 +704,38 @@ impl Cpu {
         }
         if vector == DEBUG {
             raise_debug(vcpu, 0);
-            self.attention = true;
+            self.needs_service = true;
         } else {
             self.raise(vcpu, event);
         }
         Ok(())
     }
 
-    /// Puts a fault into the slot. What waits is looked at again, since the slot is taken now. The flags that a fault saves have
-    /// RF set, so that the instruction is not reported by a breakpoint again (APM vol. 2, section 13.1.1); a processor does not
-    /// do that for an event that its host delivers.
-    fn raise<B: Backend>(&mut self, vcpu: &mut B, event: Event) {
+    /// Puts a fault into the injection slot and requests service, because the slot is occupied now.
+    /// The saved flags of a fault have RF set, so that the instruction breakpoint is not reported
+    /// again (APM vol. 2, section 13.1.1); a CPU does not set RF for an injected event.
+    fn raise<V: Vcpu>(&mut self, vcpu: &mut V, event: Event) {
         let rflags = vcpu.get(Reg::Rflags);
         vcpu.set(Reg::Rflags, rflags | RFLAGS_RF);
         vcpu.set_event(event);
-        self.attention = true;
+        self.needs_service = true;
     }
 }
 
-/// Fate of an event whose delivery an exception has cut short.
+/// Fate of an event whose delivery an exception interrupted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Interrupted {
-    /// No event, or an exception that is raised again if its cause is still there.
+    /// No event, or an exception that is raised again if its cause persists.
     Dropped,
     /// An interrupt, which is delivered after the exception.
     Deferred,
-    /// The processor shuts down.
+    /// The vCPU shuts down (triple fault).
     Shutdown,
 }
 
-/// Decides about `first`, whose delivery `#DB` or `#AC` has cut short (APM vol. 2, table 8-5). Both are benign, so the two do
-/// not make a double fault; but an exception in the delivery of a double fault shuts the processor down, as in KVM.
+/// Decides the fate of `first`, whose delivery `#DB` or `#AC` interrupted (APM vol. 2, table 8-5).
+/// Both are benign, so the pair is no double fault; but an exception during the delivery of a
+/// double fault shuts the vCPU down, as in KVM.
 fn interrupted_by_benign(first: Event) -> Interrupted {
     const DOUBLE_FAULT: u8 = 8;
     match first {
@@ -727,14 +745,14 @@ fn interrupted_by_benign(first: Event) -> Interrupted {
     }
 }
 
-/// Whether the guest takes a maskable interrupt now.
-fn accepts_interrupt(vcpu: &mut impl Backend) -> bool {
+/// Returns true if the guest can take a maskable interrupt now.
+fn accepts_interrupt(vcpu: &mut impl Vcpu) -> bool {
     vcpu.get(Reg::Rflags) & RFLAGS_IF != 0 && vcpu.get(Reg::InterruptShadow) & 1 == 0
 }
 
-/// The present instruction is complete: what its completion does beside its effect.
+/// Completes the current instruction, with the side effects of its completion.
 #[inline(always)]
-fn retire(vcpu: &mut impl Backend, next: u64) {
+fn retire(vcpu: &mut impl Vcpu, next: u64) {
     vcpu.set(Reg::Rip, next);
     let shadow = vcpu.get(Reg::InterruptShadow) != 0;
     if shadow || vcpu.get(Reg::Rflags) & (RFLAGS_TF | RFLAGS_RF) != 0 {
@@ -742,10 +760,10 @@ fn retire(vcpu: &mut impl Backend, next: u64) {
     }
 }
 
-/// After an instruction in an interrupt shadow, which ends, behind a breakpoint, which counts again for the next one, or in
-/// single-step mode.
+/// Completes an instruction in an interrupt shadow (the shadow ends), after an instruction
+/// breakpoint (breakpoints are armed again for the next instruction), or in single-step mode.
 #[cold]
-fn retire_marked(vcpu: &mut impl Backend) {
+fn retire_marked(vcpu: &mut impl Vcpu) {
     vcpu.set(Reg::InterruptShadow, 0);
     let rflags = vcpu.get(Reg::Rflags);
     if rflags & RFLAGS_RF != 0 {
@@ -754,27 +772,28 @@ fn retire_marked(vcpu: &mut impl Backend) {
     single_step(vcpu, rflags);
 }
 
-/// Between two rounds of a repeated string instruction, which goes on at itself: as the processor, an instruction breakpoint at
-/// it has been reported, and single-step mode stops here (APM vol. 2, sections 13.1.1 and 13.1.4).
+/// Handles the boundary between two iterations of a repeated string instruction. As on a CPU, an
+/// instruction breakpoint at it has been reported already, and single-step mode traps here (APM
+/// vol. 2, sections 13.1.1 and 13.1.4).
 #[cold]
-fn interrupt_repetition(vcpu: &mut impl Backend) {
+fn interrupt_repetition(vcpu: &mut impl Vcpu) {
     vcpu.set(Reg::InterruptShadow, 0);
     let rflags = vcpu.get(Reg::Rflags);
     vcpu.set(Reg::Rflags, rflags | RFLAGS_RF);
     single_step(vcpu, rflags);
 }
 
-/// Raises the `#DB` of single-step mode if that is on.
-fn single_step(vcpu: &mut impl Backend, rflags: u64) {
+/// Raises the `#DB` of single-step mode if `RFLAGS.TF` is set.
+fn single_step(vcpu: &mut impl Vcpu, rflags: u64) {
     if rflags & RFLAGS_TF == 0 {
         return;
     }
     raise_debug(vcpu, DR6_SINGLE_STEP);
 }
 
-/// Puts a `#DB` into the slot, and does what comes with it: adds `causes` to DR6, switches off general detection. Delivery of an
-/// event that is put into the slot does neither.
-fn raise_debug(vcpu: &mut impl Backend, causes: u64) {
+/// Puts a `#DB` into the injection slot with its side effects: adds `causes` to DR6 and clears
+/// general detection. An injected event has neither.
+fn raise_debug(vcpu: &mut impl Vcpu, causes: u64) {
     if causes != 0 {
         let dr6 = vcpu.get(Reg::Dr6);
         vcpu.set(Reg::Dr6, dr6 | causes);
@@ -786,8 +805,8 @@ fn raise_debug(vcpu: &mut impl Backend, causes: u64) {
     vcpu.set_event(Event::exception(DEBUG));
 }
 
-/// [`hypercall::SEND_IPI`]: what is to be in `rax`.
-fn send_ipi<B: Backend, M: Board>(vcpu: &mut B, board: &mut M) -> i64 {
+/// Handles [`hypercall::SEND_IPI`]; returns the value for `rax`.
+fn send_ipi<V: Vcpu, M: Board>(vcpu: &mut V, board: &mut M) -> i64 {
     const DELIVERY: u32 = 7 << 8;
     let command = vcpu.gpr(Gpr::Rsi) as u32;
     let delivery = command & DELIVERY;
@@ -795,7 +814,7 @@ fn send_ipi<B: Backend, M: Board>(vcpu: &mut B, board: &mut M) -> i64 {
     if !to_few || delivery != 0 && delivery != local::DELIVER_NMI {
         return hypercall::INVALID;
     }
-    // The second half begins at 32 in a 32-bit guest: no machine has so many CPUs.
+    // The second half begins at 32 in a 32-bit guest: no VM has that many CPUs.
     const { assert!(MAX_VCPUS <= 32) };
     let [low, high] = [Gpr::Rbx, Gpr::Rcx].map(|half| u128::from(vcpu.gpr(half)));
     let to = ApicIds { first: vcpu.gpr(Gpr::Rdx) as u32, set: low | high << 64 };
@@ -814,9 +833,9 @@ fn mask(size: u8) -> u32 {
     u32::MAX >> (32 - 8 * u32::from(size.clamp(1, 4)))
 }
 
-/// The state after a start-up message (APM vol. 2, table 14-1 and section 15.27.8): real mode at
+/// Sets the state after a start-up IPI (APM vol. 2, table 14-1 and section 15.27.8): real mode at
 /// `page << 12`.
-fn start_up(vcpu: &mut impl Backend, page: u8, signature: u32) {
+fn start_up(vcpu: &mut impl Vcpu, page: u8, signature: u32) {
     const DATA: u16 = 0x93;
     const CODE: u16 = 0x9b;
     const LDT: u16 = 0x82;
@@ -862,9 +881,10 @@ mod tests {
     use std::vec::Vec;
     use vmm_mem::{GuestMemory, testing};
 
-    /// A board with an interrupt controller that delivers the highest of the requested vectors, whatever is in service.
+    /// A board whose interrupt controller delivers the highest requested vector, whatever is in
+    /// service.
     struct TestBoard {
-        /// It tells the vector only to who takes it.
+        /// Reports the vector only on acknowledgement, as an 8259 does.
         asks: bool,
         in_service: Vec<u8>,
         /// Interrupts that the guest has taken without an exit.
@@ -875,7 +895,7 @@ mod tests {
         tsc: u64,
         requested: BTreeSet<u8>,
         nmi: bool,
-        attention: bool,
+        needs_service: bool,
         deadline: u64,
         end: Option<Outcome>,
         init: bool,
@@ -920,7 +940,7 @@ mod tests {
                 tsc: 1000,
                 requested: BTreeSet::new(),
                 nmi: false,
-                attention: false,
+                needs_service: false,
                 deadline: vmm_bus::NEVER,
                 end: None,
                 init: false,
@@ -938,16 +958,16 @@ mod tests {
 
         fn request(&mut self, vector: u8) {
             self.requested.insert(vector);
-            self.attention = true;
+            self.needs_service = true;
         }
 
-        fn waiting(&self) -> Waiting {
+        fn waiting(&self) -> PendingInterrupt {
             match self.requested.last() {
-                None => Waiting::Nothing,
-                Some(_) if self.asks => Waiting::Asks,
+                None => PendingInterrupt::None,
+                Some(_) if self.asks => PendingInterrupt::Pic,
                 Some(&vector) => {
-                    let quiet = self.requested.len() == 1 && self.in_service.is_empty();
-                    Waiting::Vector { vector, quiet }
+                    let eoi_elidable = self.requested.len() == 1 && self.in_service.is_empty();
+                    PendingInterrupt::Virq { vector, eoi_elidable }
                 }
             }
         }
@@ -1000,24 +1020,24 @@ mod tests {
         fn tsc_written(&mut self, _: usize, tsc: u64) {
             self.tsc_written.push(tsc);
         }
-        fn emulate_memory<B: Backend>(&mut self, _: usize, _: &mut B, _: MemoryFault) -> Emulated {
+        fn emulate_memory<V: Vcpu>(&mut self, _: usize, _: &mut V, _: MemoryFault) -> Emulated {
             self.emulated
         }
-        fn emulate_io<B: Backend>(&mut self, _: usize, _: &mut B, _: IoExit) -> Emulated {
+        fn emulate_io<V: Vcpu>(&mut self, _: usize, _: &mut V, _: IoExit) -> Emulated {
             self.emulated
         }
-        fn hypercall<B: Backend>(&mut self, vcpu: &mut B) -> Option<u64> {
+        fn hypercall<V: Vcpu>(&mut self, vcpu: &mut V) -> Option<u64> {
             (vcpu.gpr(Gpr::Rax) == KNOWN_HYPERCALL).then_some(77)
         }
         fn multicast(&mut self, to: ApicIds, message: InterruptMessage) -> u32 {
             self.multicasts.push((to, message));
             (0..8).filter(|&id| to.contains(id)).count() as u32
         }
-        fn attention(&self, _: usize) -> bool {
-            self.attention
+        fn needs_service(&self, _: usize) -> bool {
+            self.needs_service
         }
-        fn settle(&mut self, _: usize) -> Signals {
-            self.attention = false;
+        fn service_timers(&mut self, _: usize) -> Signals {
+            self.needs_service = false;
             Signals {
                 end: self.end,
                 nmi: core::mem::take(&mut self.nmi),
@@ -1032,13 +1052,13 @@ mod tests {
             let vector = self.requested.pop_last()?;
             self.in_service.push(vector);
             let more = !self.requested.is_empty();
-            Some(Acknowledged { vector, quiet: !more, more })
+            Some(Acknowledged { vector, eoi_elidable: !more, more })
         }
-        fn accept(&mut self, _: usize, vector: u8) {
+        fn accept_virq(&mut self, _: usize, vector: u8) {
             assert!(self.requested.remove(&vector));
             self.in_service.push(vector);
             self.taken.push(vector);
-            self.attention |= !self.requested.is_empty();
+            self.needs_service |= !self.requested.is_empty();
         }
         fn end_of_interrupt(&mut self, _: usize) {
             self.in_service.pop();
@@ -1058,17 +1078,21 @@ mod tests {
         (Cpu::new(0, 40), vcpu, board)
     }
 
-    /// Runs until the script is played; gives the entries.
+    /// Runs until the script ends; returns the entries.
     fn play(cpu: &mut Cpu, vcpu: &mut ScriptedVcpu, board: &mut TestBoard) -> Vec<(Event, bool)> {
-        assert_eq!(cpu.run(vcpu, board), Pause::End(Outcome::HostError(0)));
-        vcpu.entries.drain(..).map(|entry| (entry.event, entry.window == Window::Exit)).collect()
+        assert_eq!(cpu.run(vcpu, board), StopReason::End(Outcome::HostError(0)));
+        vcpu.entries
+            .drain(..)
+            .map(|entry| (entry.event, entry.window == InterruptWindow::Exit))
+            .collect()
     }
 
     fn interrupts(vcpu: &mut ScriptedVcpu, on: bool) {
         vcpu.set(Reg::Rflags, if on { RFLAGS_IF } else { 0 });
     }
 
-    /// Plays one exit with `first` in the slot, whose delivery was cut short; gives the entries after it.
+    /// Plays one exit with `first` in the slot, whose delivery it interrupted; returns later
+    /// entries.
     fn reflect(first: Event, vector: u8) -> (Cpu, ScriptedVcpu, Vec<(Event, bool)>) {
         let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
         vcpu.set(Reg::Dr6, 0xffff_4ff0);
@@ -1085,7 +1109,7 @@ mod tests {
     fn intercepted_exceptions_are_reflected() {
         let (_, mut vcpu, entries) = reflect(Event::NONE, DEBUG);
         assert_eq!(entries[1], (Event::exception(DEBUG), false));
-        // DR6 is the processor's, as is RF: it is clear where an instruction breakpoint was hit.
+        // DR6 is written by the CPU, as is RF: it is clear after an instruction breakpoint.
         assert_eq!((vcpu.get(Reg::Dr6), vcpu.get(Reg::Dr7)), (0xffff_4ff0, 0x400));
         assert_eq!(vcpu.get(Reg::Rflags) & RFLAGS_RF, 0);
 
@@ -1100,12 +1124,12 @@ mod tests {
     fn exceptions_while_an_event_is_delivered() {
         let page_fault = Event::exception_code(14, 2);
         for vector in [DEBUG, ALIGNMENT] {
-            // Serially: an exception comes again by itself.
+            // Serial: the exception is raised again by its cause.
             for first in [page_fault, PROTECTION, UNDEFINED, Event::exception(DEBUG)] {
                 let (cpu, _, entries) = reflect(first, vector);
                 assert_eq!((entries[1].0.vector(), cpu.deferred), (vector, Event::NONE));
             }
-            // A non-maskable interrupt comes at the next exit.
+            // An NMI is delivered at the next exit.
             let (cpu, _, entries) = reflect(Event::NMI, vector);
             assert_eq!((entries[1].0.vector(), cpu.nmi), (vector, true));
 
@@ -1114,7 +1138,7 @@ mod tests {
                 vcpu.slot = Event::exception_code(8, 0);
                 Exit::Exception { vector: ALIGNMENT, code: 0 }
             });
-            assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::TripleFault));
+            assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::TripleFault));
         }
     }
 
@@ -1133,7 +1157,7 @@ mod tests {
         });
         vcpu.then(|vcpu| {
             interrupts(vcpu, true);
-            Exit::Window
+            Exit::InterruptWindow
         });
         vcpu.then(|_| Exit::Spurious);
         let entries = play(&mut cpu, &mut vcpu, &mut board);
@@ -1151,7 +1175,7 @@ mod tests {
     fn an_exception_that_is_not_intercepted_ends_the_machine() {
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         vcpu.then(|_| Exit::Exception { vector: 3, code: 0 });
-        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::HostError(3)));
+        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::HostError(3)));
     }
 
     #[test]
@@ -1190,7 +1214,7 @@ mod tests {
     }
 
     #[test]
-    fn interrupts_come_in_order_through_windows() {
+    fn interrupts_are_delivered_in_order_through_windows() {
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         for vector in [0x31, 0xef, 0x40] {
             board.request(vector);
@@ -1200,7 +1224,7 @@ mod tests {
         for _ in 0..3 {
             vcpu.then(|vcpu| {
                 interrupts(vcpu, true);
-                Exit::Window
+                Exit::InterruptWindow
             });
         }
         let entries = play(&mut cpu, &mut vcpu, &mut board);
@@ -1225,7 +1249,7 @@ mod tests {
         });
         vcpu.then(|vcpu| {
             vcpu.set(Reg::InterruptShadow, 0);
-            Exit::Window
+            Exit::InterruptWindow
         });
         let entries = play(&mut cpu, &mut vcpu, &mut board);
         let expected = [(Event::NONE, true), (Event::NONE, true), (Event::interrupt(0x31), false)];
@@ -1233,33 +1257,42 @@ mod tests {
     }
 
     #[test]
-    fn the_guest_takes_by_itself_what_waits() {
+    fn virtual_interrupts_are_delivered_without_an_exit() {
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         board.asks = false;
         interrupts(&mut vcpu, false);
         vcpu.then(|_| Exit::Recall { events: 1 });
         vcpu.then(|_| Exit::Recall { events: 1 });
         vcpu.then(|vcpu| {
-            vcpu.window = Window::Nothing;
+            vcpu.window = InterruptWindow::Nothing;
             Exit::Spurious
         });
         board.request(0x31);
-        let recall = Pause::Recall(1);
-        assert_eq!((cpu.run(&mut vcpu, &mut board), vcpu.window), (recall, Window::Take(0x31)));
-        // Something that goes before it, and something that it waits for.
+        let recall = StopReason::Recall(1);
+        assert_eq!(
+            (cpu.run(&mut vcpu, &mut board), vcpu.window),
+            (recall, InterruptWindow::DeliverVirq(0x31))
+        );
+        // One interrupt of higher and one of lower priority.
         board.request(0x40);
-        assert_eq!((cpu.run(&mut vcpu, &mut board), vcpu.window), (recall, Window::Take(0x40)));
+        assert_eq!(
+            (cpu.run(&mut vcpu, &mut board), vcpu.window),
+            (recall, InterruptWindow::DeliverVirq(0x40))
+        );
         assert_eq!(board.taken, []);
         play(&mut cpu, &mut vcpu, &mut board);
-        assert_eq!((&board.taken[..], vcpu.window), (&[0x40][..], Window::Take(0x31)));
-        // It may not come after all.
+        assert_eq!(
+            (&board.taken[..], vcpu.window),
+            (&[0x40][..], InterruptWindow::DeliverVirq(0x31))
+        );
+        // The request may be withdrawn.
         board.requested.clear();
         play(&mut cpu, &mut vcpu, &mut board);
-        assert_eq!((&board.taken[..], vcpu.window), (&[0x40][..], Window::Nothing));
+        assert_eq!((&board.taken[..], vcpu.window), (&[0x40][..], InterruptWindow::Nothing));
     }
 
     #[test]
-    fn the_guest_ends_interrupts_by_itself() {
+    fn interrupts_are_completed_without_an_exit() {
         const WORD: u64 = 0x2000;
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         board.asks = false;
@@ -1271,13 +1304,14 @@ mod tests {
         let memory = board.memory;
         let word = move || memory.read::<u32>(WORD).unwrap();
         let end = move || memory.write(WORD, 0_u32).unwrap();
-        // One that is injected, one that the guest takes: it ends both in memory, or does not (yet).
+        // One interrupt is injected, one is virtual: the guest completes both in memory, or not
+        // (yet).
         for (open, ends) in [(true, true), (true, false), (false, true), (false, false)] {
             interrupts(&mut vcpu, open);
             board.request(0x31);
             vcpu.then(move |vcpu| {
                 assert_eq!(word(), 1);
-                vcpu.window = Window::Nothing;
+                vcpu.window = InterruptWindow::Nothing;
                 if ends {
                     end();
                 }
@@ -1287,7 +1321,7 @@ mod tests {
             assert_eq!((board.in_service.is_empty(), word()), (ends, 0));
             board.in_service.clear();
         }
-        // What the guest does to the word before it takes the interrupt ends nothing.
+        // A write of the guest to the word before it takes the interrupt completes nothing.
         interrupts(&mut vcpu, false);
         board.request(0x31);
         vcpu.then(move |_| {
@@ -1295,12 +1329,12 @@ mod tests {
             Exit::Spurious
         });
         vcpu.then(move |vcpu| {
-            vcpu.window = Window::Nothing;
+            vcpu.window = InterruptWindow::Nothing;
             Exit::Spurious
         });
         play(&mut cpu, &mut vcpu, &mut board);
         assert_eq!((&board.in_service[..], word()), (&[0x31][..], 0));
-        // Something else waits: the end must be seen.
+        // Another interrupt is pending: its EOI must exit.
         interrupts(&mut vcpu, true);
         board.request(0x32);
         board.request(0x33);
@@ -1330,7 +1364,7 @@ mod tests {
         };
         assert_eq!(call(&mut board, [0b101, 0, 2, 0x4031]), 2, "ids 2 and 4");
         assert_eq!(call(&mut board, [0, 1, 0, 0x400]), 0, "id 64");
-        // Shorthands, logical destinations, INIT and start-up are not for this.
+        // Shorthands, logical destinations, INIT and start-up are not supported by the hypercall.
         for command in [0x4_0031, 0xc_0031, 0x831, 0x500, 0x604, 0x131] {
             assert_eq!(call(&mut board, [1, 0, 0, command]), hypercall::INVALID);
         }
@@ -1371,7 +1405,7 @@ mod tests {
         for bad in [RECORD | 3, RECORD | 0x21, 0x1_0001, 0xffc1 + 0x40] {
             assert_eq!(write(&mut cpu, &mut vcpu, &mut board, bad), None);
         }
-        // What was stolen before is nobody's business.
+        // Time stolen before the record was named is not reported.
         vcpu.stolen = 500;
         assert!(write(&mut cpu, &mut vcpu, &mut board, RECORD | 1).is_some());
         assert_eq!(cpu.read_msr(&mut vcpu, &mut board, kvm::STEAL_TIME), Some(RECORD | 1));
@@ -1381,13 +1415,13 @@ mod tests {
         vcpu.stolen = 800;
         play(&mut cpu, &mut vcpu, &mut board);
         assert_eq!(record(), (300, 4, 0));
-        // It sleeps, and is woken: by itself, or after somebody asked for a flush.
+        // The vCPU sleeps and is woken: by itself, or after another vCPU requested a flush.
         for (asks, flushes) in [(false, 0), (true, 1), (false, 1)] {
             vcpu.set(Reg::Rip, CODE);
             interrupts(&mut vcpu, true);
             vcpu.then(|_| Exit::Hlt);
-            assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }));
-            assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }), "still");
+            assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }));
+            assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }), "still");
             assert_eq!(record().2, steal_time::PREEMPTED);
             if asks {
                 memory.write(STATE, steal_time::PREEMPTED | steal_time::FLUSH_TLB).unwrap();
@@ -1399,30 +1433,30 @@ mod tests {
             });
             play(&mut cpu, &mut vcpu, &mut board);
         }
-        // A guest that plays with the word gets what it deserves.
+        // A guest that corrupts the word harms only itself.
         cpu.steal.leave(&memory);
         memory.write(STATE, u32::MAX).unwrap();
         play(&mut cpu, &mut vcpu, &mut board);
         assert_eq!((vcpu.flushes, record()), (2, (300, 4, 0)));
-        // Another record goes on; none is none.
+        // Another record continues the count; a cleared enable bit disables it.
         assert!(write(&mut cpu, &mut vcpu, &mut board, RECORD | 1).is_some());
         assert_eq!(record(), (300, 6, 0));
         board.init = true;
-        assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }));
+        assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }));
         assert_eq!((record(), cpu.steal.get(), vcpu.halts), ((300, 6, 0), 0, false));
     }
 
     #[test]
-    fn what_an_exit_cut_short_goes_first() {
+    fn interrupted_events_are_injected_first() {
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         interrupts(&mut vcpu, true);
-        // Delivery of a page fault was cut short while interrupt and NMI arrive.
+        // Delivery of a page fault was interrupted while an interrupt and an NMI arrive.
         vcpu.then(|vcpu| {
             vcpu.slot = Event::exception_code(14, 2);
             Exit::Spurious
         });
         vcpu.then(|_| Exit::Spurious);
-        vcpu.then(|_| Exit::Window);
+        vcpu.then(|_| Exit::InterruptWindow);
         board.request(0x31);
         board.nmi = true;
         let entries = play(&mut cpu, &mut vcpu, &mut board);
@@ -1442,7 +1476,7 @@ mod tests {
         board.emulated = Emulated::Raise(Event::exception_code(14, 2));
         let fault = MemoryFault { gpa: 0, write: false, fetch: false, walk: false };
         vcpu.then(move |_| Exit::MemoryFault(fault));
-        vcpu.then(|_| Exit::Window);
+        vcpu.then(|_| Exit::InterruptWindow);
         let entries = play(&mut cpu, &mut vcpu, &mut board);
         assert_eq!(entries[1], (Event::exception_code(14, 2), false));
         // The same with an interrupt arriving meanwhile.
@@ -1453,7 +1487,7 @@ mod tests {
             vcpu.set(Reg::Rflags, RFLAGS_IF | RFLAGS_TF);
             Exit::Msr { write: true }
         });
-        vcpu.then(|_| Exit::Window);
+        vcpu.then(|_| Exit::InterruptWindow);
         let entries = play(&mut cpu, &mut vcpu, &mut board);
         let expected = [
             (Event::NONE, false),
@@ -1464,7 +1498,7 @@ mod tests {
     }
 
     #[test]
-    fn a_local_apic_that_is_off_is_not_there() {
+    fn a_disabled_local_apic_is_hidden() {
         const APIC: u64 = 1 << 9;
         let has = |number: u64, base: u64| {
             let (mut cpu, mut vcpu, mut board) = guest(&[0x0f, 0xa2]);
@@ -1481,9 +1515,9 @@ mod tests {
         }
     }
 
-    /// `RFLAGS.RF` ends with the instruction, whoever carries it out.
+    /// `RFLAGS.RF` ends with the instruction, also if it is emulated.
     #[test]
-    fn a_breakpoint_counts_again_behind_an_emulated_instruction() {
+    fn a_breakpoint_is_armed_again_after_an_emulated_instruction() {
         let io =
             IoExit { port: 1, size: 1, write: true, string: false, rep: false, next_rip: CODE };
         let fault = MemoryFault { gpa: 0, write: false, fetch: false, walk: false };
@@ -1506,15 +1540,16 @@ mod tests {
         }
         let string = Exit::Io(IoExit { string: true, ..io });
         assert_eq!(flags(string, next), (2, Event::NONE));
-        // Not finished, or not carried out.
+        // Not finished, or not emulated.
         assert_eq!(flags(string, Emulated::Again), (RFLAGS_RF | 2, Event::NONE));
         let raised = Event::exception_code(14, 0);
         assert_eq!(flags(string, Emulated::Raise(raised)), (RFLAGS_RF | 2, raised));
     }
 
-    /// A round of a repeated string instruction is a step, and a breakpoint at it is not reported again.
+    /// An iteration of a repeated string instruction is a step; its breakpoint is not reported
+    /// again.
     #[test]
-    fn steps_and_rounds() {
+    fn steps_and_iterations() {
         let string = IoExit { port: 1, size: 1, write: true, string: true, rep: true, next_rip: 0 };
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         board.emulated = Emulated::Again;
@@ -1529,7 +1564,7 @@ mod tests {
         assert_eq!((vcpu.get(Reg::Rip), vcpu.get(Reg::InterruptShadow)), (CODE, 0));
         assert_eq!(vcpu.get(Reg::Rflags), RFLAGS_TF | RFLAGS_RF | 2);
         assert_eq!((vcpu.get(Reg::Dr6), vcpu.get(Reg::Dr7)), (DR6_SINGLE_STEP, 0x400));
-        // The last round.
+        // The last iteration.
         board.emulated = Emulated::Next(CODE + 2);
         vcpu.then(move |_| Exit::Io(string));
         let entries = play(&mut cpu, &mut vcpu, &mut board);
@@ -1545,7 +1580,7 @@ mod tests {
             vcpu.slot = Event::interrupt(0x31);
             Exit::MemoryFault(fault)
         });
-        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::TripleFault));
+        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::TripleFault));
         assert_eq!(board.unknown.len(), 1);
     }
 
@@ -1559,20 +1594,21 @@ mod tests {
         let mut delivered = |vcpu: &mut ScriptedVcpu, board: &mut TestBoard| {
             vcpu.entries.clear();
             vcpu.then(|_| Exit::Recall { events: 1 });
-            assert_eq!(cpu.run(vcpu, board), Pause::Recall(1));
+            assert_eq!(cpu.run(vcpu, board), StopReason::Recall(1));
             vcpu.entries.iter().map(|entry| entry.event).find(|event| event.is_some())
         };
         board.nmi = true;
         assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
         assert_eq!(vcpu.iret_exits, Some(true));
-        // Two more are one, which waits. A fault of the handler and an interrupt do not.
+        // Two further NMIs merge into one, which stays pending. A fault or an interrupt does not
+        // end masking.
         for _ in 0..2 {
             board.nmi = true;
             assert_eq!(delivered(&mut vcpu, &mut board), None);
         }
         vcpu.then(|_| Exit::Undefined);
         assert_eq!(delivered(&mut vcpu, &mut board), Some(UNDEFINED));
-        // The IRET is a step, of which the guest gets to know nothing.
+        // The IRET is single-stepped, which stays hidden from the guest.
         vcpu.then(|_| Exit::Iret);
         assert_eq!(delivered(&mut vcpu, &mut board), None);
         assert!(steps(&mut vcpu) && vcpu.iret_exits == Some(false));
@@ -1584,13 +1620,13 @@ mod tests {
                 Exit::Exception { vector: DEBUG, code: 0 }
             });
         };
-        // A breakpoint at it comes first, and does not end it.
+        // A breakpoint at the IRET is delivered first and does not end masking.
         vcpu.then(|_| Exit::Exception { vector: DEBUG, code: 0 });
         assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::exception(DEBUG)));
         ends(&mut vcpu, DR6_SINGLE_STEP);
         assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
         assert_eq!((vcpu.get(Reg::Dr6), vcpu.iret_exits), (OLD, Some(true)));
-        // A breakpoint that the IRET has hit is the guest's, and so is a step of its own.
+        // A breakpoint hit by the IRET belongs to the guest, as does the guest's own single step.
         for (own_steps, causes, dr6) in [(false, 2, OLD | 2), (true, 0, OLD | DR6_SINGLE_STEP)] {
             vcpu.set(Reg::Dr6, OLD);
             vcpu.set(Reg::Rflags, if own_steps { RFLAGS_TF } else { 0 });
@@ -1601,9 +1637,9 @@ mod tests {
             board.nmi = true;
             assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
         }
-        // INIT ends it, and a back end that masks by itself is not asked.
+        // INIT ends masking; a back end with virtual NMIs is not asked to intercept.
         board.init = true;
-        assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }));
+        assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }));
         assert_eq!(vcpu.iret_exits, Some(false));
     }
 
@@ -1616,16 +1652,16 @@ mod tests {
             vcpu.set(Reg::InterruptShadow, 1); // STI; HLT
             Exit::Hlt
         });
-        let idle = Pause::Idle { deadline_tsc: 6000 };
+        let idle = StopReason::Idle { deadline_tsc: 6000 };
         assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
         assert_eq!(vcpu.get(Reg::Rip), CODE + 1);
-        // Nothing has happened: still idle. Then an interrupt.
+        // No event: still idle. Then an interrupt.
         assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
         board.request(0x31);
         vcpu.entries.clear();
         assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x31), false)]);
         assert_eq!(vcpu.deadline, 6000);
-        // With interrupts off only an NMI wakes.
+        // With interrupts off only an NMI wakes the vCPU.
         vcpu.set(Reg::Rip, CODE);
         interrupts(&mut vcpu, false);
         vcpu.then(|_| Exit::Hlt);
@@ -1639,13 +1675,13 @@ mod tests {
     #[test]
     fn no_wake_up_is_lost_between_sti_and_hlt() {
         let (mut cpu, mut vcpu, mut board) = guest(&[0xf4, 0xf4]);
-        let idle = Pause::Idle { deadline_tsc: u64::MAX };
+        let idle = StopReason::Idle { deadline_tsc: u64::MAX };
         let shadow = |vcpu: &mut ScriptedVcpu| {
             interrupts(vcpu, true);
             vcpu.set(Reg::InterruptShadow, 1);
             vcpu.next_rip = 0x7777; // of an earlier exit
         };
-        // The host interrupts after STI; the guest's timer is due, or is not.
+        // The host interrupts after STI; the guest's timer is due, or not.
         shadow(&mut vcpu);
         board.request(0x31);
         assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x31), false)]);
@@ -1655,7 +1691,7 @@ mod tests {
         assert_eq!(vcpu.get(Reg::Rip), CODE + 2);
         board.request(0x32);
         assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x32), false)]);
-        // Other instructions and an exception that goes first stay as they are.
+        // Other instructions and an exception of higher priority stay as they are.
         for (rip, event) in [(CODE + 2, Event::NONE), (CODE, Event::exception(DEBUG))] {
             vcpu.set(Reg::Rip, rip);
             shadow(&mut vcpu);
@@ -1695,7 +1731,7 @@ mod tests {
     }
 
     #[test]
-    fn cached_instructions_are_looked_at_again() {
+    fn cached_instructions_are_verified() {
         use hw_x86::paging::entry;
         let memory = &TestBoard::new().memory;
         let table = entry::PRESENT | entry::WRITE;
@@ -1715,12 +1751,14 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1002));
         }
-        // The page changes place and the instruction gets a prefix: the old page is overwritten, so the entry fails.
+        // The page moves and the instruction gets a prefix: the old page is overwritten, so the
+        // entry fails.
         memory.write(0xb008, 0x2000 | table).unwrap();
         memory.write_slice(0x2000, &[0x48, 0x0f, 0xa2]).unwrap();
         memory.write_slice(CODE, &[0x90, 0x90]).unwrap();
         assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1003));
-        // In the same page: without prefix, with one, across words, across pages, something else.
+        // In the same page: without prefix, with one, across words, across pages, another
+        // instruction.
         memory.write_slice(0x2005, &[0x0f, 0xa2, 0x0f, 0xa2, 0xf3, 0x0f, 0xa2]).unwrap();
         for (offset, length) in [(5, 2), (7, 2), (9, 3), (0xfff, 2)] {
             memory.write_slice(0x2fff, &[0x0f]).unwrap();
@@ -1731,7 +1769,7 @@ mod tests {
         }
         vcpu.set(Reg::Rip, 0x1020);
         assert_eq!(next(&mut cache, &mut vcpu, memory), None);
-        // The same address in a code segment of 32 bits is somewhere else: at its base.
+        // The same address in a 32-bit code segment is elsewhere: at its base.
         memory.write_slice(0x5005, &[0x66, 0x0f, 0xa2]).unwrap();
         vcpu.set(Reg::Rip, 0x1005);
         let code = vcpu.segment(Seg::Cs);
@@ -1739,7 +1777,7 @@ mod tests {
         assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1008));
         vcpu.set_segment(Seg::Cs, code);
         assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1007));
-        // Another address space: not the same entry. A table that is not there or not in memory.
+        // Another address space: not the same entry. A missing table, or one outside memory.
         for root in [0xc000, 1 << 40] {
             vcpu.set(Reg::Cr3, root);
             assert_eq!(next(&mut cache, &mut vcpu, memory), None);
@@ -1771,7 +1809,7 @@ mod tests {
             let found = locate_64_bit(memory, 0x8000, linear);
             assert_eq!(found, expected.ok().map(|(address, _)| address), "{linear:#x}");
         }
-        // Whether execution is allowed is not asked: the processor did execute.
+        // Execute rights are not checked: the CPU did execute.
         assert_eq!(locate_64_bit(memory, 0x8fff, 0xffff_ff80_0000_1fff), Some(0x7fff));
     }
 
@@ -1783,7 +1821,7 @@ mod tests {
                 Some(value) => cpu.write_msr(vcpu, board, msr, value).map(|()| value),
                 None => cpu.read_msr(vcpu, board, msr),
             };
-        // Held by the back end, storage, constants, refused values.
+        // Registers of the back end, storage, constants, refused values.
         let cases: &[(u32, u64, bool)] = &[
             (0xc000_0082, 0xffff_8000_0000_1000, true),
             (0x277, 0x0007_0406_0007_0406, true),
@@ -1808,7 +1846,7 @@ mod tests {
         assert_eq!(board.unknown.len(), 6);
         assert_eq!(access(&mut vcpu, &mut board, 0x1234, None), None);
         assert_eq!(access(&mut vcpu, &mut board, 0x1b, None), Some(0x55));
-        // The counter of time stamps.
+        // The time-stamp counter.
         board.tsc = 9000;
         access(&mut vcpu, &mut board, 0x10, Some(0));
         assert_eq!(
@@ -1824,7 +1862,7 @@ mod tests {
         assert_eq!(word(0x2018), 0x8000_0000 | 1 << 32 | 1 << 40);
         access(&mut vcpu, &mut board, 0x4b56_4d00, Some(0x3000));
         assert_eq!(board.memory.read::<u64>(0x3000), Ok(1_700_000_000 << 32 | 2));
-        // Outside memory: refused and reported, nothing else.
+        // Outside memory: refused and reported, no other effect.
         assert_eq!(access(&mut vcpu, &mut board, 0x4b56_4d00, Some(1 << 40)), None);
     }
 
@@ -1877,23 +1915,23 @@ mod tests {
             assert_eq!(std::mem::replace(&mut vcpu.cr8, 5), 3);
             Exit::Recall { events: 1 }
         });
-        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::Recall(1));
+        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::Recall(1));
         assert_eq!(board.cr8, 5);
-        // By another register the guest sets the same.
+        // The guest sets the same through the APIC's TPR.
         board.cr8 = 7;
         vcpu.then(|vcpu| {
             assert_eq!(vcpu.cr8, 7);
             Exit::Recall { events: 2 }
         });
-        assert_eq!((cpu.run(&mut vcpu, &mut board), board.cr8), (Pause::Recall(2), 7));
+        assert_eq!((cpu.run(&mut vcpu, &mut board), board.cr8), (StopReason::Recall(2), 7));
     }
 
     #[test]
-    fn application_processors_start_when_told() {
+    fn application_processors_start_on_a_start_up_ipi() {
         let mut board = TestBoard::new();
         let mut cpu = Cpu::new(1, 40);
         let mut vcpu = ScriptedVcpu::flat32();
-        let idle = Pause::Idle { deadline_tsc: u64::MAX };
+        let idle = StopReason::Idle { deadline_tsc: u64::MAX };
         board.request(0x31);
         assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
         board.init = true;
@@ -1922,14 +1960,14 @@ mod tests {
         for (exit, outcome) in cases {
             let (mut cpu, mut vcpu, mut board) = guest(&[]);
             vcpu.then(move |_| exit);
-            assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(outcome));
+            assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(outcome));
         }
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         board.end = Some(Outcome::PowerOff);
-        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::PowerOff));
+        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::PowerOff));
     }
 
-    /// What a random guest and world do in one step.
+    /// One random step of the guest or the board.
     #[derive(Clone, Copy, Debug)]
     enum Move {
         Request(u8),
@@ -1953,9 +1991,9 @@ mod tests {
     }
 
     proptest! {
-        /// A guest that switches interrupts on and off at random, whose event deliveries are cut short at
-        /// random: what is requested arrives exactly once, maskable interrupts only when they may, and
-        /// at the end nothing waits.
+        /// A guest that switches interrupts on and off at random and whose event deliveries are
+        /// interrupted at random: each requested event arrives exactly once, maskable interrupts
+        /// only while enabled, and none is pending at the end.
         #[test]
         fn nothing_is_lost_or_doubled(moves in moves(), asks: bool) {
             let (mut cpu, mut vcpu, mut board) = guest(&[]);
@@ -1964,7 +2002,7 @@ mod tests {
             let mut requested = Vec::new();
             let mut nmis = 0;
             let mut steps = moves.into_iter();
-            // After the moves the guest opens interrupts and ends handler after handler.
+            // After the moves the guest enables interrupts and completes handler after handler.
             let mut closing = 200;
             loop {
                 let step = steps.next();
@@ -1979,11 +2017,11 @@ mod tests {
                         requested.push(vector);
                         board.request(vector);
                     }
-                    // A second NMI while one waits is merged, as on hardware.
+                    // A second NMI merges with a pending one, as on hardware.
                     Some(Move::Nmi) if !board.nmi && !cpu.nmi => {
                         nmis += 1;
                         board.nmi = true;
-                        board.attention = true;
+                        board.needs_service = true;
                     }
                     _ => {}
                 }
@@ -2010,9 +2048,9 @@ mod tests {
                     }
                     let open = vcpu.get(Reg::Rflags) & RFLAGS_IF != 0;
                     match vcpu.window {
-                        Window::Exit if open => return Exit::Window,
-                        Window::Take(_) if open => {
-                            vcpu.window = Window::Nothing;
+                        InterruptWindow::Exit if open => return Exit::InterruptWindow,
+                        InterruptWindow::DeliverVirq(_) if open => {
+                            vcpu.window = InterruptWindow::Nothing;
                             interrupts(vcpu, false);
                         }
                         _ => {}
@@ -2021,7 +2059,7 @@ mod tests {
                 });
                 let pause = cpu.run(&mut vcpu, &mut board);
                 // After a window exit the next entry finds an empty script.
-                prop_assert!(matches!(pause, Pause::Recall(_) | Pause::End(Outcome::HostError(0))));
+                prop_assert!(matches!(pause, StopReason::Recall(_) | StopReason::End(Outcome::HostError(0))));
                 for (at, entry) in vcpu.entries.iter().enumerate() {
                     let is_cut = (cut || exception) && at == 0;
                     if !entry.event.is_some() || entry.event.is_exception() || is_cut {
@@ -2034,7 +2072,7 @@ mod tests {
                         accepted.push(entry.event.vector());
                     }
                 }
-                let ended = matches!(pause, Pause::End(_));
+                let ended = matches!(pause, StopReason::End(_));
                 if ended && vcpu.entries.last().is_some_and(|entry| entry.event.is_some()) {
                     interrupts(&mut vcpu, false);
                 }
@@ -2044,7 +2082,7 @@ mod tests {
             accepted.sort_unstable();
             prop_assert_eq!(accepted, requested);
             prop_assert_eq!(nmis, 0);
-            prop_assert!(board.requested.is_empty() && vcpu.window == Window::Nothing);
+            prop_assert!(board.requested.is_empty() && vcpu.window == InterruptWindow::Nothing);
         }
     }
 }
