@@ -106,7 +106,7 @@ pub struct KernelStats {
     /// World switches into guests.
     pub vm_entries: u64,
     /// Exits settled without the VMM.
-    pub settled_exits: u64,
+    pub exits_handled: u64,
     /// Kernel pages in use.
     pub pages_used: u64,
     /// Kernel pages in all.
@@ -124,7 +124,7 @@ impl KernelStats {
             self.system_calls,
             self.interrupts,
             self.vm_entries,
-            self.settled_exits,
+            self.exits_handled,
             self.pages_used,
             self.pages_total,
             self.switches,

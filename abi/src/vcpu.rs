@@ -67,14 +67,14 @@ pub mod window {
     /// The guest is left, with [`super::exit::WINDOW`].
     pub const EXIT: u64 = 1 << 8;
     /// The guest takes an interrupt without an exit, whatever its task priority. Bits 7:0: its vector.
-    pub const TAKE: u64 = 1 << 9;
+    pub const DELIVER_VIRQ: u64 = 1 << 9;
     /// The guest is left when it writes CR8, until this bit is cleared; alone or with one of the others. With one of the
     /// others it is left there in any case.
     pub const PRIORITY: u64 = 1 << 10;
     /// The guest is left at its next `IRET`, before that is executed, until this bit is cleared; alone or with the others.
     pub const IRET: u64 = 1 << 11;
     /// Those that the kernel does not clear.
-    pub const STANDING: u64 = PRIORITY | IRET;
+    pub const PERSISTENT: u64 = PRIORITY | IRET;
 }
 
 /// `rax` of a `VMMCALL` that the kernel itself answers: returns [`crate::ABI_VERSION`] in `rax`.
@@ -90,7 +90,7 @@ pub mod doorbell {
     /// Rung.
     pub const RUNG: u64 = 0;
     /// There is no such doorbell, or nobody to hear it.
-    pub const DEAD: u64 = 1;
+    pub const UNBOUND: u64 = 1;
 }
 
 /// A segment register as the VMCB holds it.
@@ -141,7 +141,7 @@ pub struct VcpuState {
     /// delivery the exit cut short (`EXITINTINFO`), to be injected again, or 0. It must not be lost.
     pub inject: u64,
     /// What is to be done as soon as the guest can take an interrupt, one of [`window`]; 0: nothing. Cleared by the
-    /// kernel when it has been done, but for [`window::STANDING`].
+    /// kernel when it has been done, but for [`window::PERSISTENT`].
     pub window: u64,
 
     /// Instruction pointer.
@@ -208,7 +208,7 @@ pub struct VcpuState {
     /// World switches into this vCPU so far. Out.
     pub entries: u64,
     /// Exits that the kernel settled without the VMM: host interrupts, kernel hypercalls. Out.
-    pub settled: u64,
+    pub handled_in_kernel: u64,
     /// Not 0: if the guest halts with nothing to inject and no window, the kernel waits for an event or the deadline and
     /// gives [`exit::HALTED`]. Else, and if it cannot wait, the VMM gets the exit at once. In.
     pub halt: u64,

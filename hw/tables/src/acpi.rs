@@ -8,7 +8,7 @@ use crate::bytes;
 
 const HEADER_LENGTH: usize = 36;
 /// No table is larger; a length beyond this is corrupt.
-const LONGEST_TABLE: usize = 1 << 24;
+const MAX_TABLE_LENGTH: usize = 1 << 24;
 
 /// Why tables cannot be read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -88,7 +88,7 @@ impl<'a> Table<'a> {
     ) -> Result<Self, AcpiError> {
         let header = memory(address, HEADER_LENGTH).ok_or(AcpiError::Unreachable)?;
         let length = bytes::u32(header, 4).ok_or(AcpiError::Unreachable)? as usize;
-        if !(HEADER_LENGTH..=LONGEST_TABLE).contains(&length) {
+        if !(HEADER_LENGTH..=MAX_TABLE_LENGTH).contains(&length) {
             return Err(AcpiError::BadLength);
         }
         let bytes = memory(address, length)
@@ -504,11 +504,11 @@ impl<'a> Fadt<'a> {
     /// Signature.
     pub const SIGNATURE: &'static [u8; 4] = b"FACP";
     /// Length in ACPI 1.0.
-    const SHORTEST: usize = 116;
+    const MIN_LENGTH: usize = 116;
 
     /// Reads a table as FADT.
     pub fn parse(table: Table<'a>) -> Result<Self, AcpiError> {
-        table.expect(Self::SIGNATURE, Self::SHORTEST).map(|bytes| Self { bytes })
+        table.expect(Self::SIGNATURE, Self::MIN_LENGTH).map(|bytes| Self { bytes })
     }
 
     /// Physical address of the DSDT, 0 if none.

@@ -83,7 +83,7 @@ pub const SPACE: u64 = 4096;
 /// First and last offset at which a capability can be.
 const CAPABILITY_RANGE: core::ops::RangeInclusive<u8> = 0x40..=0xfc;
 /// More capabilities do not fit the space that they share.
-const MOST_CAPABILITIES: usize = 48;
+const MAX_CAPABILITIES: usize = 48;
 
 /// Offsets and ids of the capabilities. A list that runs in circles ends.
 pub fn capabilities(read: impl Fn(u16) -> u32) -> impl Iterator<Item = (u16, u8)> {
@@ -95,7 +95,7 @@ pub fn capabilities(read: impl Fn(u16) -> u32) -> impl Iterator<Item = (u16, u8)
         next = (word >> 8) as u8;
         Some((at.into(), word as u8))
     })
-    .take(MOST_CAPABILITIES)
+    .take(MAX_CAPABILITIES)
 }
 
 /// A base address register of memory, as it is or with all ones written.
@@ -144,9 +144,9 @@ mod tests {
             |words: [u32; 64]| capabilities(|at| words[usize::from(at) / 4]).collect::<Vec<_>>();
         assert_eq!(list([0; 64]), []);
         assert_eq!(list(space(&[(0x40, 9, 0x50), (0x50, 0x11, 0)])), [(0x40, 9), (0x50, 0x11)]);
-        assert_eq!(list(space(&[(0x40, 9, 0x40)])).len(), MOST_CAPABILITIES, "a circle");
+        assert_eq!(list(space(&[(0x40, 9, 0x40)])).len(), MAX_CAPABILITIES, "a circle");
         assert_eq!(list(space(&[(0x40, 9, 0x10)])).len(), 1, "into the header");
-        assert_eq!(list([u32::MAX; 64]).len(), MOST_CAPABILITIES);
+        assert_eq!(list([u32::MAX; 64]).len(), MAX_CAPABILITIES);
     }
 
     #[test]

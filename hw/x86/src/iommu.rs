@@ -55,7 +55,7 @@ pub const DEVICE_ENTRY: u64 = 32;
 /// Levels of the page tables here: 512 GiB.
 pub const LEVELS: u8 = 3;
 /// First address that the page tables do not reach.
-pub const REACH: u64 = 1 << (12 + 9 * LEVELS);
+pub const ADDRESS_LIMIT: u64 = 1 << (12 + 9 * LEVELS);
 
 const PRESENT: u64 = 1 << 0;
 const READ: u64 = 1 << 61;
@@ -102,12 +102,12 @@ pub mod command {
     }
 
     /// Forgets the device table entry of a function (INVALIDATE_DEVTAB_ENTRY).
-    pub const fn forget_device(device: u16) -> [u64; 2] {
+    pub const fn invalidate_device(device: u16) -> [u64; 2] {
         [2 << 60 | device as u64, 0]
     }
 
     /// Forgets all translations of a domain (INVALIDATE_IOMMU_PAGES, all pages).
-    pub const fn forget_domain(domain: u16) -> [u64; 2] {
+    pub const fn invalidate_domain(domain: u16) -> [u64; 2] {
         [3 << 60 | (domain as u64) << 32, 0x7fff_ffff_ffff_f003]
     }
 }
@@ -132,15 +132,15 @@ mod tests {
         assert_eq!((next_table(table(0x5000, 1)), next_table(0)), (Some(0x5000), None));
         let address = 3 << 30 | 5 << 21 | 7 << 12;
         assert_eq!((index(address, 3), index(address, 2), index(address, 1)), (3, 5, 7));
-        assert_eq!(REACH, 512 << 30);
+        assert_eq!(ADDRESS_LIMIT, 512 << 30);
         assert_eq!(DEVICE_TABLE_LENGTH, 2 << 20);
     }
 
     #[test]
     fn commands_and_events() {
         assert_eq!(command::completion(0x1008, 5), [0x1000_0000_0000_1009, 5]);
-        assert_eq!(command::forget_device(0x18), [0x2000_0000_0000_0018, 0]);
-        assert_eq!(command::forget_domain(2), [0x3000_0002_0000_0000, 0x7fff_ffff_ffff_f003]);
+        assert_eq!(command::invalidate_device(0x18), [0x2000_0000_0000_0018, 0]);
+        assert_eq!(command::invalidate_domain(2), [0x3000_0002_0000_0000, 0x7fff_ffff_ffff_f003]);
         assert_eq!(event_device(0x2000_0000_0000_0020), 0x20);
     }
 }

@@ -164,12 +164,12 @@ impl Default for TaskState {
 /// A gate of the interrupt descriptor table in long mode (APM vol. 2 §4.8.4).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
-pub struct Gate {
+pub struct GateDescriptor {
     low: u64,
     high: u64,
 }
 
-impl Gate {
+impl GateDescriptor {
     /// A present interrupt gate (interrupts are off at its target) in segment `selector`, on
     /// interrupt stack `ist` (0: none), for software interrupts from privilege level `dpl` on.
     pub const fn interrupt(target: u64, selector: u16, ist: u8, dpl: u8) -> Self {
@@ -213,7 +213,7 @@ const _: () = assert!(size_of::<TaskState>() == 104);
 const _: () = assert!(core::mem::offset_of!(TaskState, rsp) == 4);
 const _: () = assert!(core::mem::offset_of!(TaskState, ist) == 36);
 const _: () = assert!(core::mem::offset_of!(TaskState, io_map_base) == 102);
-const _: () = assert!(size_of::<Gate>() == 16);
+const _: () = assert!(size_of::<GateDescriptor>() == 16);
 
 #[cfg(test)]
 mod tests {
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn gate_spreads_the_target() {
-        let gate = Gate::interrupt(0x1122_3344_5566_7788, 0x08, 2, 3);
+        let gate = GateDescriptor::interrupt(0x1122_3344_5566_7788, 0x08, 2, 3);
         assert_eq!(gate.low, 0x5566_ee02_0008_7788);
         assert_eq!(gate.high, 0x1122_3344);
     }

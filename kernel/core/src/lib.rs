@@ -7,10 +7,10 @@
 #![deny(unsafe_code)]
 
 pub mod arch;
+pub mod mdb;
 pub mod object;
 pub mod pool;
 pub mod sched;
-pub mod space;
 mod syscall;
 pub mod table;
 #[cfg(test)]
@@ -41,7 +41,7 @@ pub struct Counters {
     /// World switches into guests.
     pub vm_entries: Cell<u64>,
     /// Exits settled without the VMM.
-    pub settled: Cell<u64>,
+    pub handled_in_kernel: Cell<u64>,
     /// Choices of the scheduler.
     pub switches: Cell<u64>,
     /// Shootdowns of other CPUs.
@@ -54,7 +54,7 @@ impl Counters {
             system_calls: Cell::new(0),
             interrupts: Cell::new(0),
             vm_entries: Cell::new(0),
-            settled: Cell::new(0),
+            handled_in_kernel: Cell::new(0),
             switches: Cell::new(0),
             shootdowns: Cell::new(0),
         }
@@ -118,7 +118,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// The CPU no longer has a task's space loaded.
-    pub fn left_space(&self, cpu: usize) {
+    pub fn clear_loaded_space(&self, cpu: usize) {
         self.cpus[cpu].space.set(None);
     }
 
@@ -136,14 +136,14 @@ impl<A: Arch> Kernel<A> {
         let cpus = self.flush.take();
         if cpus & 1 << cpu != 0 {
             A::flush_local();
-            self.left_space(cpu);
+            self.clear_loaded_space(cpu);
         }
         let others = cpus & !(1 << cpu);
         if others != 0 {
             count(&self.counters.shootdowns);
             A::shootdown(others);
             for other in (0..MAX_CPUS).filter(|other| others & 1 << other != 0) {
-                self.left_space(other);
+                self.clear_loaded_space(other);
             }
         }
     }
@@ -180,7 +180,7 @@ impl<A: Arch> Kernel<A> {
         }
         if more {
             self.memory.request_work();
-            self.cpus[cpu].interrupt_at_once();
+            self.cpus[cpu].arm_immediately();
         }
     }
 }

@@ -57,7 +57,7 @@ pub struct Capability<A: Arch> {
     /// [`abi::rights`] of the object's kind.
     pub rights: u8,
     /// Where it came from and went to.
-    pub node: Handle<Node<A>>,
+    pub node: Handle<MapNode<A>>,
 }
 
 impl<A: Arch> Clone for Capability<A> {
@@ -73,7 +73,7 @@ pub struct SlotPage<A: Arch> {
     pub slots: [Cell<Option<Capability<A>>>; SLOTS_PER_PAGE],
 }
 
-/// The space that a [`Node`] lies in.
+/// The space that a [`MapNode`] lies in.
 pub enum SpaceRef<A: Arch> {
     /// A task's memory, capabilities and ports.
     Task(Handle<Task<A>>),
@@ -100,7 +100,7 @@ impl<A: Arch> PartialEq for SpaceRef<A> {
 
 /// A mapping: an entry of the mapping database. 2^order units at `base` of a space, delegated
 /// from `parent`, and delegated on to its children.
-pub struct Node<A: Arch> {
+pub struct MapNode<A: Arch> {
     /// Where it is mapped.
     pub space: SpaceRef<A>,
     /// First unit in that space.
@@ -120,20 +120,20 @@ pub struct Node<A: Arch> {
     /// Distance from the first owner.
     pub depth: u8,
     /// Whence it was delegated.
-    pub parent: Link<Node<A>>,
+    pub parent: Link<MapNode<A>>,
     /// What was delegated from it.
-    pub children: Tree<Node<A>, OfParent>,
+    pub children: Tree<MapNode<A>, ByPhysical>,
     /// Links in the parent's tree of children.
-    pub siblings: Links<Node<A>>,
+    pub siblings: Links<MapNode<A>>,
     /// Links in the space's tree.
-    pub links: Links<Node<A>>,
+    pub links: Links<MapNode<A>>,
 }
 
-/// Order of the children of a [`Node`]: by what they map. Every mapping is a block, aligned to its size, so two of
+/// Order of the children of a [`MapNode`]: by what they map. Every mapping is a block, aligned to its size, so two of
 /// them are apart or one contains the other.
-pub struct OfParent;
+pub struct ByPhysical;
 
-impl<A: Arch> Keyed for Node<A> {
+impl<A: Arch> Keyed for MapNode<A> {
     type Key = u64;
     fn key(&self, _: Handle<Self>) -> u64 {
         self.base
@@ -143,7 +143,7 @@ impl<A: Arch> Keyed for Node<A> {
     }
 }
 
-impl<A: Arch> Keyed<OfParent> for Node<A> {
+impl<A: Arch> Keyed<ByPhysical> for MapNode<A> {
     type Key = (u64, u8, u64);
     fn key(&self, handle: Handle<Self>) -> (u64, u8, u64) {
         (self.physical, self.order, handle.id())
@@ -159,9 +159,9 @@ pub struct Space<A: Arch> {
     /// Who pays for tables and nodes.
     pub factory: Option<Handle<Factory>>,
     /// Mapped memory by page number.
-    pub memory: Tree<Node<A>>,
+    pub memory: Tree<MapNode<A>>,
     /// Mapped ports.
-    pub ports: Tree<Node<A>>,
+    pub ports: Tree<MapNode<A>>,
     /// Root page table.
     pub root: Frame,
     /// I/O permission map, made with the first port.
@@ -231,9 +231,9 @@ pub enum ThreadState {
     /// Called a gate; waits in the server's queue or for its reply.
     Calling,
     /// Serves gates; waits for a caller.
-    Waiting,
+    Receiving,
     /// Waits for a notification.
-    Sleeping,
+    Blocked,
 }
 
 /// Execution in a task.
@@ -249,7 +249,7 @@ pub struct Thread<A: Arch> {
     /// Message page.
     pub message: Frame,
     /// Mapping of the message page in the task.
-    pub message_node: Handle<Node<A>>,
+    pub message_node: Handle<MapNode<A>>,
     /// What it is doing.
     pub state: Cell<ThreadState>,
     /// The scheduling context bound to it.
@@ -257,13 +257,13 @@ pub struct Thread<A: Arch> {
     /// The scheduling context that it runs on: its own, or a caller's.
     pub sched: Link<SchedContext<A>>,
     /// Server: who lent `sched`, one of those that wait for it; `None` if it is the server's own.
-    pub lender: Link<Thread<A>>,
+    pub donor: Link<Thread<A>>,
     /// Stopped: on the list of those whose callers are still to be told.
     pub stopping: Cell<bool>,
     /// Next in that list.
     pub stopping_next: Link<Thread<A>>,
     /// Its last capability is gone; it is freed when its callers have been told.
-    pub ended: Cell<bool>,
+    pub destroyed: Cell<bool>,
     /// Server: who waits for the reply.
     pub caller: Link<Thread<A>>,
     /// Server: first of the callers that wait to be served.
@@ -283,7 +283,7 @@ pub struct Thread<A: Arch> {
     /// The message is this fault, not the registers.
     pub fault: Cell<Option<[u64; 4]>>,
     /// Sleeping: on what.
-    pub sleeping_on: Link<Notification<A>>,
+    pub waiting_on: Link<Notification<A>>,
     /// Called on a fault.
     pub fault_gate: Link<Gate<A>>,
     /// Also wakes it while it waits for callers.
@@ -291,7 +291,7 @@ pub struct Thread<A: Arch> {
     /// In `VcpuRun` on this vCPU.
     pub vcpu: Link<Vcpu<A>>,
     /// What its last `VcpuRun` found.
-    pub ran: Cell<Option<Ran<A>>>,
+    pub vcpu_lookup: Cell<Option<VcpuLookup<A>>>,
     /// Sleeping: until when.
     pub deadline: Cell<u64>,
     /// Links in the CPU's tree of timeouts.
@@ -304,22 +304,22 @@ pub struct Thread<A: Arch> {
 
 /// What a `VcpuRun` found by its selector. A capability that ends takes an object with it, its mapping: as long as none has
 /// ended, the capability is there.
-pub struct Ran<A: Arch> {
+pub struct VcpuLookup<A: Arch> {
     /// The selector.
     pub selector: u64,
     /// What it led to, with the right to run it.
     pub vcpu: Handle<Vcpu<A>>,
-    /// [`crate::pool::Memory::ended`] at that time.
-    pub ended: u64,
+    /// [`crate::pool::Memory::destroyed_count`] at that time.
+    pub destroyed_count: u64,
 }
 
-impl<A: Arch> Clone for Ran<A> {
+impl<A: Arch> Clone for VcpuLookup<A> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<A: Arch> Copy for Ran<A> {}
+impl<A: Arch> Copy for VcpuLookup<A> {}
 
 impl<A: Arch> Keyed for Thread<A> {
     type Key = (u64, u64);
@@ -348,7 +348,7 @@ pub struct Notification<A: Arch> {
     /// Pending events.
     pub bits: Cell<u64>,
     /// Thread that sleeps on it.
-    pub sleeper: Link<Thread<A>>,
+    pub waiter: Link<Thread<A>>,
     /// Thread bound to it.
     pub thread: Link<Thread<A>>,
     /// vCPU bound to it.
@@ -384,7 +384,7 @@ pub struct Vcpu<A: Arch> {
     /// State page.
     pub state: Frame,
     /// Mapping of the state page in the VMM, and the VMM.
-    pub state_node: Handle<Node<A>>,
+    pub state_node: Handle<MapNode<A>>,
     /// CPU that it runs on; set by its first run.
     pub cpu: Cell<Option<usize>>,
     /// Thread that is in `VcpuRun` on it.
@@ -403,6 +403,6 @@ macro_rules! classes {
 
 // `Factory` is class 0, `SchedContext` class 10.
 classes! {
-    SlotPage = 1, Node = 2, Task = 3, Thread = 4, Gate = 5,
+    SlotPage = 1, MapNode = 2, Task = 3, Thread = 4, Gate = 5,
     Notification = 6, Irq = 7, Vm = 8, Vcpu = 9, SchedContext = 10,
 }

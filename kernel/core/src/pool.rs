@@ -104,7 +104,7 @@ pub struct Factory {
     /// Part of the share that is not in use.
     free_share: Cell<u64>,
     /// The nearest factory above with a share of its own. It lives as long: this one's memory comes from it.
-    bank: Option<Handle<Factory>>,
+    share_owner: Option<Handle<Factory>>,
     parent: Option<Handle<Factory>>,
     /// How many factories are above this one: as many may end with it.
     depth: u8,
@@ -123,7 +123,7 @@ impl Factory {
         max_priority: u64,
         share: u64,
         parent: Option<Handle<Factory>>,
-        bank: Option<Handle<Factory>>,
+        share_owner: Option<Handle<Factory>>,
         depth: u8,
     ) -> Self {
         Self {
@@ -132,7 +132,7 @@ impl Factory {
             max_priority,
             share,
             free_share: Cell::new(share),
-            bank,
+            share_owner,
             parent,
             depth,
             caps: Cell::new(0),
@@ -145,7 +145,7 @@ impl Factory {
         self.quota.get() - self.used.get()
     }
 
-    fn buy(&self, frames: u32) -> Result<(), Status> {
+    fn charge(&self, frames: u32) -> Result<(), Status> {
         if frames > self.available() {
             return Err(Status::NoQuota);
         }
@@ -153,7 +153,7 @@ impl Factory {
         Ok(())
     }
 
-    fn sell(&self, frames: u32) {
+    fn uncharge(&self, frames: u32) {
         self.used.set(self.used.get() - frames);
     }
 }
@@ -218,7 +218,7 @@ pub struct Memory {
     retired_raw: Cell<u32>,
     /// Either list has something, or somebody has asked for it.
     has_work: Cell<bool>,
-    ended: Cell<u64>,
+    destroyed_count: Cell<u64>,
     root: Factory,
 }
 
@@ -235,7 +235,7 @@ impl Memory {
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
             has_work: Cell::new(false),
-            ended: Cell::new(0),
+            destroyed_count: Cell::new(0),
             root: Factory::new(0, u64::MAX, 0, None, None, 0),
         }
     }
@@ -284,7 +284,7 @@ impl Memory {
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
             has_work: Cell::new(false),
-            ended: Cell::new(0),
+            destroyed_count: Cell::new(0),
             root: Factory::new(free, u64::MAX, 0, None, None, 0),
         };
         for index in fixed..count {
@@ -370,9 +370,9 @@ impl Memory {
         class: u8,
     ) -> Result<u32, Status> {
         let account = self.factory(factory)?;
-        account.buy(frames)?;
+        account.charge(frames)?;
         let Some(first) = self.find_free(frames) else {
-            account.sell(frames);
+            account.uncharge(frames);
             return Err(Status::NoQuota);
         };
         for frame in first..first + frames {
@@ -388,7 +388,7 @@ impl Memory {
     }
 
     fn release_frame(&self, frame: u32) {
-        self.owner(frame).sell(1);
+        self.owner(frame).uncharge(1);
         let info = self.info(frame);
         self.class(frame).set(CLASS_FREE);
         self.set_free(frame, true);
@@ -530,8 +530,8 @@ impl Memory {
     fn init_slab<T: Object>(&self, frame: u32) {
         let size = 1 << Slot::<T>::SIZE;
         let mut next = u16::MAX;
-        for number in (0..FRAME / size).rev() {
-            let offset = number * size;
+        for index in (0..FRAME / size).rev() {
+            let offset = index * size;
             // SAFETY: the frame was just taken for this class and holds nothing; the slot lies in it.
             unsafe {
                 let slot: *mut Slot<T> = self.base.add(frame as usize * FRAME + offset).cast();
@@ -568,13 +568,13 @@ impl Memory {
         slot.name.set(0);
         slot.link.set(self.retired.replace(index));
         self.has_work.set(true);
-        self.ended.set(self.ended.get() + 1);
+        self.destroyed_count.set(self.destroyed_count.get() + 1);
     }
 
     /// How many objects have ended. While it stays the same, what was found by a handle is still there.
     #[inline(always)]
-    pub fn ended(&self) -> u64 {
-        self.ended.get()
+    pub fn destroyed_count(&self) -> u64 {
+        self.destroyed_count.get()
     }
 
     /// Makes a factory with `quota` frames taken from `parent`, a highest priority of at most that of the parent
@@ -597,45 +597,48 @@ impl Memory {
         if account.depth >= MAX_DEPTH {
             return Err(Status::Overflow);
         }
-        let bank = self.bank(parent);
-        account.buy(quota)?;
-        let factory = Factory::new(quota, max_priority, share, parent, bank, account.depth + 1);
-        self.exchange_share(bank, 0, share)
+        let share_owner = self.share_owner(parent);
+        account.charge(quota)?;
+        let factory =
+            Factory::new(quota, max_priority, share, parent, share_owner, account.depth + 1);
+        self.exchange_share(share_owner, 0, share)
             .and_then(|()| {
-                self.alloc(parent, factory).inspect_err(|_| self.return_share(bank, share))
+                self.alloc(parent, factory).inspect_err(|_| self.return_share(share_owner, share))
             })
-            .inspect_err(|_| account.sell(quota))
+            .inspect_err(|_| account.uncharge(quota))
     }
 
     /// The factory whose share of CPU time counts what is made from this one; `None`: nobody counts.
-    pub(crate) fn bank(&self, factory: Option<Handle<Factory>>) -> Option<Handle<Factory>> {
+    pub(crate) fn share_owner(&self, factory: Option<Handle<Factory>>) -> Option<Handle<Factory>> {
         let account = factory.and_then(|handle| self.get(handle))?;
-        if account.share != 0 { factory } else { account.bank }
+        if account.share != 0 { factory } else { account.share_owner }
     }
 
     /// Gives `old` parts of CPU time back and takes `new`; `NoQuota` and no change if that is too much.
     pub(crate) fn exchange_share(
         &self,
-        bank: Option<Handle<Factory>>,
+        share_owner: Option<Handle<Factory>>,
         old: u64,
         new: u64,
     ) -> Result<(), Status> {
-        let Some(bank) = bank.and_then(|handle| self.get(handle)) else { return Ok(()) };
-        let left = (bank.free_share.get() + old).checked_sub(new).ok_or(Status::NoQuota)?;
-        bank.free_share.set(left);
+        let Some(share_owner) = share_owner.and_then(|handle| self.get(handle)) else {
+            return Ok(());
+        };
+        let left = (share_owner.free_share.get() + old).checked_sub(new).ok_or(Status::NoQuota)?;
+        share_owner.free_share.set(left);
         Ok(())
     }
 
     /// Gives `share` parts of CPU time back.
-    pub(crate) fn return_share(&self, bank: Option<Handle<Factory>>, share: u64) {
-        if let Some(bank) = bank.and_then(|handle| self.get(handle)) {
-            bank.free_share.set(bank.free_share.get() + share);
+    pub(crate) fn return_share(&self, share_owner: Option<Handle<Factory>>, share: u64) {
+        if let Some(share_owner) = share_owner.and_then(|handle| self.get(handle)) {
+            share_owner.free_share.set(share_owner.free_share.get() + share);
         }
     }
 
     /// Ends a factory that nobody names any more, once everything bought from it is gone:
     /// its quota goes back to its parent, and so on upwards.
-    pub fn end_factory(&self, handle: Handle<Factory>) {
+    pub fn destroy_factory(&self, handle: Handle<Factory>) {
         let mut next = Some(handle);
         while let Some(handle) = next {
             let Some(factory) = self.get(handle) else { return };
@@ -644,10 +647,10 @@ impl Memory {
             }
             let quota = factory.quota.get();
             next = factory.parent;
-            self.return_share(factory.bank, factory.share);
+            self.return_share(factory.share_owner, factory.share);
             self.free(handle);
             if let Ok(parent) = self.factory(next) {
-                parent.sell(quota);
+                parent.uncharge(quota);
             }
         }
     }
@@ -695,7 +698,7 @@ impl Memory {
         let owner = self.info(frame).owner.get();
         self.release_frame(frame);
         if let Some(owner) = owner {
-            self.end_factory(owner);
+            self.destroy_factory(owner);
         }
     }
 
@@ -730,7 +733,7 @@ pub(crate) mod testing {
         slabs
             .flat_map(|frame| {
                 (0..FRAME / size)
-                    .map(move |number| (frame << (PAGE_SHIFT - 4)) + ((number * size) >> 4) as u32)
+                    .map(move |index| (frame << (PAGE_SHIFT - 4)) + ((index * size) >> 4) as u32)
             })
             .filter_map(|index| {
                 let slot = memory.slot::<T>(index);
@@ -812,7 +815,7 @@ mod tests {
         memory.reclaim();
         assert_eq!(memory.at(factory).available(), 5);
         memory.at(factory).caps.set(0);
-        memory.end_factory(factory);
+        memory.destroy_factory(factory);
         memory.reclaim();
         assert_eq!(memory.free_frames(), before);
         assert_eq!(memory.root().used.get(), 0);
@@ -825,7 +828,7 @@ mod tests {
         memory.at(parent).caps.set(1);
         let child = memory.new_factory(Some(parent), 10, 63, 0).unwrap();
         let raw = memory.alloc_raw(Some(child), 3).unwrap();
-        memory.end_factory(child);
+        memory.destroy_factory(child);
         assert!(memory.get(child).is_some(), "frames are still out");
         memory.free_raw(raw, 3);
         memory.reclaim();

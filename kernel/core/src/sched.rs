@@ -29,7 +29,7 @@ pub const PRIORITIES: usize = 64;
 /// Shortest budget and period: below this the timer would take all the time. In nanoseconds.
 pub const MIN_BUDGET_NS: u64 = 20_000;
 /// Timeouts and refills that one interrupt of the timer takes care of.
-const DUE: u32 = 8;
+const MAX_EXPIRED: u32 = 8;
 /// Longest period. In nanoseconds.
 pub const MAX_PERIOD_NS: u64 = 10_000_000_000;
 
@@ -61,17 +61,17 @@ pub struct SchedContext<A: Arch> {
     /// Period, in ticks; 0: round robin with `budget` as time slice.
     pub period: Cell<u64>,
     /// Ticks until its turn or run ends.
-    pub left: Cell<u64>,
+    pub remaining: Cell<u64>,
     /// Time used in all, in ticks.
     used: Cell<u64>,
     /// With a period: the part of `used` that has been taken from the refills.
-    settled: Cell<u64>,
+    accounted: Cell<u64>,
     /// With a period: its time, and when it may use it.
     refills: Refills,
     /// Depleted: when it has time again.
     pub refill: Cell<u64>,
     /// The factory whose share of CPU time it takes part of; `None`: nobody counts.
-    pub bank: Option<Handle<Factory>>,
+    pub share_owner: Option<Handle<Factory>>,
     /// CPU of the thread that it is bound to.
     pub cpu: Cell<usize>,
     /// Thread that it is bound to.
@@ -91,15 +91,15 @@ pub struct SchedContext<A: Arch> {
 impl<A: Arch> SchedContext<A> {
     /// With a period: what was used since the last time is taken from the refills.
     #[inline(always)]
-    fn settle(&self) {
+    fn account_run(&self) {
         if self.period.get() != 0 {
-            self.end_run();
+            self.end_refill_run();
         }
     }
 
     #[inline(never)]
-    fn end_run(&self) {
-        let used = self.used.get().wrapping_sub(self.settled.replace(self.used.get()));
+    fn end_refill_run(&self) {
+        let used = self.used.get().wrapping_sub(self.accounted.replace(self.used.get()));
         if used != 0 {
             self.refills.end(used, self.period.get());
         }
@@ -107,8 +107,8 @@ impl<A: Arch> SchedContext<A> {
 
     /// Sets what is left: a new turn, or what may be used now.
     #[inline(never)]
-    fn renew(&self, now: u64) {
-        self.left.set(match self.period.get() {
+    fn replenish(&self, now: u64) {
+        self.remaining.set(match self.period.get() {
             0 => self.budget.get(),
             _ => self.refills.begin(now),
         });
@@ -171,7 +171,7 @@ impl<A: Arch> Cpu<A> {
     }
 
     /// The timer is to interrupt this CPU as soon as it can.
-    pub(crate) fn interrupt_at_once(&self) {
+    pub(crate) fn arm_immediately(&self) {
         self.next_event.set(0);
     }
 
@@ -233,20 +233,20 @@ impl<A: Arch> Kernel<A> {
         let account = self.memory.factory(factory)?;
         let (priority, budget, period) =
             Self::sched_parameters(priority, budget, period, account.max_priority)?;
-        let (share, bank) = (Self::share(budget, period), self.memory.bank(factory));
-        self.memory.exchange_share(bank, 0, share)?;
+        let (share, share_owner) = (Self::share(budget, period), self.memory.share_owner(factory));
+        self.memory.exchange_share(share_owner, 0, share)?;
         let sched = SchedContext {
             caps: Cell::new(0),
             priority: Cell::new(priority),
             max_priority: account.max_priority,
             budget: Cell::new(budget),
             period: Cell::new(period),
-            left: Cell::new(0),
+            remaining: Cell::new(0),
             used: Cell::new(0),
-            settled: Cell::new(0),
+            accounted: Cell::new(0),
             refills: Refills::new(budget, A::now()),
             refill: Cell::new(0),
-            bank,
+            share_owner,
             cpu: Cell::new(0),
             owner: Cell::new(None),
             holder: Cell::new(None),
@@ -256,7 +256,7 @@ impl<A: Arch> Kernel<A> {
             links: Links::new(),
         };
         let made = self.memory.alloc(factory, sched);
-        made.inspect_err(|_| self.memory.return_share(bank, share))
+        made.inspect_err(|_| self.memory.return_share(share_owner, share))
     }
 
     /// CPU time used so far, in ticks.
@@ -282,7 +282,7 @@ impl<A: Arch> Kernel<A> {
             Self::sched_parameters(priority, budget, period, sched.max_priority)?;
         let (before, old) = (sched.period.get(), sched.budget.get());
         self.memory.exchange_share(
-            sched.bank,
+            sched.share_owner,
             Self::share(old, before),
             Self::share(budget, period),
         )?;
@@ -292,28 +292,28 @@ impl<A: Arch> Kernel<A> {
             self.charge(sched.cpu.get());
         }
         if matches!(state, SchedState::Queued | SchedState::Depleted) {
-            self.unready(handle);
+            self.remove_from_queue(handle);
         }
         let now = A::now();
-        sched.settle();
+        sched.account_run();
         match (before, period) {
             (_, 0) => {}
             // Nobody has counted what it used in its turns: all of it.
             (0, _) => {
                 sched.refills.change((sched.refills.total(), 0), (0, 0), now);
                 sched.refills.change((0, budget), (period, period), now);
-                sched.settled.set(sched.used.get());
+                sched.accounted.set(sched.used.get());
             }
             _ => sched.refills.change((old, budget), (before, period), now),
         }
         sched.priority.set(priority);
         sched.budget.set(budget);
         sched.period.set(period);
-        sched.renew(now);
+        sched.replenish(now);
         match state {
             SchedState::Idle => {}
             SchedState::Running => self.request_schedule(sched.cpu.get()),
-            SchedState::Queued | SchedState::Depleted => self.ready(handle),
+            SchedState::Queued | SchedState::Depleted => self.enqueue(handle),
         }
         Ok(())
     }
@@ -367,7 +367,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Takes a context out of the ready queue or the refills.
-    fn unready(&self, handle: Handle<SchedContext<A>>) {
+    fn remove_from_queue(&self, handle: Handle<SchedContext<A>>) {
         let sched = self.memory.at(handle);
         let cpu = &self.cpus[sched.cpu.get()];
         match sched.state.get() {
@@ -396,16 +396,16 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// A context's holder wants to run.
-    pub fn ready(&self, handle: Handle<SchedContext<A>>) {
+    pub fn enqueue(&self, handle: Handle<SchedContext<A>>) {
         let sched = self.memory.at(handle);
         if sched.state.get() != SchedState::Idle {
             return;
         }
         let now = A::now();
-        if sched.left.get() == 0 || sched.period.get() != 0 {
-            sched.renew(now);
+        if sched.remaining.get() == 0 || sched.period.get() != 0 {
+            sched.replenish(now);
         }
-        if sched.left.get() == 0 {
+        if sched.remaining.get() == 0 {
             self.deplete(handle, sched);
             return;
         }
@@ -415,7 +415,7 @@ impl<A: Arch> Kernel<A> {
             Some(running) if running.priority.get() > sched.priority.get() => {}
             // An equal goes on with its slice; only, the slice must end some time.
             Some(running) if running.priority.get() == sched.priority.get() => {
-                let end = cpu.charged.get().saturating_add(running.left.get());
+                let end = cpu.charged.get().saturating_add(running.remaining.get());
                 if end <= now {
                     self.request_schedule(sched.cpu.get());
                 } else if end < cpu.slice_end.get() {
@@ -437,49 +437,53 @@ impl<A: Arch> Kernel<A> {
 
     /// The turn or the run of a context that wants to go on has ended.
     fn end_of_run(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>, now: u64) {
-        sched.settle();
-        sched.renew(now);
-        if sched.left.get() != 0 {
+        sched.account_run();
+        sched.replenish(now);
+        if sched.remaining.get() != 0 {
             self.push(handle, false);
-        } else if !self.give_up(handle, sched) {
+        } else if !self.revert_depleted_donation(handle, sched) {
             self.deplete(handle, sched);
         }
     }
 
     /// A server with time of its own goes on without that of a lender who has none left: others wait for it, too.
-    fn give_up(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) -> bool {
+    fn revert_depleted_donation(
+        &self,
+        handle: Handle<SchedContext<A>>,
+        sched: &SchedContext<A>,
+    ) -> bool {
         let Some(name) = sched.holder.get() else { return false };
         let server = self.memory.at(name);
-        let Some(lender) = server.lender.get() else { return false };
+        let Some(donor) = server.donor.get() else { return false };
         if server.own_sched.get().is_none_or(|own| self.memory.get(own).is_none()) {
             return false;
         }
-        let _ = Self::fall_back(server);
-        self.hold(handle, lender);
+        let _ = Self::revert_donation(server);
+        self.set_holder(handle, donor);
         self.wake(name);
         true
     }
 
     /// A context's holder does not want to run any more.
     #[inline(always)]
-    pub fn unwanted(&self, handle: Handle<SchedContext<A>>) {
+    pub fn dequeue(&self, handle: Handle<SchedContext<A>>) {
         if let Some(sched) = self.memory.get(handle)
             && sched.state.get() != SchedState::Idle
         {
-            self.rest(handle, sched);
+            self.dequeue_slow(handle, sched);
         }
     }
 
     #[inline(never)]
-    fn rest(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) {
+    fn dequeue_slow(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) {
         if sched.state.get() == SchedState::Running {
             let cpu = &self.cpus[sched.cpu.get()];
             self.charge(sched.cpu.get());
-            sched.settle();
+            sched.account_run();
             sched.holder.set(cpu.current.get());
             cpu.sched.set(None);
         }
-        self.unready(handle);
+        self.remove_from_queue(handle);
     }
 
     /// Charges the running context, which it gives, for the time since the last charge.
@@ -489,7 +493,7 @@ impl<A: Arch> Kernel<A> {
         let now = A::now();
         let elapsed = now.saturating_sub(cpu.charged.replace(now));
         let sched = self.memory.get(cpu.sched.get()?)?;
-        sched.left.set(sched.left.get().saturating_sub(elapsed));
+        sched.remaining.set(sched.remaining.get().saturating_sub(elapsed));
         sched.used.set(sched.used.get().wrapping_add(elapsed));
         Some(sched)
     }
@@ -497,19 +501,19 @@ impl<A: Arch> Kernel<A> {
     /// The running context gives up the rest of its slice; with a period, that counts as used.
     pub fn yield_now(&self, cpu: usize) {
         if let Some(sched) = self.charge(cpu) {
-            sched.settled.set(sched.settled.get().wrapping_sub(sched.left.take()));
+            sched.accounted.set(sched.accounted.get().wrapping_sub(sched.remaining.take()));
         }
         self.cpus[cpu].resched.set(true);
     }
 
     /// Chooses what runs on this CPU next. Called before the kernel is left when `resched` is set.
     #[inline(always)]
-    pub fn schedule(&self, number: usize) {
-        let cpu = &self.cpus[number];
+    pub fn schedule(&self, index: usize) {
+        let cpu = &self.cpus[index];
         cpu.resched.set(false);
         self.counters.switches.set(self.counters.switches.get() + 1);
         let (mut willing, mut before) = (None, None);
-        if let (Some(sched), Some(handle)) = (self.charge(number), cpu.sched.take()) {
+        if let (Some(sched), Some(handle)) = (self.charge(index), cpu.sched.take()) {
             before = Some((handle, sched));
             sched.state.set(SchedState::Idle);
             sched.holder.set(cpu.current.get());
@@ -517,7 +521,7 @@ impl<A: Arch> Kernel<A> {
                 let holder = self.memory.get(holder);
                 holder.is_some_and(|holder| holder.state.get() == ThreadState::Ready)
             });
-            if willing.is_some() && sched.left.get() == 0 {
+            if willing.is_some() && sched.remaining.get() == 0 {
                 self.end_of_run(handle, sched, cpu.charged.get());
             } else if willing.is_some() {
                 self.push(handle, true);
@@ -539,19 +543,19 @@ impl<A: Arch> Kernel<A> {
             cpu.sched.set(Some(handle));
             cpu.current.set(Some(holder));
             if sched.period.get() != 0 && before.is_none_or(|(before, _)| before != handle) {
-                sched.renew(cpu.charged.get());
+                sched.replenish(cpu.charged.get());
             }
             // Round robin needs the timer only if somebody waits for the turn.
             let contested = cpu.queues[priority].head.get().is_some();
             if sched.period.get() != 0 || contested {
-                cpu.slice_end.set(cpu.charged.get().saturating_add(sched.left.get()));
+                cpu.slice_end.set(cpu.charged.get().saturating_add(sched.remaining.get()));
             }
             break;
         }
         if let Some((before, sched)) = before
             && cpu.sched.get() != Some(before)
         {
-            sched.settle();
+            sched.account_run();
         }
         if let Some(left) = willing.filter(|&left| cpu.current.get() != Some(left)) {
             self.preempted(left);
@@ -569,8 +573,8 @@ impl<A: Arch> Kernel<A> {
 
     // ---- timeouts ----------------------------------------------------------------------------
 
-    fn update_next_event(&self, number: usize) {
-        let cpu = &self.cpus[number];
+    fn update_next_event(&self, index: usize) {
+        let cpu = &self.cpus[index];
         let before = cpu.next_event.get();
         let timeout = cpu.timeouts.first(&self.memory).map(|t| self.memory.at(t).deadline.get());
         let refill = cpu.refills.first(&self.memory).map(|s| self.memory.at(s).refill.get());
@@ -578,7 +582,7 @@ impl<A: Arch> Kernel<A> {
         cpu.next_event.set(next);
         // Its timer is set for what was next before, or not at all.
         if next < before {
-            self.interrupt_if_other(number);
+            self.interrupt_if_other(index);
         }
     }
 
@@ -614,10 +618,10 @@ impl<A: Arch> Kernel<A> {
 
     /// Does what is due on this CPU: timeouts, refills, end of slice. If more is due than is done at once, the timer
     /// interrupts again.
-    pub fn timer(&self, number: usize) {
-        let cpu = &self.cpus[number];
+    pub fn timer(&self, index: usize) {
+        let cpu = &self.cpus[index];
         let now = A::now();
-        for _ in 0..DUE {
+        for _ in 0..MAX_EXPIRED {
             if let Some(handle) = cpu.timeouts.first(&self.memory)
                 && self.memory.at(handle).deadline.get() <= now
             {
@@ -625,8 +629,8 @@ impl<A: Arch> Kernel<A> {
             } else if let Some(handle) = cpu.refills.first(&self.memory)
                 && self.memory.at(handle).refill.get() <= now
             {
-                self.unready(handle);
-                self.ready(handle);
+                self.remove_from_queue(handle);
+                self.enqueue(handle);
             } else {
                 break;
             }
@@ -634,12 +638,12 @@ impl<A: Arch> Kernel<A> {
         if cpu.slice_end.get() <= now {
             cpu.resched.set(true);
         }
-        self.update_next_event(number);
+        self.update_next_event(index);
     }
 
     fn time_out(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
-        self.end_sleep(handle, thread);
+        self.end_wait(handle, thread);
         if thread.vcpu.get().is_none() {
             thread.context.set_status(Status::Timeout);
             thread.context.set_result(0, 0);
@@ -667,13 +671,13 @@ impl<A: Arch> Kernel<A> {
         sched.holder.set(Some(thread_handle));
         thread.own_sched.set(Some(handle));
         let server = thread.server.get().and_then(|server| self.memory.get(server));
-        let has_lent = server.is_some_and(|server| server.lender.get() == Some(thread_handle));
+        let has_donated = server.is_some_and(|server| server.donor.get() == Some(thread_handle));
         // A thread that was lent time, and even if it has lent that on, keeps its own for later.
-        if thread.sched.get().is_none() && !has_lent {
+        if thread.sched.get().is_none() && !has_donated {
             thread.sched.set(Some(handle));
             match thread.state.get() {
-                ThreadState::Ready => self.ready(handle),
-                ThreadState::Calling => self.help(thread_handle),
+                ThreadState::Ready => self.enqueue(handle),
+                ThreadState::Calling => self.donate(thread_handle),
                 _ => {}
             }
         }
@@ -681,8 +685,8 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Ends a scheduling context: whoever runs on it stops getting time from it.
-    pub(crate) fn end_sched(&self, handle: Handle<SchedContext<A>>) {
-        self.unwanted(handle);
+    pub(crate) fn destroy_sched(&self, handle: Handle<SchedContext<A>>) {
+        self.dequeue(handle);
         let sched = self.memory.at(handle);
         if let Some(owner) = sched.owner.get().and_then(|owner| self.memory.get(owner)) {
             owner.own_sched.set(None);
@@ -690,10 +694,10 @@ impl<A: Arch> Kernel<A> {
         if let Some(holder) = sched.holder.get()
             && self.memory.get(holder).is_some_and(|thread| thread.sched.get() == Some(handle))
         {
-            self.lost_sched(holder);
+            self.donor_destroyed(holder);
         }
         let share = Self::share(sched.budget.get(), sched.period.get());
-        self.memory.return_share(sched.bank, share);
+        self.memory.return_share(sched.share_owner, share);
         self.memory.free(handle);
     }
 }
@@ -704,8 +708,8 @@ mod testing {
 
     impl<A: Arch> Kernel<A> {
         /// Checks the queues and trees of a CPU.
-        pub fn check_queues(&self, number: usize) {
-            let cpu = &self.cpus[number];
+        pub fn check_queues(&self, index: usize) {
+            let cpu = &self.cpus[index];
             let mut queued = 0;
             for (priority, queue) in cpu.queues.iter().enumerate() {
                 let (mut next, mut before) = (queue.head.get(), None);
@@ -713,8 +717,8 @@ mod testing {
                 while let Some(handle) = next {
                     let sched = self.memory.at(handle);
                     assert_eq!(sched.state.get(), SchedState::Queued);
-                    assert_eq!((sched.priority.get(), sched.cpu.get()), (priority, number));
-                    assert!(sched.prev.get() == before && sched.left.get() > 0);
+                    assert_eq!((sched.priority.get(), sched.cpu.get()), (priority, index));
+                    assert!(sched.prev.get() == before && sched.remaining.get() > 0);
                     (before, next) = (next, sched.next.get());
                     queued += 1;
                 }
@@ -725,10 +729,10 @@ mod testing {
             let mut earliest = u64::MAX;
             for handle in all {
                 let sched = self.memory.at(handle);
-                if sched.cpu.get() == number && sched.state.get() == SchedState::Queued {
+                if sched.cpu.get() == index && sched.state.get() == SchedState::Queued {
                     queued -= 1;
                 }
-                if sched.cpu.get() == number && sched.state.get() == SchedState::Depleted {
+                if sched.cpu.get() == index && sched.state.get() == SchedState::Depleted {
                     let key = sched.key(handle);
                     assert!(cpu.refills.at_most(&self.memory, key) == Some(handle));
                     earliest = earliest.min(sched.refill.get());
@@ -740,7 +744,7 @@ mod testing {
             let mut sleeping = false;
             for handle in crate::pool::testing::all::<Thread<A>>(&self.memory) {
                 let thread = self.memory.at(handle);
-                if thread.cpu == number && thread.deadline.get() != u64::MAX {
+                if thread.cpu == index && thread.deadline.get() != u64::MAX {
                     let key = thread.key(handle);
                     assert!(cpu.timeouts.at_most(&self.memory, key) == Some(handle));
                     earliest = earliest.min(thread.deadline.get());

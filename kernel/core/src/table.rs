@@ -51,8 +51,8 @@ pub trait Tables {
     fn write(&self, table: u64, index: usize, entry: u64);
     /// Writes `count` entries from `first` on, in order: what `entry` says for 0, 1, ...
     fn write_all(&self, table: u64, first: usize, count: u64, entry: impl Fn(u64) -> u64) {
-        for number in 0..count {
-            self.write(table, first + number as usize, entry(number));
+        for offset in 0..count {
+            self.write(table, first + offset as usize, entry(offset));
         }
     }
     /// A new zeroed table.
@@ -111,7 +111,7 @@ pub fn map<F: Format>(
             (first..first + count as usize).all(|slot| tables.read(table, slot) == 0),
             "something is there"
         );
-        let leaf = |number| F::leaf(physical + (done + number) * size, access, level);
+        let leaf = |offset| F::leaf(physical + (done + offset) * size, access, level);
         tables.write_all(table, first, count, leaf);
         Ok(())
     })
@@ -129,7 +129,7 @@ pub fn make_room<F: Format>(
     root: u64,
     page: u64,
     order: u8,
-    may: &mut impl FnMut() -> bool,
+    may_continue: &mut impl FnMut() -> bool,
 ) -> (bool, Flush) {
     let (level, entries) = shape::<F>(order);
     let mut flush = Flush::NONE;
@@ -141,7 +141,7 @@ pub fn make_room<F: Format>(
         let first = index(start, level);
         for slot in first..first + count as usize {
             while F::is_present(tables.read(table, slot)) {
-                if !may() {
+                if !may_continue() {
                     return Err(Status::Busy);
                 }
                 free_lowest::<F>(tables, table, slot, level);
@@ -237,11 +237,11 @@ pub fn clear<F: Format>(
     tables: &impl Tables,
     root: u64,
     range: core::ops::Range<usize>,
-    may: &mut impl FnMut() -> bool,
+    may_continue: &mut impl FnMut() -> bool,
 ) -> bool {
     // Frees one table per round, lowest first, so that any stop leaves a consistent tree.
     while let Some(slot) = tables.first(root, range.clone()) {
-        if !may() {
+        if !may_continue() {
             return false;
         }
         free_lowest::<F>(tables, root, slot, F::ROOT_LEVEL);

@@ -10,11 +10,11 @@ use abi::Status;
 
 use crate::Kernel;
 use crate::arch::{Arch, Context, IrqSource};
+use crate::mdb::Delegation;
+use crate::mdb::work::WORK;
 use crate::object::*;
 use crate::pool::{self, Factory, Frame, Handle, Memory};
 use crate::sched::{SchedContext, SchedState};
-use crate::space::Delegation;
-use crate::space::work::WORK;
 use crate::table::{self, Access, Format, Tables};
 use crate::tree::Keyed;
 
@@ -241,9 +241,9 @@ impl Kernel<Fake> {
         to: SpaceRef<Fake>,
         destination: u64,
     ) -> Result<(), Status> {
-        let what = Delegation { from, item, source, to, destination };
+        let delegation = Delegation { from, item, source, to, destination };
         let mut done = 0;
-        while !self.delegate_part(&what, &mut done, &mut WORK.clone())? {}
+        while !self.delegate_part(&delegation, &mut done, &mut WORK.clone())? {}
         Ok(())
     }
 }
@@ -290,7 +290,7 @@ pub fn mapped_pages(kernel: &Kernel<Fake>, space: SpaceRef<Fake>) -> u64 {
 }
 
 /// All nodes of a space, of memory and ports, or of capabilities.
-pub fn nodes(kernel: &Kernel<Fake>) -> Vec<Handle<Node<Fake>>> {
+pub fn nodes(kernel: &Kernel<Fake>) -> Vec<Handle<MapNode<Fake>>> {
     pool::testing::all(&kernel.memory)
 }
 
@@ -305,7 +305,7 @@ pub fn check_mappings(kernel: &Kernel<Fake>) {
         let size = 1u64 << node.order;
         if let Some(parent) = node.parent.get() {
             let above = memory.at(parent);
-            let (physical, order, name) = Keyed::<OfParent>::key(node, handle);
+            let (physical, order, name) = Keyed::<ByPhysical>::key(node, handle);
             let found = above.children.at_most(memory, (physical, order, name));
             assert!(found == Some(handle), "a child is in its parent's tree");
             assert_eq!(node.kind, above.kind);
@@ -382,7 +382,7 @@ fn holder(kernel: &Kernel<Fake>, sched: &SchedContext<Fake>) -> Option<Handle<Th
     }
 }
 
-fn on_lending_path(
+fn on_donation_path(
     kernel: &Kernel<Fake>,
     from: Handle<Thread<Fake>>,
     to: Handle<Thread<Fake>>,
@@ -391,7 +391,7 @@ fn on_lending_path(
     for _ in 0..1000 {
         match next {
             Some(thread) if thread == to => return true,
-            Some(thread) => next = kernel.memory.at(thread).lender.get(),
+            Some(thread) => next = kernel.memory.at(thread).donor.get(),
             None => return false,
         }
     }
@@ -420,10 +420,10 @@ pub fn check_threads(kernel: &Kernel<Fake>) {
             assert!(!waiting.queued.get() && waiting.server.get() == Some(handle));
             assert_eq!(waiting.state.get(), ThreadState::Calling);
         }
-        if matches!(state, ThreadState::Stopped | ThreadState::Waiting) {
+        if matches!(state, ThreadState::Stopped | ThreadState::Receiving) {
             let awaited = thread.caller.get().is_some() || thread.queue_head.get().is_some();
             assert!(!awaited || state == ThreadState::Stopped && thread.stopping.get());
-            assert!(thread.lender.get().is_none());
+            assert!(thread.donor.get().is_none());
         }
         // The caller side.
         if state == ThreadState::Calling {
@@ -435,12 +435,12 @@ pub fn check_threads(kernel: &Kernel<Fake>) {
             assert!(thread.server.get().is_none() && !thread.queued.get());
             assert!(thread.fault.get().is_none());
         }
-        match thread.sleeping_on.get() {
+        match thread.waiting_on.get() {
             Some(on) => {
-                assert_eq!(state, ThreadState::Sleeping);
-                assert!(memory.at(on).sleeper.get() == Some(handle));
+                assert_eq!(state, ThreadState::Blocked);
+                assert!(memory.at(on).waiter.get() == Some(handle));
             }
-            None => assert!(state != ThreadState::Sleeping && thread.deadline.get() == u64::MAX),
+            None => assert!(state != ThreadState::Blocked && thread.deadline.get() == u64::MAX),
         }
         if let Some(vcpu) = thread.vcpu.get() {
             assert!(memory.at(vcpu).runner.get() == Some(handle));
@@ -469,7 +469,7 @@ pub fn check_threads(kernel: &Kernel<Fake>) {
             if state != ThreadState::Calling {
                 assert!(holder == handle, "only callers lend");
             }
-            assert!(on_lending_path(kernel, holder, handle), "time is lost");
+            assert!(on_donation_path(kernel, holder, handle), "time is lost");
         }
     }
     for handle in pool::testing::all::<SchedContext<Fake>>(memory) {
@@ -497,8 +497,8 @@ pub fn check_threads(kernel: &Kernel<Fake>) {
         }
     }
     for handle in pool::testing::all::<Notification<Fake>>(memory) {
-        if let Some(sleeper) = memory.at(handle).sleeper.get() {
-            assert!(memory.at(sleeper).sleeping_on.get() == Some(handle));
+        if let Some(waiter) = memory.at(handle).waiter.get() {
+            assert!(memory.at(waiter).waiting_on.get() == Some(handle));
         }
     }
 }
@@ -608,7 +608,7 @@ impl World {
         let notification = Notification {
             caps: Cell::new(0),
             bits: Cell::new(0),
-            sleeper: Cell::new(None),
+            waiter: Cell::new(None),
             thread: Cell::new(None),
             vcpu: Cell::new(None),
         };

@@ -4,7 +4,7 @@
 //!
 //! * A thread that calls is either in its server's queue (`queued`) or the server's `caller`.
 //! * A caller lends its scheduling context to a server on the same CPU that waits or has no time, and
-//!   to whom that server waits for in turn. Each holder but the owner names its `lender`, which
+//!   to whom that server waits for in turn. Each holder but the owner names its `donor`, which
 //!   waits for it, so that the way back to the owner is always known. Only callers have time lent: it comes
 //!   back with the reply, or when the caller or anybody on the way is stopped.
 //! * A thread that is ready and has no time gets that of somebody who waits for it, if any has some.
@@ -19,11 +19,11 @@ use abi::vcpu::doorbell;
 use abi::{Item, MessagePage, Status, Tag};
 
 use crate::arch::{Arch, Context};
+use crate::mdb::Delegation;
+use crate::mdb::work::MESSAGE_WORK;
 use crate::object::*;
 use crate::pool::{Factory, Frame, Handle};
 use crate::sched::SchedContext;
-use crate::space::Delegation;
-use crate::space::work::MESSAGE_WORK;
 use crate::tree::Links;
 use crate::{Kernel, count};
 
@@ -35,9 +35,9 @@ const WINDOWS_AT: usize = core::mem::offset_of!(MessagePage, windows) / 8;
 pub(crate) const FAULT_LINES: u64 = 20;
 const FAULT_LINE_NS: u64 = 100_000_000;
 /// Longest chain of servers without time that a new caller helps; callers that are looked at for one with time.
-const MAX_HELP: u32 = 64;
+const MAX_DONATION_HOPS: u32 = 64;
 /// Most servers that call each other on the time of the first caller.
-const MAX_LENDERS: u32 = 64;
+const MAX_DONORS: u32 = 64;
 /// Calls to stopped threads that one entry of the kernel aborts.
 const ABORTS: u32 = 8;
 /// Callers of one server whose messages cannot be delivered, in one entry of the kernel.
@@ -84,10 +84,10 @@ impl<A: Arch> Kernel<A> {
                     state: Cell::new(ThreadState::Stopped),
                     own_sched: Cell::new(None),
                     sched: Cell::new(None),
-                    lender: Cell::new(None),
+                    donor: Cell::new(None),
                     stopping: Cell::new(false),
                     stopping_next: Cell::new(None),
-                    ended: Cell::new(false),
+                    destroyed: Cell::new(false),
                     caller: Cell::new(None),
                     queue_head: Cell::new(None),
                     queue_tail: Cell::new(None),
@@ -97,11 +97,11 @@ impl<A: Arch> Kernel<A> {
                     queue_next: Cell::new(None),
                     queue_prev: Cell::new(None),
                     fault: Cell::new(None),
-                    sleeping_on: Cell::new(None),
+                    waiting_on: Cell::new(None),
                     fault_gate: Cell::new(None),
                     bound: Cell::new(None),
                     vcpu: Cell::new(None),
-                    ran: Cell::new(None),
+                    vcpu_lookup: Cell::new(None),
                     deadline: Cell::new(u64::MAX),
                     timeout: Links::new(),
                     task_next: Cell::new(owner.threads.get()),
@@ -147,8 +147,8 @@ impl<A: Arch> Kernel<A> {
         let thread = self.memory.at(handle);
         thread.state.set(ThreadState::Ready);
         match thread.sched.get() {
-            Some(sched) => self.ready(sched),
-            None => self.feed(handle),
+            Some(sched) => self.enqueue(sched),
+            None => self.find_donor(handle),
         }
     }
 
@@ -157,7 +157,7 @@ impl<A: Arch> Kernel<A> {
         let thread = self.memory.at(handle);
         thread.state.set(state);
         if let Some(sched) = thread.sched.get() {
-            self.unwanted(sched);
+            self.dequeue(sched);
         }
         let cpu = &self.cpus[thread.cpu];
         if cpu.current.get() == Some(handle) {
@@ -170,18 +170,18 @@ impl<A: Arch> Kernel<A> {
     pub fn stop_thread(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
         match thread.state.get() {
-            ThreadState::Stopped | ThreadState::Ready | ThreadState::Waiting => {}
-            ThreadState::Sleeping => self.end_sleep(handle, thread),
+            ThreadState::Stopped | ThreadState::Ready | ThreadState::Receiving => {}
+            ThreadState::Blocked => self.end_wait(handle, thread),
             ThreadState::Calling => {
                 if let Some(server) = thread.server.take()
                     && let Some(partner) = self.memory.get(server)
                 {
                     if thread.queued.get() {
-                        self.unqueue(partner, handle);
+                        self.dequeue_caller(partner, handle);
                     } else if partner.caller.get() == Some(handle) {
                         partner.caller.set(None);
                     }
-                    self.take_back(handle, thread, server);
+                    self.reclaim_donation(handle, thread, server);
                 }
             }
         }
@@ -194,21 +194,21 @@ impl<A: Arch> Kernel<A> {
         if let Some(caller) = thread.caller.take() {
             self.abort_call(handle, caller);
         }
-        self.abort_later(handle, thread);
+        self.defer_abort_calls(handle, thread);
         // A thread that runs on another CPU is there until that CPU has come to the kernel.
         if thread.cpu != A::this_cpu() && self.cpus[thread.cpu].current.get() == Some(handle) {
             self.cpus[thread.cpu].current.set(None);
             self.cpus[thread.cpu].resched.set(true);
             A::shootdown(1 << thread.cpu);
-            self.left_space(thread.cpu);
+            self.clear_loaded_space(thread.cpu);
         }
     }
 
     /// Puts a stopped thread for which others wait on the list for [`Kernel::abort_calls`].
-    fn abort_later(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+    fn defer_abort_calls(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
         // What a caller has lent is its own again at once: the thread may end.
-        if let Some(lender) = thread.lender.get() {
-            self.return_sched(thread, lender);
+        if let Some(donor) = thread.donor.get() {
+            self.return_donation(thread, donor);
         }
         let awaited = thread.caller.get().is_some() || thread.queue_head.get().is_some();
         if awaited && !thread.stopping.replace(true) {
@@ -228,13 +228,13 @@ impl<A: Arch> Kernel<A> {
             let Some(caller) = waits else {
                 self.stopping.set(thread.stopping_next.take());
                 thread.stopping.set(false);
-                if thread.ended.get() {
+                if thread.destroyed.get() {
                     self.memory.free(handle);
                 }
                 continue;
             };
             if thread.caller.take().is_none() {
-                self.unqueue(thread, caller);
+                self.dequeue_caller(thread, caller);
             }
             self.abort_call(handle, caller);
         }
@@ -245,11 +245,11 @@ impl<A: Arch> Kernel<A> {
     /// because it faulted stops.
     fn abort_call(&self, server: Handle<Thread<A>>, caller: Handle<Thread<A>>) {
         let Some(thread) = self.memory.get(caller) else { return };
-        self.return_sched(self.memory.at(server), caller);
+        self.return_donation(self.memory.at(server), caller);
         thread.server.set(None);
         if thread.fault.take().is_some() {
             self.block(caller, ThreadState::Stopped);
-            self.abort_later(caller, thread);
+            self.defer_abort_calls(caller, thread);
             return;
         }
         thread.context.set_status(Status::Aborted);
@@ -260,7 +260,7 @@ impl<A: Arch> Kernel<A> {
 
     /// The caller's time is the server's now. A context that is not running is still to be told its holder.
     #[inline(always)]
-    fn lend(
+    fn transfer_sched(
         name: Handle<Thread<A>>,
         caller: &Thread<A>,
         sched: Handle<SchedContext<A>>,
@@ -268,38 +268,37 @@ impl<A: Arch> Kernel<A> {
     ) {
         caller.sched.set(None);
         server.sched.set(Some(sched));
-        server.lender.set(Some(name));
+        server.donor.set(Some(name));
     }
 
     /// Whether so many have lent the time that a thread runs on, one to the next, that it cannot be lent on.
     #[cold]
     #[inline(never)]
-    fn is_lent_too_far(&self, thread: &Thread<A>, further: u32) -> bool {
-        let lender =
-            |thread: &&Thread<A>| thread.lender.get().and_then(|name| self.memory.get(name));
-        let chain = core::iter::successors(Some(thread), lender);
-        chain.take((MAX_LENDERS + 1) as usize).count() as u32 + further > MAX_LENDERS + 1
+    fn donation_chain_is_full(&self, thread: &Thread<A>, further: u32) -> bool {
+        let donor = |thread: &&Thread<A>| thread.donor.get().and_then(|name| self.memory.get(name));
+        let chain = core::iter::successors(Some(thread), donor);
+        chain.take((MAX_DONORS + 1) as usize).count() as u32 + further > MAX_DONORS + 1
     }
 
     /// Gives a lent scheduling context back to the caller, if it was this one who lent it.
-    fn return_sched(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
-        if server.lender.get() != Some(caller) {
+    fn return_donation(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
+        if server.donor.get() != Some(caller) {
             return;
         }
-        if let Some(sched) = Self::fall_back(server) {
-            self.hold(sched, caller);
+        if let Some(sched) = Self::revert_donation(server) {
+            self.set_holder(sched, caller);
         }
     }
 
     /// A thread that was lent time goes on with its own, if it has any. Returns what was lent and is
     /// still with it.
-    pub(crate) fn fall_back(thread: &Thread<A>) -> Option<Handle<SchedContext<A>>> {
-        thread.lender.set(None);
+    pub(crate) fn revert_donation(thread: &Thread<A>) -> Option<Handle<SchedContext<A>>> {
+        thread.donor.set(None);
         thread.sched.replace(thread.own_sched.get())
     }
 
-    pub(crate) fn hold(&self, sched: Handle<SchedContext<A>>, holder: Handle<Thread<A>>) {
-        self.unwanted(sched);
+    pub(crate) fn set_holder(&self, sched: Handle<SchedContext<A>>, holder: Handle<Thread<A>>) {
+        self.dequeue(sched);
         self.memory.at(holder).sched.set(Some(sched));
         if let Some(sched) = self.memory.get(sched) {
             sched.holder.set(Some(holder));
@@ -307,30 +306,35 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Takes back the time that a caller has lent, from whoever runs on it now.
-    fn take_back(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, server: Handle<Thread<A>>) {
+    fn reclaim_donation(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        server: Handle<Thread<A>>,
+    ) {
         debug_assert!(thread.server.get().is_none(), "else it would be asked to help at once");
-        let (mut lender, mut next) = (handle, Some(server));
+        let (mut donor, mut next) = (handle, Some(server));
         while let Some(name) = next
             && let Some(server) = self.memory.get(name)
-            && server.lender.get() == Some(lender)
+            && server.donor.get() == Some(donor)
         {
-            if let Some(sched) = Self::fall_back(server) {
-                self.hold(sched, handle);
+            if let Some(sched) = Self::revert_donation(server) {
+                self.set_holder(sched, handle);
                 if server.state.get() == ThreadState::Ready {
                     self.wake(name);
                 }
                 return;
             }
-            (lender, next) = (name, server.server.get());
+            (donor, next) = (name, server.server.get());
         }
     }
 
     /// What `holder` was lent has ended: everybody on the way from the owner goes on with their own.
-    pub(crate) fn lost_sched(&self, holder: Handle<Thread<A>>) {
+    pub(crate) fn donor_destroyed(&self, holder: Handle<Thread<A>>) {
         let mut next = Some(holder);
         while let Some(thread) = next.and_then(|name| self.memory.get(name)) {
-            next = thread.lender.get();
-            let _ = Self::fall_back(thread);
+            next = thread.donor.get();
+            let _ = Self::revert_donation(thread);
         }
         if self.memory.at(holder).state.get() == ThreadState::Ready {
             self.wake(holder);
@@ -338,7 +342,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Finds time for a ready thread that has none, with those who wait for it.
-    fn feed(&self, handle: Handle<Thread<A>>) {
+    fn find_donor(&self, handle: Handle<Thread<A>>) {
         let cpu = self.memory.at(handle).cpu;
         let mut next = Some(handle);
         let mut looks = 0;
@@ -347,10 +351,10 @@ impl<A: Arch> Kernel<A> {
             while let Some(name) = candidate {
                 let waiting = self.memory.at(name);
                 if waiting.cpu == cpu && waiting.sched.get().is_some() {
-                    return self.help(name);
+                    return self.donate(name);
                 }
                 looks += 1;
-                if looks == MAX_HELP {
+                if looks == MAX_DONATION_HOPS {
                     return;
                 }
                 candidate = if waiting.queued.get() {
@@ -364,13 +368,13 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// A caller that has time lends it to whom it waits for in the end, if all up to there have none.
-    pub(crate) fn help(&self, caller: Handle<Thread<A>>) {
+    pub(crate) fn donate(&self, caller: Handle<Thread<A>>) {
         let Thread { cpu, sched, .. } = self.memory.at(caller);
         if sched.get().is_none() {
             return;
         }
         let mut end = caller;
-        for hops in 1..=MAX_HELP {
+        for hops in 1..=MAX_DONATION_HOPS {
             let Some(name) = self.memory.at(end).server.get() else { return };
             let server = self.memory.at(name);
             if server.cpu != *cpu || server.sched.get().is_some() {
@@ -378,18 +382,18 @@ impl<A: Arch> Kernel<A> {
             }
             end = name;
             if server.state.get() == ThreadState::Ready {
-                if self.is_lent_too_far(self.memory.at(caller), hops) {
+                if self.donation_chain_is_full(self.memory.at(caller), hops) {
                     return;
                 }
-                let mut lender = caller;
+                let mut donor = caller;
                 for _ in 0..hops {
-                    let thread = self.memory.at(lender);
+                    let thread = self.memory.at(donor);
                     let Some(server) = thread.server.get() else { return };
                     if let Some(sched) = thread.sched.get() {
-                        Self::lend(lender, thread, sched, self.memory.at(server));
+                        Self::transfer_sched(donor, thread, sched, self.memory.at(server));
                         self.memory.at(sched).holder.set(Some(server));
                     }
-                    lender = server;
+                    donor = server;
                 }
                 return self.wake(end);
             }
@@ -397,7 +401,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// The thread's task ends: it never runs again.
-    pub(crate) fn leave_task(&self, handle: Handle<Thread<A>>) {
+    pub(crate) fn detach_thread(&self, handle: Handle<Thread<A>>) {
         self.stop_thread(handle);
         let thread = self.memory.at(handle);
         if let Some(task) = self.memory.get(thread.task) {
@@ -417,11 +421,11 @@ impl<A: Arch> Kernel<A> {
         self.remove_fixed(thread.message_node);
     }
 
-    pub(crate) fn end_thread(&self, handle: Handle<Thread<A>>) {
-        self.leave_task(handle);
+    pub(crate) fn destroy_thread(&self, handle: Handle<Thread<A>>) {
+        self.detach_thread(handle);
         let thread = self.memory.at(handle);
         for sched in [thread.sched.take(), thread.own_sched.take()].into_iter().flatten() {
-            self.unwanted(sched);
+            self.dequeue(sched);
             if let Some(sched) = self.memory.get(sched) {
                 if sched.owner.get() == Some(handle) {
                     sched.owner.set(None);
@@ -436,7 +440,7 @@ impl<A: Arch> Kernel<A> {
         }
         self.memory.free_raw(thread.message, 1);
         if thread.stopping.get() {
-            thread.ended.set(true);
+            thread.destroyed.set(true);
         } else {
             self.memory.free(handle);
         }
@@ -444,7 +448,7 @@ impl<A: Arch> Kernel<A> {
 
     // ---- calls ---------------------------------------------------------------------------------
 
-    fn enqueue(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
+    fn enqueue_caller(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
         let thread = self.memory.at(caller);
         let last = server.queue_tail.replace(Some(caller));
         thread.queue_prev.set(last);
@@ -456,7 +460,7 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    fn unqueue(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
+    fn dequeue_caller(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
         let thread = self.memory.at(caller);
         let (prev, next) = (thread.queue_prev.take(), thread.queue_next.take());
         match prev {
@@ -486,18 +490,18 @@ impl<A: Arch> Kernel<A> {
         debug_assert!(here.current.get() == Some(handle), "only the current thread calls");
         // The common case: the server waits on this CPU and goes on at once, on the caller's time. It is
         // not the caller, who does not wait.
-        if partner.state.get() == ThreadState::Waiting
+        if partner.state.get() == ThreadState::Receiving
             && partner.cpu == cpu
             && let Some(sched) = thread.sched.get()
         {
-            if thread.lender.get().is_some() && self.is_lent_too_far(thread, 1) {
+            if thread.donor.get().is_some() && self.donation_chain_is_full(thread, 1) {
                 return Err(Status::Overflow);
             }
             self.deliver(thread, partner, gate.badge)?;
             thread.state.set(ThreadState::Calling);
             thread.server.set(Some(server));
             partner.caller.set(Some(handle));
-            Self::lend(handle, thread, sched, partner);
+            Self::transfer_sched(handle, thread, sched, partner);
             partner.state.set(ThreadState::Ready);
             here.current.set(Some(server));
             return Ok(Some(Next { thread: partner, vcpu: None }));
@@ -522,7 +526,7 @@ impl<A: Arch> Kernel<A> {
         if partner.cpu != cpu && partner.own_sched.get().is_none() {
             return Err(Status::BadCpu);
         }
-        if partner.state.get() == ThreadState::Waiting {
+        if partner.state.get() == ThreadState::Receiving {
             self.deliver(thread, partner, gate.badge)?;
             thread.state.set(ThreadState::Calling);
             thread.server.set(Some(server));
@@ -533,10 +537,10 @@ impl<A: Arch> Kernel<A> {
         }
         thread.badge.set(gate.badge);
         thread.server.set(Some(server));
-        self.enqueue(partner, handle);
+        self.enqueue_caller(partner, handle);
         self.block(handle, ThreadState::Calling);
         // A server without time works on with the time of who waits for it.
-        self.help(handle);
+        self.donate(handle);
         Ok(())
     }
 
@@ -555,7 +559,7 @@ impl<A: Arch> Kernel<A> {
             if flags & abi::reply_wait::REPLY != 0 {
                 next = self.reply(cpu, handle, thread, caller)?;
             } else if flags & abi::reply_wait::WAIT != 0 {
-                self.forget_caller(handle, thread, caller);
+                self.abort_caller(handle, thread, caller);
             }
         }
         if flags & abi::reply_wait::WAIT == 0 {
@@ -563,13 +567,13 @@ impl<A: Arch> Kernel<A> {
             self.wake(handle);
             return Ok(next);
         }
-        self.wait_for_call(cpu, handle, thread);
+        self.receive(cpu, handle, thread);
         Ok(next)
     }
 
     /// Nobody will ever answer this caller.
     #[inline(never)]
-    fn forget_caller(
+    fn abort_caller(
         &self,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
@@ -602,10 +606,10 @@ impl<A: Arch> Kernel<A> {
         let here = &self.cpus[cpu];
         debug_assert!(here.current.get() == Some(handle), "only the current thread replies");
         // The common case: back to the caller on its own time, nothing to choose.
-        if thread.lender.get() == Some(caller)
+        if thread.donor.get() == Some(caller)
             && let Some(sched) = thread.sched.get()
         {
-            thread.lender.set(None);
+            thread.donor.set(None);
             thread.sched.set(thread.own_sched.get());
             partner.sched.set(Some(sched));
             partner.state.set(ThreadState::Ready);
@@ -643,7 +647,7 @@ impl<A: Arch> Kernel<A> {
         caller: Handle<Thread<A>>,
         resumed: bool,
     ) {
-        self.return_sched(thread, caller);
+        self.return_donation(thread, caller);
         if resumed {
             self.wake(caller);
         } else {
@@ -654,15 +658,15 @@ impl<A: Arch> Kernel<A> {
 
     /// The server takes an event, the next caller, or waits.
     #[inline(always)]
-    fn wait_for_call(&self, cpu: usize, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+    fn receive(&self, cpu: usize, handle: Handle<Thread<A>>, thread: &Thread<A>) {
         let pending = thread.bound.get().is_some() || thread.queue_head.get().is_some();
-        if pending && self.take_pending(handle, thread) {
+        if pending && self.receive_pending(handle, thread) {
             return;
         }
         let own = thread.sched.get();
-        thread.state.set(ThreadState::Waiting);
+        thread.state.set(ThreadState::Receiving);
         if let Some(own) = own {
-            self.unwanted(own);
+            self.dequeue(own);
         }
         if self.cpus[cpu].current.get() == Some(handle) {
             self.cpus[cpu].resched.set(true);
@@ -671,7 +675,7 @@ impl<A: Arch> Kernel<A> {
 
     /// The server goes on with an event or the next caller, if there is one.
     #[inline(never)]
-    fn take_pending(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) -> bool {
+    fn receive_pending(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) -> bool {
         if let Some(bound) = thread.bound.get().and_then(|bound| self.memory.get(bound)) {
             let bits = bound.bits.take();
             if bits != 0 {
@@ -683,9 +687,9 @@ impl<A: Arch> Kernel<A> {
         for _ in 0..MAX_REFUSED {
             let Some(caller) = thread.queue_head.get() else { return false };
             let partner = self.memory.at(caller);
-            self.unqueue(thread, caller);
+            self.dequeue_caller(thread, caller);
             if let Err(status) = self.deliver(partner, thread, partner.badge.get()) {
-                self.return_sched(thread, caller);
+                self.return_donation(thread, caller);
                 partner.server.set(None);
                 partner.context.set_status(status);
                 self.wake(caller);
@@ -776,8 +780,8 @@ impl<A: Arch> Kernel<A> {
                 return Err(Status::Overflow);
             }
             let (from, target) = (sender.task, SpaceRef::Task(receiver.task));
-            let what = Delegation { from, item, source, to: target, destination: base };
-            if !self.delegate_part(&what, &mut 0, &mut budget)? {
+            let delegation = Delegation { from, item, source, to: target, destination: base };
+            if !self.delegate_part(&delegation, &mut 0, &mut budget)? {
                 return Err(Status::Overflow);
             }
             window.0 = end;
@@ -840,28 +844,28 @@ impl<A: Arch> Kernel<A> {
         // Who is to look at events that are there still has been told.
         if old & bits != bits || bits == 0 {
             notification.bits.set(old | bits);
-            self.tell(notification);
+            self.wake_waiter(notification);
         }
     }
 
     #[inline(never)]
-    fn tell(&self, notification: &Notification<A>) {
+    fn wake_waiter(&self, notification: &Notification<A>) {
         if notification.bits.get() == 0 {
             return;
         }
-        if let Some(sleeper) = notification.sleeper.take() {
-            let thread = self.memory.at(sleeper);
-            thread.sleeping_on.set(None);
-            self.clear_timeout(sleeper, thread);
+        if let Some(waiter) = notification.waiter.take() {
+            let thread = self.memory.at(waiter);
+            thread.waiting_on.set(None);
+            self.clear_timeout(waiter, thread);
             // In `VcpuRun` it finds the bits by itself.
             if thread.vcpu.get().is_none() {
                 thread.context.set_status(Status::Ok);
                 thread.context.set_result(0, notification.bits.take());
             }
-            self.wake(sleeper);
+            self.wake(waiter);
         } else if let Some(bound) = notification.thread.get()
             && let Some(thread) = self.memory.get(bound)
-            && thread.state.get() == ThreadState::Waiting
+            && thread.state.get() == ThreadState::Receiving
         {
             Self::deliver_events(thread, notification.bits.take());
             self.wake(bound);
@@ -875,7 +879,7 @@ impl<A: Arch> Kernel<A> {
 
     /// A guest rings: the answer to `HYPERCALL_DOORBELL`.
     #[inline(always)]
-    pub fn ring(&self, vm: &Vm<A>, index: u64) -> u64 {
+    pub fn ring_doorbell(&self, vm: &Vm<A>, index: u64) -> u64 {
         let index = usize::try_from(index).unwrap_or(usize::MAX);
         if let Some(bell) = vm.doorbells.get(index).and_then(Cell::get)
             && let Some(notification) = self.memory.get(bell.notification)
@@ -883,7 +887,7 @@ impl<A: Arch> Kernel<A> {
             self.notify(notification, bell.bits);
             doorbell::RUNG
         } else {
-            doorbell::DEAD
+            doorbell::UNBOUND
         }
     }
 
@@ -905,10 +909,10 @@ impl<A: Arch> Kernel<A> {
         if deadline == 0 || deadline <= A::now() {
             return Err(Status::Timeout);
         }
-        if notification.sleeper.get().is_some() {
+        if notification.waiter.get().is_some() {
             return Err(Status::Busy);
         }
-        self.sleep(handle, thread, name, notification, deadline);
+        self.block_on(handle, thread, name, notification, deadline);
         Ok(())
     }
 
@@ -922,15 +926,15 @@ impl<A: Arch> Kernel<A> {
         (name, notification): (Handle<Notification<A>>, &Notification<A>),
         deadline: u64,
     ) -> bool {
-        let can = notification.bits.get() == 0 && notification.sleeper.get().is_none();
+        let can = notification.bits.get() == 0 && notification.waiter.get().is_none();
         if can {
-            self.sleep(handle, thread, name, notification, deadline);
+            self.block_on(handle, thread, name, notification, deadline);
         }
         can
     }
 
     #[inline(always)]
-    fn sleep(
+    fn block_on(
         &self,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
@@ -938,30 +942,30 @@ impl<A: Arch> Kernel<A> {
         notification: &Notification<A>,
         deadline: u64,
     ) {
-        notification.sleeper.set(Some(handle));
-        thread.sleeping_on.set(Some(name));
+        notification.waiter.set(Some(handle));
+        thread.waiting_on.set(Some(name));
         self.set_timeout(handle, thread, deadline);
-        thread.state.set(ThreadState::Sleeping);
+        thread.state.set(ThreadState::Blocked);
         // It is the current one: what it runs on rests when another is chosen.
         self.cpus[thread.cpu].resched.set(true);
     }
 
     /// The thread, if it sleeps, does so no more.
-    pub(crate) fn end_sleep(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
-        if let Some(on) = thread.sleeping_on.take().and_then(|on| self.memory.get(on)) {
-            on.sleeper.set(None);
+    pub(crate) fn end_wait(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+        if let Some(on) = thread.waiting_on.take().and_then(|on| self.memory.get(on)) {
+            on.waiter.set(None);
         }
         self.clear_timeout(handle, thread);
     }
 
-    pub(crate) fn end_notification(&self, handle: Handle<Notification<A>>) {
+    pub(crate) fn destroy_notification(&self, handle: Handle<Notification<A>>) {
         let notification = self.memory.at(handle);
-        if let Some(sleeper) = notification.sleeper.take() {
-            let thread = self.memory.at(sleeper);
-            thread.sleeping_on.set(None);
-            self.clear_timeout(sleeper, thread);
+        if let Some(waiter) = notification.waiter.take() {
+            let thread = self.memory.at(waiter);
+            thread.waiting_on.set(None);
+            self.clear_timeout(waiter, thread);
             thread.context.set_status(Status::Aborted);
-            self.wake(sleeper);
+            self.wake(waiter);
         }
         self.memory.free(handle);
     }
@@ -1046,7 +1050,7 @@ impl<A: Arch> Kernel<A> {
         thread.context.set_status(status);
     }
 
-    pub(crate) fn end_vcpu(&self, handle: Handle<Vcpu<A>>) {
+    pub(crate) fn destroy_vcpu(&self, handle: Handle<Vcpu<A>>) {
         let vcpu = self.memory.at(handle);
         if let Some(name) = vcpu.runner.take()
             && let Some(runner) = self.memory.get(name)
@@ -1054,11 +1058,11 @@ impl<A: Arch> Kernel<A> {
             // Out of the guest before the processor structures go.
             if runner.cpu != A::this_cpu() {
                 A::shootdown(1 << runner.cpu);
-                self.left_space(runner.cpu);
+                self.clear_loaded_space(runner.cpu);
             }
             self.vcpu_return(runner, None, Status::Aborted);
-            if runner.state.get() == ThreadState::Sleeping {
-                self.end_sleep(name, runner);
+            if runner.state.get() == ThreadState::Blocked {
+                self.end_wait(name, runner);
                 self.wake(name);
             }
         }
@@ -1068,7 +1072,7 @@ impl<A: Arch> Kernel<A> {
         self.memory.free(handle);
     }
 
-    pub(crate) fn end_irq(&self, handle: Handle<Irq<A>>) {
+    pub(crate) fn destroy_irq(&self, handle: Handle<Irq<A>>) {
         let irq = self.memory.at(handle);
         A::irq_set(irq, true);
         if let Some(slot) = self.irq_slot(irq.vector) {

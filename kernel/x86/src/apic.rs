@@ -12,7 +12,7 @@ use hw_x86::msr;
 use spin::Once;
 
 /// How the registers are reached. What the hardware and the tests do differently.
-pub trait Registers {
+pub trait ApicRegisters {
     /// Reads a memory-mapped register.
     fn read(&self, register: u32) -> u32;
     /// Writes a memory-mapped register.
@@ -28,7 +28,7 @@ pub trait Registers {
 /// The real registers, memory-mapped ones at this physical address.
 pub struct Hardware(u64);
 
-impl Registers for Hardware {
+impl ApicRegisters for Hardware {
     #[inline]
     fn read(&self, register: u32) -> u32 {
         // SAFETY: the local APIC's page, mapped uncached; the register is one of `local`.
@@ -60,7 +60,7 @@ impl Registers for Hardware {
 }
 
 /// Polls of the delivery status before an earlier IPI counts as lost.
-const PATIENCE: u32 = 1_000_000;
+const MAX_POLLS: u32 = 1_000_000;
 /// Fractional bits of the ratio between the timer's ticks and the TSC's.
 const RATIO_SHIFT: u32 = 32;
 
@@ -73,7 +73,7 @@ pub struct Apic<R> {
     ratio: AtomicU64,
 }
 
-impl<R: Registers> Apic<R> {
+impl<R: ApicRegisters> Apic<R> {
     /// A local APIC to be run in x2APIC mode or not, its timer in TSC-deadline mode or not.
     pub const fn new(registers: R, x2: bool, deadline: bool) -> Self {
         Self { registers, x2, deadline, ratio: AtomicU64::new(1 << RATIO_SHIFT) }
@@ -155,7 +155,7 @@ impl<R: Registers> Apic<R> {
             self.registers.write_msr(msr::X2APIC + local::ICR_LOW / 16, value);
             return;
         }
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_POLLS {
             if self.read(local::ICR_LOW) & local::ICR_PENDING == 0 {
                 break;
             }
@@ -177,8 +177,8 @@ impl<R: Registers> Apic<R> {
 
     /// Starts a waiting CPU in real mode at a page below 1 MiB.
     pub fn send_startup(&self, apic_id: u32, page: u64) {
-        let number = (page >> abi::PAGE_SHIFT) as u32 & 0xff;
-        self.send(apic_id, local::ICR_ASSERT | local::DELIVER_STARTUP | number);
+        let page_number = (page >> abi::PAGE_SHIFT) as u32 & 0xff;
+        self.send(apic_id, local::ICR_ASSERT | local::DELIVER_STARTUP | page_number);
     }
 
     /// Starts the timer at its largest count, masked, for measuring.
@@ -285,7 +285,7 @@ mod tests {
         }
     }
 
-    impl Registers for Fake {
+    impl ApicRegisters for Fake {
         fn read(&self, register: u32) -> u32 {
             match register {
                 local::ID => 0x0500_0000,

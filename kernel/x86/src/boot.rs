@@ -7,7 +7,7 @@
 use crate::cpu::MAX_CPUS;
 use crate::features::{Features, features, initial_apic_id};
 use crate::memory::{
-    self, BootMemory, FOUR_GIB, IMAGE_OFFSET, Image, KernelTables, MAX_RAM, normalise,
+    self, BootMemory, FOUR_GIB, IMAGE_OFFSET, ImageLayout, KernelTables, MAX_RAM, normalise,
 };
 use crate::ranges::{Range, RangeSet};
 use crate::{apic, cpu, entry, idt, io, ioapic, log, panic, smp, start, time};
@@ -100,9 +100,9 @@ unsafe extern "C" {
 }
 
 /// Where the image lies.
-pub fn image() -> Image {
+pub fn image() -> ImageLayout {
     let at = |symbol: *const u8| symbol as u64;
-    Image {
+    ImageLayout {
         start: at(&raw const image_start),
         code: Range::new(at(&raw const text_start), at(&raw const text_end)),
         constants: Range::new(at(&raw const text_end), at(&raw const rodata_end)),
@@ -111,25 +111,25 @@ pub fn image() -> Image {
 }
 
 /// Bytes that the loader or the firmware left below 4 GiB.
-fn left_bytes(physical: u64, length: usize) -> Option<&'static [u8]> {
+fn loader_bytes(physical: u64, length: usize) -> Option<&'static [u8]> {
     // SAFETY: nothing writes there: the loader is gone, and memory that is in use is not
     // allocated. What a loader lies about is its own image that it harms.
     unsafe { memory::bytes(physical, length) }
 }
 
-/// Like [`left_bytes`], as much as there is.
-fn left_text(physical: u64) -> &'static [u8] {
+/// Like [`loader_bytes`], as much as there is.
+fn loader_text(physical: u64) -> &'static [u8] {
     let length = FOUR_GIB.saturating_sub(physical).min(COMMAND_LINE_LENGTH as u64);
-    left_bytes(physical, length as usize).unwrap_or(&[])
+    loader_bytes(physical, length as usize).unwrap_or(&[])
 }
 
 /// Takes what a PVH loader passes; returns what must not be overwritten besides the bundle.
 fn read_pvh(machine: &mut Machine, information: u64) -> Option<Range> {
-    let info = pvh::StartInfo::parse(left_bytes(information, pvh::StartInfo::LENGTH)?)?;
+    let info = pvh::StartInfo::parse(loader_bytes(information, pvh::StartInfo::LENGTH)?)?;
     let list = |address, count: u32, length| {
-        left_bytes(address, count.min(MAX_ENTRIES) as usize * length).unwrap_or(&[])
+        loader_bytes(address, count.min(MAX_ENTRIES) as usize * length).unwrap_or(&[])
     };
-    machine.set_command_line(left_text(info.command_line));
+    machine.set_command_line(loader_text(info.command_line));
     machine.rsdp = info.rsdp;
     let modules = list(info.module_list, info.modules, pvh::Module::LENGTH);
     machine.bundle =
@@ -144,9 +144,9 @@ fn read_pvh(machine: &mut Machine, information: u64) -> Option<Range> {
 
 /// The same for a multiboot2 loader.
 fn read_multiboot2(machine: &mut Machine, information: u64) -> Option<Range> {
-    let header = left_bytes(information, multiboot2::BootInfo::HEADER_LENGTH)?;
+    let header = loader_bytes(information, multiboot2::BootInfo::HEADER_LENGTH)?;
     let length = multiboot2::BootInfo::length(header)?.min(MAX_INFORMATION);
-    let info = multiboot2::BootInfo::parse(left_bytes(information, length)?)?;
+    let info = multiboot2::BootInfo::parse(loader_bytes(information, length)?)?;
     machine.set_command_line(info.command_line().unwrap_or(&[]));
     machine.bundle =
         info.modules().next().map(|module| Range::new(module.start as u64, module.end as u64));
@@ -163,10 +163,11 @@ fn read_multiboot2(machine: &mut Machine, information: u64) -> Option<Range> {
 fn search_rsdp() -> u64 {
     const EBDA_POINTER: u64 = 0x40e;
     const BIOS: (u64, usize) = (0xe_0000, 0x2_0000);
-    let segment = left_bytes(EBDA_POINTER, 2).map_or(0, |raw| u16::from_le_bytes([raw[0], raw[1]]));
+    let segment =
+        loader_bytes(EBDA_POINTER, 2).map_or(0, |raw| u16::from_le_bytes([raw[0], raw[1]]));
     [((segment as u64) << 4, 1024), BIOS]
         .into_iter()
-        .find_map(|(base, length)| Some(base + find_rsdp(left_bytes(base, length)?)? as u64))
+        .find_map(|(base, length)| Some(base + find_rsdp(loader_bytes(base, length)?)? as u64))
         .unwrap_or(0)
 }
 
@@ -313,12 +314,12 @@ fn processors(rsdp: u64, list: &mut [u32; MAX_CPUS]) -> usize {
 }
 
 fn find_madt(rsdp: u64) -> Option<Madt<'static>> {
-    let tables = Tables::from_address(rsdp, left_bytes).ok()?;
+    let tables = Tables::from_address(rsdp, loader_bytes).ok()?;
     Madt::parse(tables.find(Madt::SIGNATURE)?).ok()
 }
 
 fn find_pm_timer(rsdp: u64) -> Option<u16> {
-    let tables = Tables::from_address(rsdp, left_bytes).ok()?;
+    let tables = Tables::from_address(rsdp, loader_bytes).ok()?;
     Fadt::parse(tables.find(Fadt::SIGNATURE)?).ok()?.pm_timer()?.port()
 }
 

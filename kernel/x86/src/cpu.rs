@@ -72,7 +72,7 @@ pub struct PerCpu {
     /// Interrupt vectors that came and are to be handled, a bit each.
     pub pending: [AtomicU64; 4],
     /// TSC_AUX is a guest's.
-    pub shows_aux: AtomicBool,
+    pub guest_tsc_aux: AtomicBool,
     gdt: UnsafeCell<[u64; 7]>,
     tss: UnsafeCell<Tss>,
 }
@@ -136,8 +136,8 @@ pub unsafe fn create(apic_id: u32) -> usize {
     let stack_top = area(index) + KERNEL_STACK.1;
     let mut state = TaskState::new();
     state.rsp[0] = stack_top;
-    for (number, (_, end)) in EXCEPTION_STACKS.into_iter().enumerate() {
-        state.ist[number] = area(index) + end;
+    for (index, (_, end)) in EXCEPTION_STACKS.into_iter().enumerate() {
+        state.ist[index] = area(index) + end;
     }
     let task_state =
         descriptor::task_state(this as u64 + offset_of!(PerCpu, tss) as u64, TSS_LIMIT);
@@ -287,19 +287,19 @@ pub fn set_interrupt_stack(top: u64) {
 }
 
 /// Gives the running task no ports, on this CPU.
-pub fn hide_ports() {
+pub fn disable_ports() {
     set_io_map_base(u16::MAX);
 }
 
 /// Gives the running task the ports whose bits in `map` are 0, on this CPU.
-pub fn show_ports(map: &[u8; IO_MAP_LENGTH]) {
+pub fn load_ports(map: &[u8; IO_MAP_LENGTH]) {
     // SAFETY: as in `set_interrupt_stack`.
     unsafe { (&raw mut (*current().tss.get()).io_map).write(*map) };
-    unhide_ports();
+    enable_loaded_ports();
 }
 
 /// Shows the ports that were shown last.
-pub fn unhide_ports() {
+pub fn enable_loaded_ports() {
     set_io_map_base(offset_of!(Tss, io_map) as u16);
 }
 

@@ -379,20 +379,21 @@ extern "C" fn kernel_exception(vector: u64, error: u64, rip: u64) -> ! {
 
 /// Does not return, so that no registers need to be brought back that `leave_kernel` loads anyway.
 extern "C" fn syscall_handler() -> ! {
-    let number = cpu::current().id as usize;
-    let kernel = run::lock(number);
+    let cpu_index = cpu::current().id as usize;
+    let kernel = run::lock(cpu_index);
     #[cfg(parador_longest_path)]
     {
         use kernel_core::arch::Context as _;
-        let caller = kernel.cpus[number].current.get().and_then(|thread| kernel.memory.get(thread));
+        let caller =
+            kernel.cpus[cpu_index].current.get().and_then(|thread| kernel.memory.get(thread));
         crate::longest::caused_by(caller.map_or(0, |thread| thread.context.operation()));
     }
-    let next = kernel.system_call(number).map(|next| run::Next::new(&next));
+    let next = kernel.system_call(cpu_index).map(|next| run::Next::new(&next));
     let (kernel, next) = match next {
-        Some(next) if !kernel.has_work(number) => (kernel, next),
-        _ => run::choose(kernel, number),
+        Some(next) if !kernel.has_work(cpu_index) => (kernel, next),
+        _ => run::pick_next(kernel, cpu_index),
     };
-    let context = run::leave(kernel, number, next);
+    let context = run::leave(kernel, cpu_index, next);
     // SAFETY: a thread's context; the next entry starts on an empty stack.
     unsafe { leave_to(context) }
 }
@@ -400,14 +401,14 @@ extern "C" fn syscall_handler() -> ! {
 /// A device interrupt or an exception in user mode.
 extern "C" fn interrupt_handler(vector: u64) -> *const Context {
     let cr2 = read_cr2();
-    let number = cpu::current().id as usize;
-    let kernel = run::lock(number);
+    let cpu_index = cpu::current().id as usize;
+    let kernel = run::lock(cpu_index);
     #[cfg(parador_longest_path)]
     crate::longest::caused_by(crate::longest::VECTOR | vector);
     if vector >= crate::idt::FIRST_INTERRUPT as u64 {
-        run::handle_vector(&kernel, number, vector as u8);
+        run::handle_vector(&kernel, cpu_index, vector as u8);
     } else {
-        let current = kernel.cpus[number].current.get();
+        let current = kernel.cpus[cpu_index].current.get();
         if let Some(handle) = current
             && let Some(thread) = kernel.memory.get(handle)
         {
@@ -415,9 +416,9 @@ extern "C" fn interrupt_handler(vector: u64) -> *const Context {
             const PAGE_FAULT: u64 = 14;
             let (_, error) = thread.context.cause();
             let address = if vector == PAGE_FAULT { cr2 } else { 0 };
-            kernel.fault(number, handle, [vector, error, address, thread.context.ip()]);
+            kernel.fault(cpu_index, handle, [vector, error, address, thread.context.ip()]);
         }
     }
-    let (kernel, next) = run::choose(kernel, number);
-    run::leave(kernel, number, next)
+    let (kernel, next) = run::pick_next(kernel, cpu_index);
+    run::leave(kernel, cpu_index, next)
 }

@@ -21,7 +21,7 @@ const COM1: u16 = 0x3f8;
 /// Ports of the second.
 const COM2: u16 = 0x2f8;
 /// Polls for room before the port counts as dead: far more than a FIFO takes at 115200 baud.
-const PATIENCE: u32 = 100_000;
+const MAX_POLLS: u32 = 100_000;
 /// Bytes that wait to be sent, at most.
 const BUFFER: usize = 16 << 10;
 /// Most bytes of one step, for ports that take bytes as fast as they come.
@@ -51,7 +51,7 @@ mod uart {
 
 static PORT: AtomicU16 = AtomicU16::new(0);
 /// Bytes that the port takes when its transmitter is empty.
-static AT_ONCE: AtomicU8 = AtomicU8::new(1);
+static FIFO_DEPTH: AtomicU8 = AtomicU8::new(1);
 /// Held by the CPU that uses the buffer.
 static LINE: Mutex<()> = Mutex::new(());
 static WAITING: Ring<BUFFER> = Ring::new();
@@ -81,13 +81,13 @@ pub fn init(choice: Option<&str>) {
     // SAFETY: as above; a read of this register has no effect that matters while its interrupts are off.
     let identification = unsafe { in8(port + uart::INTERRUPT_IDENTIFICATION) };
     if identification & uart::FIFO_IS_ON == uart::FIFO_IS_ON {
-        AT_ONCE.store(uart::FIFO_LENGTH, Ordering::Relaxed);
+        FIFO_DEPTH.store(uart::FIFO_LENGTH, Ordering::Relaxed);
     }
     PORT.store(port, Ordering::Release);
 }
 
 /// Ends the time in which a CPU that logs waits for the port. Called by the first CPU when it begins to schedule.
-pub fn buffer() {
+pub fn start_buffering() {
     BUFFERED.store(true, Ordering::Release);
 }
 
@@ -98,10 +98,10 @@ fn is_ready(port: u16) -> bool {
 
 /// Sends at most `most` bytes, as long as the port takes them. With `LINE` held.
 fn send(port: u16, most: usize) {
-    let at_once = usize::from(AT_ONCE.load(Ordering::Relaxed));
+    let depth = usize::from(FIFO_DEPTH.load(Ordering::Relaxed));
     let mut sent = 0;
     while sent < most && WAITING.len() != 0 && is_ready(port) {
-        for byte in core::iter::from_fn(|| WAITING.take()).take(at_once) {
+        for byte in core::iter::from_fn(|| WAITING.take()).take(depth) {
             // SAFETY: a UART without DMA.
             unsafe { out8(port + uart::DATA, byte) };
             sent += 1;
@@ -111,13 +111,13 @@ fn send(port: u16, most: usize) {
 
 /// Sends everything and waits for the port, unless that is dead. With `LINE` held.
 fn send_all(port: u16) {
-    while WAITING.len() != 0 && (0..PATIENCE).any(|_| is_ready(port)) {
+    while WAITING.len() != 0 && (0..MAX_POLLS).any(|_| is_ready(port)) {
         send(port, 1);
     }
 }
 
 /// Appends an entry; returns the number of bytes that wait to be sent.
-fn append(write: impl FnOnce(&mut ring::Entry<'_, BUFFER>)) -> usize {
+fn append(write: impl FnOnce(&mut ring::EntryWriter<'_, BUFFER>)) -> usize {
     let port = PORT.load(Ordering::Acquire);
     if port == 0 {
         return 0;

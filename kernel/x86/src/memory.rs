@@ -198,7 +198,7 @@ impl<'a> KernelTables<'a> {
     }
 
     /// Maps the sections of the image, each as it needs.
-    pub fn map_image(&self, image: &Image) -> Result<(), Status> {
+    pub fn map_image(&self, image: &ImageLayout) -> Result<(), Status> {
         for (range, access) in
             [(image.code, CODE), (image.constants, READ_ONLY), (image.data, READ_WRITE)]
         {
@@ -217,7 +217,7 @@ impl<'a> KernelTables<'a> {
 
 /// The image's sections, page-aligned, at their virtual addresses.
 #[derive(Clone, Copy, Debug)]
-pub struct Image {
+pub struct ImageLayout {
     /// First byte in physical memory: the start-up code.
     pub start: u64,
     /// Code.

@@ -51,10 +51,10 @@ impl Write for &Epitaph {
     }
 }
 
-const NOBODY: u32 = u32::MAX;
+const NO_CPU: u32 = u32::MAX;
 /// APIC id of the CPU that panicked first.
-static DYING: AtomicU32 = AtomicU32::new(NOBODY);
-static AGAIN: AtomicBool = AtomicBool::new(false);
+static DYING: AtomicU32 = AtomicU32::new(NO_CPU);
+static EXIT_REQUESTED: AtomicBool = AtomicBool::new(false);
 static DEBUG_EXIT: AtomicBool = AtomicBool::new(false);
 
 /// Obeys the command line's `panic=`: `debug-exit` ends an emulated machine, anything else halts.
@@ -64,12 +64,12 @@ pub fn init(choice: Option<&str>) {
 
 /// To be called first by the handler of non-maskable interrupts: does not return if a CPU has panicked.
 pub fn stop_if_dying() {
-    if DYING.load(Ordering::Acquire) != NOBODY {
+    if DYING.load(Ordering::Acquire) != NO_CPU {
         stop();
     }
 }
 
-fn say(line: fmt::Arguments) {
+fn report_line(line: fmt::Arguments) {
     // Writing to memory cannot fail.
     let _ = writeln!(&PARADOR_EPITAPH, "{line}");
     log::line(line);
@@ -78,7 +78,7 @@ fn say(line: fmt::Arguments) {
 /// Ends the kernel: the panic handler.
 pub fn die(info: &PanicInfo) -> ! {
     let me = features::initial_apic_id();
-    match DYING.compare_exchange(NOBODY, me, Ordering::AcqRel, Ordering::Acquire) {
+    match DYING.compare_exchange(NO_CPU, me, Ordering::AcqRel, Ordering::Acquire) {
         Ok(_) => {}
         // The epitaph itself failed: say no more, but end as asked.
         Err(first) if first == me => finish(),
@@ -88,17 +88,22 @@ pub fn die(info: &PanicInfo) -> ! {
         apic.send_nmi_to_others();
     }
     log::seize();
-    say(format_args!("PANIC on the CPU with APIC id {me}: {}", info.message()));
+    report_line(format_args!("PANIC on the CPU with APIC id {me}: {}", info.message()));
     if let Some(place) = info.location() {
-        say(format_args!("  at {}:{}", place.file(), place.line()));
+        report_line(format_args!("  at {}:{}", place.file(), place.line()));
     }
-    say(format_args!("  cr2 {:#x}, cr3 {:#x}, rsp {:#x}", read_cr2(), read_cr3(), stack_pointer()));
-    say_callers();
+    report_line(format_args!(
+        "  cr2 {:#x}, cr3 {:#x}, rsp {:#x}",
+        read_cr2(),
+        read_cr3(),
+        stack_pointer()
+    ));
+    report_callers();
     finish()
 }
 
 /// Shows what looks like return addresses, from here to the end of the stack.
-fn say_callers() {
+fn report_callers() {
     let code = image().code;
     let bottom = stack_pointer() & !7;
     // Early in boot the stack is part of the image; its page at least is mapped.
@@ -109,12 +114,12 @@ fn say_callers() {
         .map(|word| unsafe { (word as *const u64).read_volatile() })
         .filter(|address| (code.base..code.end).contains(address));
     for address in addresses.take(STACK_SHOWN) {
-        say(format_args!("  stack: {address:#x}"));
+        report_line(format_args!("  stack: {address:#x}"));
     }
 }
 
 fn finish() -> ! {
-    if DEBUG_EXIT.load(Ordering::Relaxed) && !AGAIN.swap(true, Ordering::Relaxed) {
+    if DEBUG_EXIT.load(Ordering::Relaxed) && !EXIT_REQUESTED.swap(true, Ordering::Relaxed) {
         // SAFETY: ends the machine if there is such a device, and else does nothing.
         unsafe { out8(DEBUG_EXIT_PORT, DEBUG_EXIT_VALUE) };
     }

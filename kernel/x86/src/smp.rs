@@ -32,7 +32,7 @@ static ARRIVED: AtomicUsize = AtomicUsize::new(0);
 
 /// A page for the trampoline: RAM in the first 64 KiB, which boot gives to nobody else, but not page 0.
 pub fn trampoline_page<const N: usize>(ram: &RangeSet<N>) -> Option<u64> {
-    (1..16).rev().map(|number| number * abi::PAGE_SIZE).find(|&base| {
+    (1..16).rev().map(|frame| frame * abi::PAGE_SIZE).find(|&base| {
         let page = Range::sized(base, abi::PAGE_SIZE);
         ram.as_slice().iter().any(|range| range.base <= page.base && page.end <= range.end)
     })

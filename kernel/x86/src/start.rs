@@ -5,10 +5,10 @@ use abi::bundle::{self, Header};
 use abi::{ItemKind, PAGE_SHIFT, PAGE_SIZE, Status, rights};
 use hw_tables::elf::{self, Elf};
 use kernel_core::Kernel;
+use kernel_core::mdb::Extent;
 use kernel_core::object::{ObjectRef, SpaceRef, Task};
 use kernel_core::pool::{Handle, MAX_BYTES, Memory};
 use kernel_core::sched::PRIORITIES;
-use kernel_core::space::Extent;
 
 use crate::boot::Machine;
 use crate::features::features;
@@ -19,10 +19,10 @@ use crate::{entry, log, svm};
 
 /// Kernel memory: this part of all RAM, within these bounds.
 const POOL_SHARE: u64 = 16;
-const POOL_LEAST: u64 = 4 << 20;
-const POOL_MOST: u64 = 64 << 20;
+const POOL_MIN: u64 = 4 << 20;
+const POOL_MAX: u64 = 64 << 20;
 /// Frames that the kernel keeps for itself.
-const KEPT_FRAMES: u32 = 16;
+const RESERVED_FRAMES: u32 = 16;
 /// Root's selectors.
 const ROOT_SLOTS: u64 = 4096;
 /// Root runs before its children, in slices of 10 ms.
@@ -32,13 +32,13 @@ const MAX_PRIORITY: u64 = PRIORITIES as u64 - 1;
 const ROOT_SLICE_NS: u64 = 10_000_000;
 
 /// Why root cannot be started: a sentence for the log.
-type Complaint = &'static str;
+type RootError = &'static str;
 
 /// The first CPU.
 pub fn bsp_main(machine: &'static mut Machine) -> ! {
     entry::init();
     svm::init_maps();
-    let share = (machine.memory.ram.total() / POOL_SHARE).clamp(POOL_LEAST, POOL_MOST);
+    let share = (machine.memory.ram.total() / POOL_SHARE).clamp(POOL_MIN, POOL_MAX);
     let length = machine.option("pool").and_then(parse_size).unwrap_or(share);
     let length = length.min(MAX_BYTES as u64) & !(PAGE_SIZE - 1);
     let Some(base) = machine.memory.allocate(length, PAGE_SIZE, FOUR_GIB) else {
@@ -50,17 +50,17 @@ pub fn bsp_main(machine: &'static mut Machine) -> ! {
     log!("{} KiB for kernel objects", length >> 10);
     run::set_cpus(machine.cpus);
     let kernel = run::publish(memory);
-    for number in 0..machine.cpus {
+    for cpu_index in 0..machine.cpus {
         match kernel.memory.alloc_raw(None, svm::HOST_FRAMES) {
-            Ok(pages) => svm::set_host_pages(&kernel.memory, number, pages),
+            Ok(pages) => svm::set_host_pages(&kernel.memory, cpu_index, pages),
             Err(_) => panic!("the kernel's memory is too small for {} CPUs", machine.cpus),
         }
     }
     svm::init_this_cpu(&kernel.memory, 0);
-    if let Err(complaint) = start_root(&kernel, machine) {
-        panic!("root cannot be started: {complaint}");
+    if let Err(error) = start_root(&kernel, machine) {
+        panic!("root cannot be started: {error}");
     }
-    log::buffer();
+    log::start_buffering();
     run::start(kernel, 0)
 }
 
@@ -86,7 +86,7 @@ fn parse_size(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), Complaint> {
+fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), RootError> {
     let quota = |_: Status| "the kernel's memory is too small for root";
     let memory = &kernel.memory;
     let bundle = machine.bundle.ok_or("there is no boot module")?;
@@ -96,7 +96,7 @@ fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), Complai
         return Err("the program `root` is for another processor");
     }
 
-    let available = memory.root().available().saturating_sub(KEPT_FRAMES);
+    let available = memory.root().available().saturating_sub(RESERVED_FRAMES);
     let factory = memory.new_factory(None, available, MAX_PRIORITY, 0).map_err(quota)?;
     let payer = Some(factory);
     let task = kernel.new_task(payer, ROOT_SLOTS).map_err(quota)?;
@@ -140,7 +140,7 @@ fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), Complai
         .map_err(|_| "its entry point is not a user address")
 }
 
-fn root_file(bundle: Range) -> Result<&'static [u8], Complaint> {
+fn root_file(bundle: Range) -> Result<&'static [u8], RootError> {
     let length = bundle.end - bundle.base;
     // SAFETY: boot keeps the bundle out of free memory; root, which will own it, does not run yet, and the kernel does
     // not look at it later.
@@ -158,7 +158,7 @@ fn new_pages(
     address: u64,
     pages: u64,
     rights: u8,
-) -> Result<*mut u8, Complaint> {
+) -> Result<*mut u8, RootError> {
     let length = pages * PAGE_SIZE;
     let physical = machine
         .memory
@@ -186,7 +186,7 @@ fn load(
     task: Handle<Task<X86>>,
     file: &[u8],
     elf: &Elf,
-) -> Result<(), Complaint> {
+) -> Result<(), RootError> {
     for segment in elf.segments() {
         let range = Range::new(segment.vaddr, segment.vaddr.wrapping_add(segment.memsz));
         if range.end < range.base || range.end >= abi::USER_END {
@@ -211,7 +211,7 @@ fn give_stack(
     kernel: &Kernel<X86>,
     machine: &mut Machine,
     task: Handle<Task<X86>>,
-) -> Result<(), Complaint> {
+) -> Result<(), RootError> {
     let bottom = boot::ROOT_STACK_TOP - boot::ROOT_STACK_PAGES * PAGE_SIZE;
     let rights = rights::READ | rights::WRITE;
     new_pages(kernel, machine, task, bottom, boot::ROOT_STACK_PAGES, rights).map(|_| ())

@@ -16,7 +16,7 @@ const PIT_HZ: u64 = 1_193_182;
 /// How long a measurement takes, as a fraction of a second.
 const MEASURES_PER_SECOND: u64 = 100;
 /// Reads of a timer without change before it counts as dead.
-const PATIENCE: u32 = 1_000_000;
+const MAX_POLLS: u32 = 1_000_000;
 
 /// Conversion between ticks and nanoseconds, by fixed-point multiplication with 32 fractional bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -145,7 +145,7 @@ fn span_of_pm_timer(
 ) -> Option<(Sample, Sample, u64)> {
     // SAFETY: reading a timer, named by the firmware.
     let read = || unsafe { in32(port) } & PM_MASK;
-    let wait_for_change = |from: u32| (0..PATIENCE).map(|_| read()).find(|&now| now != from);
+    let wait_for_change = |from: u32| (0..MAX_POLLS).map(|_| read()).find(|&now| now != from);
     let first = wait_for_change(read())?;
     let start = sample();
     let mut last = first;
@@ -175,7 +175,7 @@ fn span_of_pit(ticks: u16, sample: impl Fn() -> Sample) -> Option<(Sample, Sampl
     }
     let start = sample();
     // SAFETY: as above.
-    let done = (0..PATIENCE).any(|_| unsafe { in8(CONTROL_B) } & 1 << 5 != 0);
+    let done = (0..MAX_POLLS).any(|_| unsafe { in8(CONTROL_B) } & 1 << 5 != 0);
     done.then(|| (start, sample()))
 }
 

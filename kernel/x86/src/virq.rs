@@ -31,7 +31,7 @@ const fn asks(wanted: u64) -> bool {
 
 /// Whether a window leaves virtual interrupts to others.
 pub const fn is_free(wanted: u64) -> bool {
-    wanted & (window::EXIT | window::TAKE) == 0
+    wanted & (window::EXIT | window::DELIVER_VIRQ) == 0
 }
 
 /// Sets the guest's task priority.
@@ -106,7 +106,7 @@ mod tests {
         let mut control = control(9);
         for (wanted, expected) in [
             (0, (false, false, None, 9)),
-            (window::TAKE | 0x61, (true, false, Some(0x61), 9)),
+            (window::DELIVER_VIRQ | 0x61, (true, false, Some(0x61), 9)),
             (window::PRIORITY, (true, false, None, 9)),
             (window::EXIT, (true, true, Some(0), 9)),
             (window::EXIT | window::PRIORITY, (true, true, Some(0), 9)),
@@ -123,7 +123,7 @@ mod tests {
     #[test]
     fn iret_exits_if_asked() {
         let mut control = control(0);
-        for window in [0, window::EXIT, window::TAKE | 0x41, window::PRIORITY] {
+        for window in [0, window::EXIT, window::DELIVER_VIRQ | 0x41, window::PRIORITY] {
             set_window(&mut control, window);
             let without = control.intercept3;
             set_window(&mut control, window | window::IRET);
@@ -143,6 +143,6 @@ mod tests {
             clear(&mut control, wanted);
             assert_eq!(state(&control), (asks, false, None, 3));
         }
-        assert!(!is_free(window::EXIT) && !is_free(window::TAKE | window::PRIORITY));
+        assert!(!is_free(window::EXIT) && !is_free(window::DELIVER_VIRQ | window::PRIORITY));
     }
 }

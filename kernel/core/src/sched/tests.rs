@@ -144,7 +144,7 @@ fn absurd_parameters_are_refused() {
     assert!(make(1, MAX_PERIOD_NS + 1, 0).is_err());
     assert!(make(1, MIN_BUDGET_NS, MAX_PERIOD_NS + 1).is_err());
     let most = make(63, MIN_BUDGET_NS, MAX_PERIOD_NS).unwrap();
-    world.kernel.end_sched(most);
+    world.kernel.destroy_sched(most);
     world.end();
 }
 
@@ -241,17 +241,17 @@ fn a_factory_has_a_share_of_the_cpus() {
     kernel.change_sched(eighth, 1, 200_000, 800_000).unwrap();
     // All comes back.
     for sched in [quarter, eighth, inner] {
-        kernel.end_sched(sched);
+        kernel.destroy_sched(sched);
     }
     world.finish();
-    world.kernel.memory.end_factory(same);
-    world.kernel.memory.end_factory(own);
+    world.kernel.memory.destroy_factory(same);
+    world.kernel.memory.destroy_factory(own);
     world.finish();
     let half = world.kernel.new_sched(Some(factory), 1, 100_000, 200_000).unwrap();
-    world.kernel.end_sched(half);
+    world.kernel.destroy_sched(half);
     world.finish();
     world.kernel.memory.at(factory).caps.set(0);
-    world.kernel.memory.end_factory(factory);
+    world.kernel.memory.destroy_factory(factory);
     let absurd = world.kernel.memory.new_factory(None, 4, 63, u64::MAX);
     assert_eq!(absurd.err(), Some(Status::BadArgument));
     world.end();
@@ -296,7 +296,7 @@ fn timeouts_come_in_order_and_only_once() {
             // Some deadlines are equal.
             let deadline = 1000 + random.below(12) * 1000;
             world.call(thread, Op::NotificationWait, &[selector, deadline]);
-            assert_eq!(world.state(thread), ThreadState::Sleeping);
+            assert_eq!(world.state(thread), ThreadState::Blocked);
             (thread, deadline, selector)
         })
         .collect();
@@ -325,7 +325,7 @@ fn timeouts_come_in_order_and_only_once() {
     world.call(signaller, Op::NotificationWait, &[selector, 0]);
     assert_eq!(world.result(signaller).0, Some(Status::Timeout), "a poll does not wait");
     world.call(signaller, Op::NotificationWait, &[selector, FOREVER]);
-    assert_eq!(world.state(signaller), ThreadState::Sleeping);
+    assert_eq!(world.state(signaller), ThreadState::Blocked);
     world.end();
 }
 
@@ -335,7 +335,7 @@ struct Plain {
     priority: u64,
     budget: u64,
     period: u64,
-    left: u64,
+    remaining: u64,
     /// Used in this run.
     used: u64,
     /// The budget: when each part may be used, in order.
@@ -357,18 +357,18 @@ impl Plain {
             self.parts.push((at, amount));
         }
     }
-    fn renew(&mut self, now: u64) {
+    fn replenish(&mut self, now: u64) {
         if self.period == 0 {
-            self.left = self.budget;
+            self.remaining = self.budget;
             return;
         }
         let due = self.parts.iter().take_while(|part| part.0 <= now).count();
-        self.left = self.parts.drain(..due).map(|part| part.1).sum();
-        if self.left != 0 {
-            self.parts.insert(0, (now, self.left));
+        self.remaining = self.parts.drain(..due).map(|part| part.1).sum();
+        if self.remaining != 0 {
+            self.parts.insert(0, (now, self.remaining));
         }
     }
-    fn settle(&mut self) {
+    fn account_run(&mut self) {
         let mut used = core::mem::take(&mut self.used);
         for _ in 0..self.parts.len() {
             let (at, amount) = self.parts[0];
@@ -417,41 +417,41 @@ impl Naive {
         let elapsed = now - core::mem::replace(&mut self.charged, now);
         if let Some(running) = self.running {
             let context = self.contexts.get_mut(&running).unwrap();
-            context.left = context.left.saturating_sub(elapsed);
+            context.remaining = context.remaining.saturating_sub(elapsed);
             context.used += elapsed;
         }
     }
     fn use_up(&mut self, name: usize, now: u64) {
         let turn = self.last_turn();
         let context = self.contexts.get_mut(&name).unwrap();
-        context.settle();
-        context.renew(now);
+        context.account_run();
+        context.replenish(now);
         context.turn = turn;
-        context.depleted = context.left == 0;
+        context.depleted = context.remaining == 0;
     }
     fn want(&mut self, name: usize, now: u64) {
         let turn = self.last_turn();
         let context = self.contexts.get_mut(&name).unwrap();
         (context.wants, context.turn) = (true, turn);
-        if context.period != 0 || context.left == 0 {
-            context.renew(now);
+        if context.period != 0 || context.remaining == 0 {
+            context.replenish(now);
         }
-        context.depleted = context.left == 0;
+        context.depleted = context.remaining == 0;
     }
-    fn rest(&mut self, name: usize, now: u64) {
+    fn dequeue_slow(&mut self, name: usize, now: u64) {
         if self.running == Some(name) {
             self.charge(now);
             self.running = None;
         }
         let context = self.contexts.get_mut(&name).unwrap();
-        context.settle();
+        context.account_run();
         context.wants = false;
     }
     fn choose(&mut self, now: u64) {
         self.charge(now);
         let before = self.running.take();
         if let Some(running) = before
-            && self.contexts[&running].left == 0
+            && self.contexts[&running].remaining == 0
         {
             self.use_up(running, now);
         }
@@ -460,7 +460,7 @@ impl Naive {
             .min_by_key(|(_, c)| (core::cmp::Reverse(c.priority), c.turn))
             .map(|(name, _)| *name);
         if let Some(before) = before.filter(|_| before != self.running) {
-            self.contexts.get_mut(&before).unwrap().settle();
+            self.contexts.get_mut(&before).unwrap().account_run();
         }
         // Whoever is interrupted later is still the first of its priority.
         if let Some(running) = self.running {
@@ -468,7 +468,7 @@ impl Naive {
             let context = self.contexts.get_mut(&running).unwrap();
             context.turn = first;
             if before != self.running && context.period != 0 {
-                context.renew(now);
+                context.replenish(now);
             }
         }
     }
@@ -527,14 +527,14 @@ fn against_the_naive_one(seed: u64) {
             }
             2 if world.state(thread) == ThreadState::Ready => {
                 world.kernel.stop_thread(thread);
-                naive.rest(name, now);
+                naive.dequeue_slow(name, now);
             }
             3 if world.current(0).is_some() && random.once_in(3) => {
                 world.kernel.yield_now(0);
                 naive.charge(now);
                 if let Some(running) = naive.running {
                     let context = naive.contexts.get_mut(&running).unwrap();
-                    context.used += core::mem::take(&mut context.left);
+                    context.used += core::mem::take(&mut context.remaining);
                 }
             }
             4 if random.once_in(4) && naive.running != Some(name) => {
@@ -544,7 +544,7 @@ fn against_the_naive_one(seed: u64) {
                 let context = naive.contexts.get_mut(&name).unwrap();
                 context.priority = priority;
                 context.change(budget, period, now);
-                context.renew(now);
+                context.replenish(now);
                 if context.wants {
                     naive.want(name, now);
                 }
@@ -561,7 +561,7 @@ fn against_the_naive_one(seed: u64) {
         assert!(world.current(0) == running, "step {step}");
         for (name, (_, sched)) in threads.iter().enumerate() {
             let (sched, context) = (world.kernel.memory.at(*sched), &naive.contexts[&name]);
-            assert_eq!(sched.left.get(), context.left, "step {step}");
+            assert_eq!(sched.remaining.get(), context.remaining, "step {step}");
             let depleted = context.wants && context.depleted;
             assert_eq!(sched.state.get() == SchedState::Depleted, depleted);
         }
@@ -640,9 +640,9 @@ fn priorities_have_a_ceiling() {
     assert_eq!(world.kernel.memory.at(sched).priority.get(), 10);
     world.kernel.change_sched(sched, 9, 100_000, 0).unwrap();
     world.kernel.change_sched(sched, 10, 100_000, 0).unwrap();
-    world.kernel.end_sched(sched);
+    world.kernel.destroy_sched(sched);
     let higher = world.kernel.memory.new_factory(Some(low), 2, 11, 0);
     assert_eq!(higher.err(), Some(Status::BadRights));
-    world.kernel.memory.end_factory(low);
+    world.kernel.memory.destroy_factory(low);
     world.end();
 }

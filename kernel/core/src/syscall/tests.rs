@@ -3,8 +3,8 @@ use std::vec::Vec;
 use abi::{ItemKind, Tag};
 
 use super::*;
+use crate::mdb::Extent;
 use crate::pool;
-use crate::space::Extent;
 use crate::testing::{Fake, Random, World, check, machine, on_cpu, set_time};
 
 /// Selectors that objects of the hostile tasks are in.
@@ -252,7 +252,7 @@ fn revive(world: &mut World, random: &mut Random) {
             if given {
                 let _ = world.kernel.bind_sched(thread, sched);
             } else {
-                world.kernel.end(object);
+                world.kernel.destroy(object);
             }
         }
     }

@@ -134,10 +134,11 @@ fn run(max_leaf: u32, seed: u64, orders: &[u8]) {
         if unmapping {
             assert!(unmap::<Invented>(&tables, ROOT, page, order).is_needed());
         } else {
-            let mut may = || !random.once_in(3);
+            let mut may_continue = || !random.once_in(3);
             while {
                 let before = tables.freed.borrow().len();
-                let (done, flush) = make_room::<Invented>(&tables, ROOT, page, order, &mut may);
+                let (done, flush) =
+                    make_room::<Invented>(&tables, ROOT, page, order, &mut may_continue);
                 assert!(flush.is_needed() || tables.freed.borrow().len() == before);
                 !done
             } {}
@@ -163,10 +164,10 @@ fn run(max_leaf: u32, seed: u64, orders: &[u8]) {
     // The upper half is not ours here; then everything, a few tables at a time.
     let upper = |entry: &&u64| **entry != 0;
     let kept = tables.tables.borrow()[&ROOT][256..].iter().filter(upper).count();
-    let mut may = || !random.once_in(3);
-    while !clear::<Invented>(&tables, ROOT, 0..256, &mut may) {}
+    let mut may_continue = || !random.once_in(3);
+    while !clear::<Invented>(&tables, ROOT, 0..256, &mut may_continue) {}
     assert_eq!(tables.tables.borrow()[&ROOT][256..].iter().filter(upper).count(), kept);
-    while !clear::<Invented>(&tables, ROOT, 0..512, &mut may) {}
+    while !clear::<Invented>(&tables, ROOT, 0..512, &mut may_continue) {}
     assert_eq!(tables.tables.borrow().len(), 1, "only the root is left");
     assert_eq!(tables.tables.borrow()[&ROOT], [0; 512]);
 }

@@ -5,9 +5,9 @@ use abi::vcpu::DOORBELLS;
 use abi::{FAULT_LABEL, FOREVER, FaultAction, NOTIFICATION_BADGE, Op, rights};
 
 use super::*;
+use crate::mdb::Extent;
 use crate::pool::testing::all;
 use crate::sched::SchedState;
-use crate::space::Extent;
 use crate::testing::{Fake, NORMAL, World, check, machine, on_cpu, set_time, translate};
 
 type T = Handle<Thread<Fake>>;
@@ -22,7 +22,7 @@ fn start() -> World {
 fn waiting(world: &mut World, cpu: usize) -> T {
     let server = world.thread(cpu);
     world.call(server, Op::GateReplyWait, &[WAIT]);
-    assert_eq!(world.state(server), ThreadState::Waiting);
+    assert_eq!(world.state(server), ThreadState::Receiving);
     server
 }
 
@@ -35,7 +35,7 @@ fn waiting_passive(world: &mut World) -> T {
     world.call(caller, Op::GateCall, &[gate]);
     world.call_here(Op::GateReplyWait, &[WAIT]);
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
-    assert_eq!(world.state(server), ThreadState::Waiting);
+    assert_eq!(world.state(server), ThreadState::Receiving);
     world.kernel.stop_thread(caller);
     world.finish();
     server
@@ -58,7 +58,7 @@ fn a_call_and_its_reply_carry_words_and_time() {
     world.call_here(Op::GateCall, &[gate, Tag::label(5).pack(), 1, 2, 3, 4]);
     assert!(world.current(0) == Some(server), "handed over");
     assert_eq!(world.result(server), (Some(Status::Ok), [77, Tag::label(5).pack(), 1, 2, 3, 4]));
-    assert!(world.at(server).sched.get() == time && world.at(server).lender.get() == Some(caller));
+    assert!(world.at(server).sched.get() == time && world.at(server).donor.get() == Some(caller));
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT, Tag::label(6).pack(), 9, 8, 7, 6]);
     assert!(world.current(0) == Some(caller));
     assert_eq!(world.result(caller), (Some(Status::Ok), [0, Tag::label(6).pack(), 9, 8, 7, 6]));
@@ -85,7 +85,7 @@ fn callers_are_served_in_order() {
         assert_eq!(world.result(*caller).1[2], index as u64);
         assert_eq!(world.state(*caller), ThreadState::Ready);
     }
-    assert_eq!(world.state(server), ThreadState::Waiting);
+    assert_eq!(world.state(server), ThreadState::Receiving);
     world.end();
 }
 
@@ -158,7 +158,7 @@ fn help_goes_through_servers_that_wait_for_others() {
     world.finish();
     assert!(world.at(first).sched.get() == Some(time), "taken back at once");
     assert!(world.current(0) == Some(back), "the second one's time got there");
-    assert!(world.at(back).lender.get() == Some(front));
+    assert!(world.at(back).donor.get() == Some(front));
     world.kernel.stop_thread(second);
     world.finish();
     assert!(world.current(0).is_none());
@@ -276,7 +276,7 @@ fn a_caller_that_is_never_answered_is_told() {
     world.call(server, Op::GateReplyWait, &[WAIT]);
     assert_eq!(outcome(&world, caller), Some(Status::Aborted));
     assert!(world.current(0) == Some(caller));
-    assert_eq!(world.state(server), ThreadState::Waiting);
+    assert_eq!(world.state(server), ThreadState::Receiving);
     world.end();
 }
 
@@ -469,16 +469,16 @@ fn callers_whose_messages_do_not_fit_are_refused_a_few_at_a_time() {
 #[test]
 fn calls_on_lent_time_are_not_nested_without_end() {
     let mut world = start();
-    let servers: Vec<_> = (0..MAX_LENDERS + 1).map(|_| waiting_passive(&mut world)).collect();
+    let servers: Vec<_> = (0..MAX_DONORS + 1).map(|_| waiting_passive(&mut world)).collect();
     let gates: Vec<_> = servers.iter().map(|server| world.gate(*server, 0)).collect();
     let first = world.thread(0);
     world.choose(first);
-    for gate in &gates[..MAX_LENDERS as usize] {
+    for gate in &gates[..MAX_DONORS as usize] {
         world.call_here(Op::GateCall, &[*gate]);
     }
-    let last = servers[MAX_LENDERS as usize - 1];
+    let last = servers[MAX_DONORS as usize - 1];
     assert!(world.current(0) == Some(last));
-    world.call_here(Op::GateCall, &[gates[MAX_LENDERS as usize]]);
+    world.call_here(Op::GateCall, &[gates[MAX_DONORS as usize]]);
     assert!(world.current(0) == Some(last));
     assert_eq!(outcome(&world, last), Some(Status::Overflow));
     world.kernel.stop_thread(first);
@@ -507,7 +507,7 @@ fn a_server_also_wakes_for_its_notification() {
     world.call(server, Op::GateReplyWait, &[REPLY | WAIT]);
     assert_eq!(world.result(server).1[2], 3);
     world.call(server, Op::GateReplyWait, &[REPLY | WAIT]);
-    assert_eq!(world.state(server), ThreadState::Waiting);
+    assert_eq!(world.state(server), ThreadState::Receiving);
     world.drop_slot(selector);
     assert!(world.kernel.memory.get(events).is_none());
     world.end();
@@ -522,7 +522,7 @@ fn one_thread_sleeps_on_a_notification() {
     world.call(second, Op::NotificationWait, &[selector, FOREVER]);
     assert_eq!(outcome(&world, second), Some(Status::Busy));
     world.call(second, Op::NotificationSignal, &[selector, 0]);
-    assert_eq!(world.state(first), ThreadState::Sleeping, "no event, no wake-up");
+    assert_eq!(world.state(first), ThreadState::Blocked, "no event, no wake-up");
     world.drop_slot(selector);
     assert_eq!(outcome(&world, first), Some(Status::Aborted));
     world.end();
@@ -596,7 +596,7 @@ fn a_thread_sleeps_while_its_guest_is_halted() {
     };
     world.call(runner, Op::VcpuRun, &[slot]);
     assert!(halt(&mut world, FOREVER));
-    assert_eq!(world.state(runner), ThreadState::Sleeping);
+    assert_eq!(world.state(runner), ThreadState::Blocked);
     check(&world.kernel);
     // It goes on in its call, where it finds the events by itself.
     world.call(other, Op::NotificationSignal, &[selector, 0b10]);
@@ -703,7 +703,7 @@ fn what_does_not_fit_is_refused() {
     let refused = |world: &mut World, words: u8, items: u8| {
         let tag = Tag { words, items, label: 0 }.pack();
         world.call(caller, Op::GateCall, &[gate, tag]);
-        assert_eq!(world.state(server), ThreadState::Waiting, "the server is not bothered");
+        assert_eq!(world.state(server), ThreadState::Receiving, "the server is not bothered");
         outcome(world, caller)
     };
     assert_eq!(refused(&mut world, 65, 0), Some(Status::Overflow));
@@ -752,8 +752,8 @@ fn a_guest_rings_the_doorbells_that_are_bound() {
     let (bell, selector) = world.notification();
     let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
     let own = world.give(ObjectRef::Vm(vm));
-    let ring = |world: &World, index| world.kernel.ring(world.kernel.memory.at(vm), index);
-    assert_eq!(ring(&world, 0), doorbell::DEAD);
+    let ring = |world: &World, index| world.kernel.ring_doorbell(world.kernel.memory.at(vm), index);
+    assert_eq!(ring(&world, 0), doorbell::UNBOUND);
     for (index, status) in
         [(0, Status::Ok), (DOORBELLS as u64, Status::BadArgument), (u64::MAX, Status::BadArgument)]
     {
@@ -766,17 +766,17 @@ fn a_guest_rings_the_doorbells_that_are_bound() {
     world.finish();
     assert_eq!(world.result(waiter).1[0], 6);
     for index in [1, DOORBELLS as u64, u64::MAX] {
-        assert_eq!(ring(&world, index), doorbell::DEAD);
+        assert_eq!(ring(&world, index), doorbell::UNBOUND);
     }
     // The same place in memory, but another notification: nobody may hear it.
     world.drop_slot(selector);
     let (next, other) = world.notification();
     assert!(next != bell);
-    assert_eq!(ring(&world, 0), doorbell::DEAD);
+    assert_eq!(ring(&world, 0), doorbell::UNBOUND);
     assert_eq!(world.kernel.memory.at(next).bits.get(), 0);
     world.call(vmm, Op::VmDoorbell, &[own, 0, other, 1]);
     assert_eq!(ring(&world, 0), doorbell::RUNG);
     world.call(vmm, Op::VmDoorbell, &[own, 0, 0, 0]);
-    assert_eq!(ring(&world, 0), doorbell::DEAD);
+    assert_eq!(ring(&world, 0), doorbell::UNBOUND);
     world.end();
 }

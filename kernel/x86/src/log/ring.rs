@@ -12,7 +12,7 @@ pub struct Ring<const SIZE: usize> {
     appended: AtomicU32,
     taken: AtomicU32,
     /// Entries that did not fit and that no line has told of yet.
-    lost: AtomicU32,
+    dropped: AtomicU32,
 }
 
 impl<const SIZE: usize> Ring<SIZE> {
@@ -23,7 +23,7 @@ impl<const SIZE: usize> Ring<SIZE> {
             bytes: [const { AtomicU8::new(0) }; SIZE],
             appended: AtomicU32::new(0),
             taken: AtomicU32::new(0),
-            lost: AtomicU32::new(0),
+            dropped: AtomicU32::new(0),
         }
     }
 
@@ -34,19 +34,19 @@ impl<const SIZE: usize> Ring<SIZE> {
 
     /// Appends all that `write` puts into the entry. If it does not fit nothing is appended, and the entry is counted: the
     /// next one that fits comes behind a line with the count.
-    pub fn append(&self, write: impl FnOnce(&mut Entry<'_, SIZE>)) {
-        let mut entry = Entry { ring: self, end: self.appended.load(Relaxed), fits: true };
-        let lost = self.lost.load(Relaxed);
-        if lost != 0 {
+    pub fn append(&self, write: impl FnOnce(&mut EntryWriter<'_, SIZE>)) {
+        let mut entry = EntryWriter { ring: self, end: self.appended.load(Relaxed), fits: true };
+        let dropped = self.dropped.load(Relaxed);
+        if dropped != 0 {
             // An entry takes everything.
-            let _ = fmt::write(&mut entry, format_args!("kernel: {lost} messages are lost\n"));
+            let _ = fmt::write(&mut entry, format_args!("kernel: {dropped} messages dropped\n"));
         }
         write(&mut entry);
-        let Entry { end, fits, .. } = entry;
+        let EntryWriter { end, fits, .. } = entry;
         if fits {
             self.appended.store(end, Relaxed);
         }
-        self.lost.store(if fits { 0 } else { lost.saturating_add(1) }, Relaxed);
+        self.dropped.store(if fits { 0 } else { dropped.saturating_add(1) }, Relaxed);
     }
 
     /// Takes the oldest byte.
@@ -60,14 +60,14 @@ impl<const SIZE: usize> Ring<SIZE> {
 }
 
 /// An entry in the making.
-pub struct Entry<'a, const SIZE: usize> {
+pub struct EntryWriter<'a, const SIZE: usize> {
     ring: &'a Ring<SIZE>,
     /// Value of [`Ring::appended`] behind its last byte.
     end: u32,
     fits: bool,
 }
 
-impl<const SIZE: usize> Entry<'_, SIZE> {
+impl<const SIZE: usize> EntryWriter<'_, SIZE> {
     /// Puts a byte; a line feed becomes a carriage return and a line feed.
     pub fn put(&mut self, byte: u8) {
         if byte == b'\n' {
@@ -86,7 +86,7 @@ impl<const SIZE: usize> Entry<'_, SIZE> {
     }
 }
 
-impl<const SIZE: usize> fmt::Write for Entry<'_, SIZE> {
+impl<const SIZE: usize> fmt::Write for EntryWriter<'_, SIZE> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         text.bytes().for_each(|byte| self.put(byte));
         Ok(())
@@ -115,7 +115,7 @@ mod tests {
         assert_eq!(ring.len(), 5);
         assert_eq!(take(&ring, 3), "one");
         append(&ring, "two\n");
-        assert_eq!(take(&ring, 64), "\r\nkernel: 1 messages are lost\r\ntwo\r\n");
+        assert_eq!(take(&ring, 64), "\r\nkernel: 1 messages dropped\r\ntwo\r\n");
         append(&ring, "three\n");
         assert_eq!(take(&ring, 64), "three\r\n", "told once");
         append(&ring, &"y".repeat(64));
@@ -130,6 +130,6 @@ mod tests {
         }
         assert_eq!(take(&ring, 100), "0123456789abcd\r\n".repeat(4));
         append(&ring, "after\n");
-        assert_eq!(take(&ring, 100), "kernel: 996 messages are lost\r\nafter\r\n");
+        assert_eq!(take(&ring, 100), "kernel: 996 messages dropped\r\nafter\r\n");
     }
 }

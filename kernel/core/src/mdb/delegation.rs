@@ -47,7 +47,7 @@ impl<A: Arch> Delegation<A> {
 
 /// A part of a delegation that becomes one mapping.
 struct Part<A: Arch> {
-    handle: Handle<Node<A>>,
+    handle: Handle<MapNode<A>>,
     extent: Extent,
 }
 
@@ -65,27 +65,27 @@ impl<A: Arch> Kernel<A> {
     /// changes source or destination meanwhile.
     pub fn delegate_part(
         &self,
-        what: &Delegation<A>,
+        delegation: &Delegation<A>,
         done: &mut u64,
         budget: &mut u32,
     ) -> Result<bool, Status> {
-        what.check()?;
-        let giver = self.memory.get(what.from).ok_or(Status::Aborted)?;
-        let space = self.space(what.to).ok_or(Status::Aborted)?;
+        delegation.check()?;
+        let giver = self.memory.get(delegation.from).ok_or(Status::Aborted)?;
+        let space = self.space(delegation.to).ok_or(Status::Aborted)?;
         if space.dying.get() {
             return Err(Status::Aborted);
         }
-        let size = units(what.item.order);
+        let size = units(delegation.item.order);
         if *done > 2 * size {
             return Err(Status::BadArgument);
         }
-        if what.item.kind == ItemKind::Capability {
-            return self.delegate_capabilities(giver, what, done, budget);
+        if delegation.item.kind == ItemKind::Capability {
+            return self.delegate_capabilities(giver, delegation, done, budget);
         }
-        let free_from = what.destination + done.saturating_sub(size);
-        let targets = Self::tree(space, what.item.kind);
+        let free_from = delegation.destination + done.saturating_sub(size);
+        let targets = Self::tree(space, delegation.item.kind);
         if *done < 2 * size
-            && let Some(last) = targets.at_most(&self.memory, what.destination + size - 1)
+            && let Some(last) = targets.at_most(&self.memory, delegation.destination + size - 1)
         {
             let last = self.memory.at(last);
             if last.base + units(last.order) > free_from {
@@ -93,14 +93,14 @@ impl<A: Arch> Kernel<A> {
             }
         }
         while *done < size {
-            if !work::begin(budget, work::LOOK) {
+            if !work::charge(budget, work::LOOKUP) {
                 return Ok(false);
             }
-            *done += units(self.part(giver, what, *done)?.extent.order);
+            *done += units(self.part(giver, delegation, *done)?.extent.order);
         }
         while *done < 2 * size {
-            let part = self.part(giver, what, *done - size)?;
-            if !self.map_part(what, space, &part, budget)? {
+            let part = self.part(giver, delegation, *done - size)?;
+            if !self.map_part(delegation, space, &part, budget)? {
                 return Ok(false);
             }
             *done += units(part.extent.order);
@@ -109,8 +109,13 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// The part that begins `offset` units after the start, if it may be delegated.
-    fn part(&self, giver: &Task<A>, what: &Delegation<A>, offset: u64) -> Result<Part<A>, Status> {
-        let (item, at) = (what.item, what.source + offset);
+    fn part(
+        &self,
+        giver: &Task<A>,
+        delegation: &Delegation<A>,
+        offset: u64,
+    ) -> Result<Part<A>, Status> {
+        let (item, at) = (delegation.item, delegation.source + offset);
         let sources = Self::tree(&giver.space, item.kind);
         let handle = self.find(sources, at).ok_or(Status::BadArgument)?;
         let node = self.memory.at(handle);
@@ -126,28 +131,28 @@ impl<A: Arch> Kernel<A> {
             return Err(Status::BadArgument);
         }
         let physical = node.physical + (at - node.base);
-        let base = what.destination + offset;
+        let base = delegation.destination + offset;
         Ok(Part { handle, extent: Extent { kind: item.kind, base, physical, order } })
     }
 
     /// Maps a part. `Ok(false)`: out of budget, nothing is mapped.
     fn map_part(
         &self,
-        what: &Delegation<A>,
+        delegation: &Delegation<A>,
         space: &Space<A>,
         part: &Part<A>,
         budget: &mut u32,
     ) -> Result<bool, Status> {
-        if !self.make_room(what.to, space, part.extent, budget)
-            || !work::begin(budget, work::NODE + Self::words(part.extent.kind, part.extent.order))
+        if !self.make_room(delegation.to, space, part.extent, budget)
+            || !work::charge(budget, work::NODE + Self::words(part.extent.kind, part.extent.order))
         {
             return Ok(false);
         }
         let node = self.memory.at(part.handle);
-        let rights = node.rights & (what.item.rights | rights::READ);
-        let parent = if what.item.grant { node.parent.get() } else { Some(part.handle) };
-        self.add_mapping(what.to, part.extent, rights, node.device, parent)?;
-        if what.item.grant {
+        let rights = node.rights & (delegation.item.rights | rights::READ);
+        let parent = if delegation.item.grant { node.parent.get() } else { Some(part.handle) };
+        self.add_mapping(delegation.to, part.extent, rights, node.device, parent)?;
+        if delegation.item.grant {
             self.remove_leaf(part.handle);
         }
         Ok(true)
@@ -176,10 +181,14 @@ impl<A: Arch> Kernel<A> {
         let tables = space.tables(&self.memory);
         let root = self.memory.physical(space.root);
         let (page, order) = (extent.base, extent.order);
-        let mut may = || work::begin(budget, work::TABLE);
+        let mut may_continue = || work::charge(budget, work::TABLE);
         let (done, flush) = match of {
-            SpaceRef::Task(_) => table::make_room::<A::Host>(&tables, root, page, order, &mut may),
-            SpaceRef::Vm(_) => table::make_room::<A::Nested>(&tables, root, page, order, &mut may),
+            SpaceRef::Task(_) => {
+                table::make_room::<A::Host>(&tables, root, page, order, &mut may_continue)
+            }
+            SpaceRef::Vm(_) => {
+                table::make_room::<A::Nested>(&tables, root, page, order, &mut may_continue)
+            }
         };
         if flush.is_needed() {
             self.need_flush(of, space);
@@ -190,20 +199,20 @@ impl<A: Arch> Kernel<A> {
     fn delegate_capabilities(
         &self,
         giver: &Task<A>,
-        what: &Delegation<A>,
+        delegation: &Delegation<A>,
         done: &mut u64,
         budget: &mut u32,
     ) -> Result<bool, Status> {
-        let SpaceRef::Task(to) = what.to else { return Err(Status::BadArgument) };
-        let (item, size) = (what.item, units(what.item.order));
+        let SpaceRef::Task(to) = delegation.to else { return Err(Status::BadArgument) };
+        let (item, size) = (delegation.item, units(delegation.item.order));
         let receiver = self.memory.get(to).ok_or(Status::Aborted)?;
         while *done < 2 * size {
             let offset = *done & (size - 1);
             let acts = *done >= size;
-            if !work::begin(budget, if acts { work::NODE } else { work::LOOK }) {
+            if !work::charge(budget, if acts { work::NODE } else { work::LOOKUP }) {
                 return Ok(false);
             }
-            let capability = self.capability(giver, what.source + offset)?;
+            let capability = self.capability(giver, delegation.source + offset)?;
             let node = self.memory.at(capability.node);
             if capability.rights & rights::DELEGATE == 0 {
                 return Err(Status::BadRights);
@@ -211,11 +220,11 @@ impl<A: Arch> Kernel<A> {
             if item.grant && node.children.any().is_some() {
                 return Err(Status::Busy);
             }
-            self.free_slot(receiver, what.destination + offset)?;
+            self.free_slot(receiver, delegation.destination + offset)?;
             if acts {
                 let parent = if item.grant { node.parent.get() } else { Some(capability.node) };
                 let rights = capability.rights & item.rights;
-                let slot = what.destination + offset;
+                let slot = delegation.destination + offset;
                 self.insert_capability(to, slot, capability.object, rights, parent)?;
                 if item.grant {
                     self.remove_leaf(capability.node);
@@ -229,7 +238,7 @@ impl<A: Arch> Kernel<A> {
     // ---- revocation --------------------------------------------------------------------------
 
     /// Removes the subtree under `handle`, itself included, one leaf a step. `false`: out of budget.
-    pub(super) fn remove_subtree(&self, handle: Handle<Node<A>>, budget: &mut u32) -> bool {
+    pub(super) fn remove_subtree(&self, handle: Handle<MapNode<A>>, budget: &mut u32) -> bool {
         let mut leaf = handle;
         loop {
             while let Some(child) = self.memory.at(leaf).children.any() {
@@ -240,7 +249,7 @@ impl<A: Arch> Kernel<A> {
                 ItemKind::Capability => work::CAPABILITY,
                 kind => work::LEAF + Self::words(kind, node.order),
             };
-            if !work::begin(budget, cost) {
+            if !work::charge(budget, cost) {
                 return false;
             }
             let above = node.parent.get();
@@ -256,7 +265,7 @@ impl<A: Arch> Kernel<A> {
     /// root).
     fn remove_children(
         &self,
-        handle: Handle<Node<A>>,
+        handle: Handle<MapNode<A>>,
         (physical, order): (u64, u8),
         budget: &mut u32,
     ) -> bool {
@@ -271,10 +280,10 @@ impl<A: Arch> Kernel<A> {
     /// A child of a mapping that overlaps a block: one in it, or one that contains it.
     fn overlapping(
         &self,
-        handle: Handle<Node<A>>,
+        handle: Handle<MapNode<A>>,
         physical: u64,
         order: u8,
-    ) -> Option<Handle<Node<A>>> {
+    ) -> Option<Handle<MapNode<A>>> {
         let parent = self.memory.at(handle);
         let children = &parent.children;
         let first = children.at_least(&self.memory, (physical, 0, 0));
@@ -318,7 +327,7 @@ impl<A: Arch> Kernel<A> {
         let tree = Self::tree(&task.space, item.kind);
         // From the end of the range downwards, so that what is done need not be looked at again.
         while *done < size {
-            if !work::begin(budget, work::LOOK) {
+            if !work::charge(budget, work::LOOKUP) {
                 return Ok(false);
             }
             let end = base + (size - *done);
@@ -362,7 +371,7 @@ impl<A: Arch> Kernel<A> {
         budget: &mut u32,
     ) -> bool {
         while *done < size && base + *done < task.slots {
-            if !work::begin(budget, work::LOOK) {
+            if !work::charge(budget, work::LOOKUP) {
                 return false;
             }
             let selector = base + *done;

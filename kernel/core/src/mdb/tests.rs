@@ -17,7 +17,7 @@ fn task(kernel: &K, factory: Option<Handle<Factory>>) -> Handle<Task<Fake>> {
 
 fn drop_task(kernel: &K, task: Handle<Task<Fake>>) {
     kernel.memory.at(task).caps.set(0);
-    kernel.end(ObjectRef::Task(task));
+    kernel.destroy(ObjectRef::Task(task));
 }
 
 fn finish(kernel: &mut K) {
@@ -126,7 +126,7 @@ fn chains_of_delegations_are_not_endless() {
     let mut done = 0;
     // Each time a look and a leaf.
     while !kernel
-        .unmap(owner, (whole, 0), false, &mut done, &mut (work::LOOK + work::LEAF))
+        .unmap(owner, (whole, 0), false, &mut done, &mut (work::LOOKUP + work::LEAF))
         .unwrap()
     {
         steps += 1;
@@ -410,7 +410,7 @@ fn against_the_model(seed: u64) {
         drop_task(&kernel, task);
     }
     kernel.memory.at(vm).caps.set(0);
-    kernel.end(ObjectRef::Vm(vm));
+    kernel.destroy(ObjectRef::Vm(vm));
     while !kernel.reap(&mut (work::WORK + random.below(4) as u32)) {
         finish(&mut kernel);
         check(&kernel);
@@ -418,10 +418,10 @@ fn against_the_model(seed: u64) {
     finish(&mut kernel);
     assert_eq!(kernel.memory.at(factory).available(), 6000);
     kernel.memory.at(factory).caps.set(0);
-    kernel.memory.end_factory(factory);
+    kernel.memory.destroy_factory(factory);
     finish(&mut kernel);
     assert_eq!(kernel.memory.free_frames(), all_free);
-    assert!(pool::testing::all::<Node<Fake>>(&kernel.memory).is_empty());
+    assert!(pool::testing::all::<MapNode<Fake>>(&kernel.memory).is_empty());
 }
 
 #[test]

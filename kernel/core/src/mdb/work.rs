@@ -6,10 +6,10 @@
 /// Work of one system call, before it is made to start again.
 pub const WORK: u32 = 80;
 /// Work of the delegations in one message: as many items as it can have, of a page, a capability or a port each.
-pub const MESSAGE_WORK: u32 = abi::MessagePage::ITEMS as u32 * (LOOK + NODE);
+pub const MESSAGE_WORK: u32 = abi::MessagePage::ITEMS as u32 * (LOOKUP + NODE);
 
 /// A look at a mapping or slot.
-pub(super) const LOOK: u32 = 3;
+pub(super) const LOOKUP: u32 = 3;
 /// A mapping or capability that is made.
 pub(super) const NODE: u32 = 14;
 /// A mapping that is removed.
@@ -28,7 +28,7 @@ const ENTRIES: u64 = 8;
 const WORDS: u64 = 32;
 
 /// Takes the cost of a step from a budget; `false` if there is too little left for it.
-pub(super) fn begin(budget: &mut u32, cost: u32) -> bool {
+pub(super) fn charge(budget: &mut u32, cost: u32) -> bool {
     debug_assert!(cost <= WORK, "it could never be done");
     let left = budget.checked_sub(cost);
     *budget = left.unwrap_or(*budget);

@@ -58,7 +58,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Ends an object whose last capability went.
-    pub(crate) fn end(&self, object: ObjectRef<A>) {
+    pub(crate) fn destroy(&self, object: ObjectRef<A>) {
         match object {
             ObjectRef::Task(handle) => {
                 let task = self.memory.at(handle);
@@ -70,13 +70,13 @@ impl<A: Arch> Kernel<A> {
                 vm.space.dying.set(true);
                 vm.dying_next.set(self.dying_vms.replace(Some(handle)));
             }
-            ObjectRef::Thread(handle) => self.end_thread(handle),
+            ObjectRef::Thread(handle) => self.destroy_thread(handle),
             ObjectRef::Gate(handle) => self.memory.free(handle),
-            ObjectRef::Notification(handle) => self.end_notification(handle),
-            ObjectRef::Irq(handle) => self.end_irq(handle),
-            ObjectRef::Factory(handle) => self.memory.end_factory(handle),
-            ObjectRef::SchedContext(handle) => self.end_sched(handle),
-            ObjectRef::Vcpu(handle) => self.end_vcpu(handle),
+            ObjectRef::Notification(handle) => self.destroy_notification(handle),
+            ObjectRef::Irq(handle) => self.destroy_irq(handle),
+            ObjectRef::Factory(handle) => self.memory.destroy_factory(handle),
+            ObjectRef::SchedContext(handle) => self.destroy_sched(handle),
+            ObjectRef::Vcpu(handle) => self.destroy_vcpu(handle),
             ObjectRef::Platform => {}
         }
     }
@@ -86,10 +86,10 @@ impl<A: Arch> Kernel<A> {
         while let Some(handle) = self.dying_tasks.get() {
             let task = self.memory.at(handle);
             while let Some(thread) = task.threads.get() {
-                if !work::begin(budget, work::THREAD) {
+                if !work::charge(budget, work::THREAD) {
                     return false;
                 }
-                self.leave_task(thread);
+                self.detach_thread(thread);
             }
             for page in &task.pages {
                 let Some(slots) = page.get() else { continue };
@@ -100,7 +100,7 @@ impl<A: Arch> Kernel<A> {
                         return false;
                     }
                 }
-                if !work::begin(budget, work::SLOT_PAGE) {
+                if !work::charge(budget, work::SLOT_PAGE) {
                     return false;
                 }
                 page.set(None);
@@ -147,8 +147,9 @@ impl<A: Arch> Kernel<A> {
             }
         }
         let tables = space.tables(&self.memory);
-        let mut may = || work::begin(budget, work::TABLE);
-        if !table::clear::<F>(&tables, self.memory.physical(space.root), entries, &mut may) {
+        let mut may_continue = || work::charge(budget, work::TABLE);
+        if !table::clear::<F>(&tables, self.memory.physical(space.root), entries, &mut may_continue)
+        {
             return false;
         }
         // Whoever still has this space loaded leaves it before its root goes.

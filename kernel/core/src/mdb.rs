@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //!
-//! * Every mapping of memory and ports and every capability has exactly one [`Node`]; a child's
+//! * Every mapping of memory and ports and every capability has exactly one [`MapNode`]; a child's
 //!   range, rights and units are contained in its parent's.
 //! * Nodes of one space and kind do not overlap.
 //! * Page tables and port maps show exactly the nodes; they are changed in the same step.
@@ -26,7 +26,7 @@ use crate::tree::{Links, Tree};
 pub use delegation::Delegation;
 
 mod delegation;
-mod life;
+mod lifecycle;
 pub mod work;
 
 /// Deepest chain of delegations.
@@ -59,8 +59,8 @@ impl table::Tables for KernelTables<'_> {
     }
     fn write_all(&self, table: u64, first: usize, count: u64, entry: impl Fn(u64) -> u64) {
         let words = self.memory.words(self.memory.frame_at(table));
-        for (number, word) in words.iter().skip(first).take(count as usize).enumerate() {
-            word.store(entry(number as u64), Ordering::Relaxed);
+        for (offset, word) in words.iter().skip(first).take(count as usize).enumerate() {
+            word.store(entry(offset as u64), Ordering::Relaxed);
         }
     }
     fn alloc(&self) -> Result<u64, Status> {
@@ -141,7 +141,7 @@ impl<A: Arch> Kernel<A> {
         if slot.get().is_some() { Err(Status::Busy) } else { Ok(slot) }
     }
 
-    fn count(&self, object: ObjectRef<A>) -> Option<&Cell<u32>> {
+    fn cap_count(&self, object: ObjectRef<A>) -> Option<&Cell<u32>> {
         let memory = &self.memory;
         Some(match object {
             ObjectRef::Task(handle) => &memory.get(handle)?.caps,
@@ -164,14 +164,14 @@ impl<A: Arch> Kernel<A> {
         selector: u64,
         object: ObjectRef<A>,
         rights: u8,
-        parent: Option<Handle<Node<A>>>,
+        parent: Option<Handle<MapNode<A>>>,
     ) -> Result<(), Status> {
         let owner = self.memory.get(task).ok_or(Status::Aborted)?;
         if owner.space.dying.get() {
             return Err(Status::Aborted);
         }
         let slot = self.free_slot(owner, selector)?;
-        let count = self.count(object).ok_or(Status::BadCapability)?;
+        let count = self.cap_count(object).ok_or(Status::BadCapability)?;
         let node = self.new_node(
             SpaceRef::Task(task),
             owner.space.factory,
@@ -202,8 +202,8 @@ impl<A: Arch> Kernel<A> {
         extent: Extent,
         rights: u8,
         device: bool,
-        parent: Option<Handle<Node<A>>>,
-    ) -> Result<Handle<Node<A>>, Status> {
+        parent: Option<Handle<MapNode<A>>>,
+    ) -> Result<Handle<MapNode<A>>, Status> {
         let above = parent.map(|parent| self.memory.at(parent));
         let depth = above.map_or(0, |above| above.depth + 1);
         if depth > MAX_DEPTH {
@@ -211,7 +211,7 @@ impl<A: Arch> Kernel<A> {
         }
         let handle = self.memory.alloc(
             factory,
-            Node {
+            MapNode {
                 space,
                 base: extent.base,
                 physical: extent.physical,
@@ -233,14 +233,14 @@ impl<A: Arch> Kernel<A> {
         Ok(handle)
     }
 
-    fn drop_node(&self, handle: Handle<Node<A>>) {
+    fn drop_node(&self, handle: Handle<MapNode<A>>) {
         if let Some(parent) = self.memory.at(handle).parent.get() {
             self.memory.at(parent).children.remove(&self.memory, handle);
         }
         self.memory.free(handle);
     }
 
-    fn tree(space: &Space<A>, kind: ItemKind) -> &Tree<Node<A>> {
+    fn tree(space: &Space<A>, kind: ItemKind) -> &Tree<MapNode<A>> {
         match kind {
             ItemKind::Port => &space.ports,
             _ => &space.memory,
@@ -248,7 +248,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// The node that covers unit `base`.
-    fn find(&self, tree: &Tree<Node<A>>, base: u64) -> Option<Handle<Node<A>>> {
+    fn find(&self, tree: &Tree<MapNode<A>>, base: u64) -> Option<Handle<MapNode<A>>> {
         let handle = tree.at_most(&self.memory, base)?;
         let node = self.memory.at(handle);
         (base - node.base < units(node.order)).then_some(handle)
@@ -261,8 +261,8 @@ impl<A: Arch> Kernel<A> {
         extent: Extent,
         rights: u8,
         device: bool,
-        parent: Option<Handle<Node<A>>>,
-    ) -> Result<Handle<Node<A>>, Status> {
+        parent: Option<Handle<MapNode<A>>>,
+    ) -> Result<Handle<MapNode<A>>, Status> {
         let space = self.space(to).ok_or(Status::Aborted)?;
         let handle = self.new_node(to, space.factory, extent, rights, device, parent)?;
         let written = match extent.kind {
@@ -363,7 +363,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Removes a node without children, and what it stands for.
-    fn remove_leaf(&self, handle: Handle<Node<A>>) {
+    fn remove_leaf(&self, handle: Handle<MapNode<A>>) {
         let node = self.memory.at(handle);
         let extent =
             Extent { kind: node.kind, base: node.base, physical: node.physical, order: node.order };
@@ -400,17 +400,17 @@ impl<A: Arch> Kernel<A> {
         }
         self.drop_node(handle);
         if let Some(object) = ended
-            && let Some(count) = self.count(object)
+            && let Some(count) = self.cap_count(object)
         {
             count.set(count.get() - 1);
             if count.get() == 0 {
-                self.end(object);
+                self.destroy(object);
             }
         }
     }
 
-    /// Removes a mapping that the kernel placed ([`Node::fixed`]), if it is still there.
-    pub fn remove_fixed(&self, handle: Handle<Node<A>>) {
+    /// Removes a mapping that the kernel placed ([`MapNode::fixed`]), if it is still there.
+    pub fn remove_fixed(&self, handle: Handle<MapNode<A>>) {
         if self.memory.get(handle).is_some() {
             self.remove_leaf(handle);
         }
@@ -423,7 +423,7 @@ impl<A: Arch> Kernel<A> {
         address: u64,
         frame: Frame,
         write: bool,
-    ) -> Result<Handle<Node<A>>, Status> {
+    ) -> Result<Handle<MapNode<A>>, Status> {
         let owner = self.memory.get(task).ok_or(Status::Aborted)?;
         if owner.space.dying.get() {
             return Err(Status::Aborted);
