@@ -1,4 +1,4 @@
-//! System calls: arguments are checked here, effects are elsewhere.
+//! System-call dispatch and argument checks. Other modules implement the operations.
 
 use core::cell::Cell;
 use core::sync::atomic::Ordering;
@@ -14,17 +14,17 @@ use crate::pool::Handle;
 use crate::thread::Next;
 use crate::{FIRST_IRQ_VECTOR, Kernel, count};
 
-/// How a system call ended that did not fail.
+/// Result of a system call that did not fail.
 enum CallResult {
-    /// Done: status `Ok`.
+    /// Completed with status `Ok`.
     Done,
-    /// The status is set, or will be when the thread goes on.
+    /// The status has been set, or will be set when the thread resumes.
     StatusSet,
-    /// Out of budget: the call is repeated.
+    /// Out of work budget: the thread repeats the system call.
     Restart,
 }
 
-/// Most bytes of a line for the kernel log.
+/// Maximum length of a log message, in bytes.
 const LOG_BYTES: usize = 512;
 
 macro_rules! typed {
@@ -63,8 +63,8 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// The current thread of `cpu` made a system call. Returns the CPU's current thread if it is known; it goes on unless the
-    /// CPU has other work ([`Kernel::has_work`]).
+    /// Handles a system call of the CPU's current thread. Returns the CPU's current thread if it is
+    /// known; it resumes unless the CPU has other work ([`Kernel::has_work`]).
     #[inline(always)]
     pub fn system_call(&self, cpu: usize) -> Option<Next<'_, A>> {
         count(&self.counters.system_calls);
@@ -74,7 +74,7 @@ impl<A: Arch> Kernel<A> {
         const GATE_CALL: u64 = Op::GateCall as u64;
         const GATE_REPLY_WAIT: u64 = Op::GateReplyWait as u64;
         const VCPU_RUN: u64 = Op::VcpuRun as u64;
-        // What every exit of a guest needs is here, so that it becomes one function; it sets its status.
+        // The operations of a VM exit are inlined here and set the status themselves.
         let done = match context.operation() {
             GATE_CALL => self.gate_call_by_selector(cpu, handle, thread),
             GATE_REPLY_WAIT => self.gate_reply_wait(cpu, handle, thread, context.argument(0)),

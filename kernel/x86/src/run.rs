@@ -1,4 +1,4 @@
-//! The kernel lock, the way out of the kernel, and this architecture as `kernel-core` sees it.
+//! Kernel lock, kernel exit, and the implementation of `kernel_core::arch::Arch` for x86-64.
 
 use core::cell::{Cell, UnsafeCell};
 use core::ops::{Deref, DerefMut, Range};
@@ -20,10 +20,10 @@ use crate::io::{out8, read_cr0, write_cr0, write_cr3};
 use crate::ioapic::{self, Line};
 use crate::{apic, idt, log, memory, svm, time};
 
-/// This architecture.
+/// The x86-64 architecture.
 pub struct X86;
 
-// ---- the lock ------------------------------------------------------------------------------------
+// ---- the lock ----------------------------------------------------------------------------------
 
 struct Global(UnsafeCell<Kernel<X86>>);
 
@@ -33,10 +33,10 @@ unsafe impl Sync for Global {}
 static KERNEL: Global = Global(UnsafeCell::new(Kernel::new()));
 static READY: AtomicBool = AtomicBool::new(false);
 static LOCKED: AtomicBool = AtomicBool::new(true);
-/// CPUs that must drop their translations.
+/// CPUs that must flush their TLBs (bit mask).
 static SHOOTDOWN: AtomicU64 = AtomicU64::new(0);
 
-/// The right to use the kernel's state.
+/// Access to the kernel state; exists while the lock is held.
 pub struct Guard(());
 
 impl Deref for Guard {
@@ -56,17 +56,17 @@ impl DerefMut for Guard {
     }
 }
 
-/// Makes the kernel's state, with the lock held.
+/// Initialises the kernel state, with the lock held.
 pub fn publish(memory: Memory) -> Guard {
     assert!(!READY.swap(true, Ordering::Relaxed));
-    // Only once, by the assertion; the lock starts out held, so nobody else looks.
+    // Only once, by the assertion; the lock starts out held, so no other CPU has access.
     let mut kernel = Guard(());
     kernel.memory = memory;
     kernel
 }
 
-/// Takes the lock, for CPU `cpu_index`. While it waits it serves shootdowns, since whoever holds the lock may
-/// be waiting for that.
+/// Acquires the kernel lock for CPU `cpu_index`. Serves shootdowns while waiting, since the lock
+/// holder may wait for this CPU's response.
 #[inline(always)]
 pub fn lock(cpu_index: usize) -> Guard {
     while LOCKED.swap(true, Ordering::Acquire) {
@@ -92,7 +92,7 @@ fn serve_shootdown(cpu_index: usize) {
     }
 }
 
-/// Gives the lock back.
+/// Releases the kernel lock.
 #[inline(always)]
 pub fn unlock(_guard: Guard) {
     #[cfg(parador_longest_path)]
@@ -100,15 +100,15 @@ pub fn unlock(_guard: Guard) {
     LOCKED.store(false, Ordering::Release);
 }
 
-// ---- what a CPU remembers --------------------------------------------------------------------------
+// ---- per-CPU state -----------------------------------------------------------------------------
 
-/// State of a CPU that only it touches.
+/// State of a CPU that only this CPU accesses.
 pub struct Local {
-    /// When the timer is set to interrupt.
+    /// Time for which the timer is armed, in TSC ticks; `u64::MAX` if it is not.
     timer_deadline: Cell<u64>,
-    /// Task whose ports the I/O map shows, and that map's generation.
+    /// Task whose ports are in the I/O permission bitmap, and the generation of its port map.
     loaded_ports: Cell<Option<(Handle<Task<X86>>, u64)>>,
-    /// For the guests.
+    /// State of guests on this CPU.
     pub guest: svm::Local,
 }
 
@@ -127,14 +127,15 @@ static LOCALS: Locals = Locals(
     }; MAX_CPUS],
 );
 
-/// The state of CPU `cpu_index`, which is the caller's.
+/// State of CPU `cpu_index`, which must be the executing CPU.
 #[inline(always)]
 pub fn local(cpu_index: usize) -> &'static Local {
     &LOCALS.0[cpu_index]
 }
 
-/// Sets the timer to interrupt at `deadline` at the latest. One that is set to come earlier stays: a guest's deadline holds
-/// only while the guest runs, and an interrupt too many now and then costs less than setting the timer twice per exit.
+/// Arms the timer to interrupt at `deadline` at the latest. An earlier setting stays: a guest's
+/// deadline applies only while the guest runs, and an occasional spurious interrupt costs less than
+/// arming the timer twice per VM exit.
 #[inline(always)]
 pub fn arm(local: &Local, deadline: u64) {
     if deadline < local.timer_deadline.get() {
@@ -143,16 +144,16 @@ pub fn arm(local: &Local, deadline: u64) {
     }
 }
 
-/// Lets the timer send the rest of the log, if anything waits to be sent.
+/// Arms the timer to send the rest of the log, if any.
 fn arm_for_log(cpu_index: usize) {
     if log::is_waiting() {
         arm(local(cpu_index), time::tsc().saturating_add(time::to_ticks(log::PERIOD)));
     }
 }
 
-// ---- interrupts ------------------------------------------------------------------------------------
+// ---- interrupts --------------------------------------------------------------------------------
 
-/// Handles an interrupt that has been taken.
+/// Handles an acknowledged interrupt.
 pub fn handle_vector(kernel: &Kernel<X86>, cpu_index: usize, vector: u8) {
     count(&kernel.counters.interrupts);
     match vector {
@@ -165,14 +166,14 @@ pub fn handle_vector(kernel: &Kernel<X86>, cpu_index: usize, vector: u8) {
                 arm_for_log(cpu_index);
             }
         }
-        // Whoever sent it has changed what this CPU looks at on its way out.
+        // The sender has changed scheduler state that this CPU evaluates on kernel exit.
         idt::IPI => {}
         _ => kernel.interrupt(vector),
     }
     apic::local().eoi();
 }
 
-/// Handles what was noted while the kernel let interrupts in.
+/// Handles the interrupts recorded while the kernel had enabled them.
 pub fn handle_pending(kernel: &Kernel<X86>, cpu_index: usize) {
     for (index, word) in cpu::current().pending.iter().enumerate() {
         if word.load(Ordering::Relaxed) == 0 {
@@ -186,14 +187,15 @@ pub fn handle_pending(kernel: &Kernel<X86>, cpu_index: usize) {
     }
 }
 
-/// Waits for an interrupt without the lock.
+/// Releases the lock and waits for an interrupt that causes rescheduling.
 #[cold]
 #[inline(never)]
 fn idle(mut kernel: Guard, cpu_index: usize) -> Guard {
     arm(local(cpu_index), kernel.cpus[cpu_index].deadline());
     loop {
         unlock(kernel);
-        // SAFETY: an interrupt here only sets a bit in `pending`. STI lets none in before HLT.
+        // SAFETY: an interrupt here only sets a bit in `pending`. STI inhibits interrupts until
+        // after HLT.
         unsafe { core::arch::asm!("sti", "hlt", "cli", options(nostack)) };
         kernel = lock(cpu_index);
         handle_pending(&kernel, cpu_index);
@@ -204,30 +206,30 @@ fn idle(mut kernel: Guard, cpu_index: usize) -> Guard {
     }
 }
 
-// ---- the way out -----------------------------------------------------------------------------------
+// ---- kernel exit --------------------------------------------------------------------------------
 
-/// The thread that a CPU goes on with, and the vCPU that it is in `VcpuRun` on, else null. For as long as the lock is held and
-/// nothing is freed.
+/// Thread to be resumed, and the vCPU that it runs in `VcpuRun`, else null. Valid while the lock is
+/// held and no object is freed.
 pub struct Next {
     thread: *const Thread<X86>,
     vcpu: *const Vcpu<X86>,
 }
 
 impl Next {
-    /// The same as [`kernel_core::thread::Next`].
+    /// Converts a [`kernel_core::thread::Next`].
     #[inline(always)]
     pub fn new(next: &kernel_core::thread::Next<'_, X86>) -> Self {
         Self { thread: next.thread, vcpu: next.vcpu.map_or(ptr::null(), ptr::from_ref) }
     }
 }
 
-/// Finishes what this entry of the kernel has begun, and waits until there is a thread to go on with.
+/// Finishes the current kernel entry, and idles until there is a thread to resume.
 #[inline(never)]
 pub fn pick_next(mut kernel: Guard, cpu_index: usize) -> (Guard, Next) {
     loop {
         kernel.finish(cpu_index);
         let Some(handle) = kernel.cpus[cpu_index].current.get() else {
-            // Nobody wants the time: what is left of ended tasks goes first.
+            // No thread is runnable: continue the destruction of dying tasks and VMs first.
             let mut budget = WORK;
             kernel.reap(&mut budget);
             if budget == WORK {
@@ -247,11 +249,11 @@ pub fn pick_next(mut kernel: Guard, cpu_index: usize) -> (Guard, Next) {
     }
 }
 
-/// Ends this entry of the kernel: runs guests, and returns the context to go on with.
+/// Runs guests until a thread is to return to user mode, and returns that thread's context.
 #[inline(always)]
 pub fn leave(mut kernel: Guard, cpu_index: usize, mut next: Next) -> *const Context {
     let target = loop {
-        // SAFETY: they were found under the lock, which is held since, and objects are freed by `choose` only.
+        // SAFETY: looked up under the lock, which is held since; only `pick_next` frees objects.
         let (thread, vcpu) = unsafe { (&*next.thread, next.vcpu.as_ref()) };
         let Some(vcpu) = vcpu else {
             arm(local(cpu_index), kernel.cpus[cpu_index].deadline());
@@ -259,8 +261,8 @@ pub fn leave(mut kernel: Guard, cpu_index: usize, mut next: Next) -> *const Cont
         };
         let (after, target) = svm::run(kernel, cpu_index, thread, vcpu);
         kernel = after;
-        // Most exits: there is nothing to do but to go back to the VMM. The timer is set early enough: guests are
-        // entered with the CPU's own deadline at the latest, and nobody has changed that.
+        // Most VM exits: return to the VMM directly. The timer need not be armed: guests are
+        // entered with the CPU's own deadline at the latest, which has not changed.
         if let Some(target) = target.filter(|_| !kernel.has_work(cpu_index)) {
             break target;
         }
@@ -277,7 +279,7 @@ pub fn leave(mut kernel: Guard, cpu_index: usize, mut next: Next) -> *const Cont
 #[inline(always)]
 fn load_space(kernel: &Kernel<X86>, cpu_index: usize, task: Handle<Task<X86>>) {
     let space = kernel.enter_space(cpu_index, task);
-    // SAFETY: every task's root has the kernel's part (`init_root`).
+    // SAFETY: every task's root includes the kernel half (`init_root`).
     unsafe { write_cr3(kernel.memory.physical(space.root)) };
     match space.port_map.get() {
         None => cpu::disable_ports(),
@@ -288,14 +290,14 @@ fn load_space(kernel: &Kernel<X86>, cpu_index: usize, task: Handle<Task<X86>>) {
     }
 }
 
-/// Shows the ports of a task, and copies its map if it is not the one that was shown last.
+/// Grants the ports of a task; copies its port map unless it was loaded last.
 #[inline(never)]
 fn load_ports(kernel: &Kernel<X86>, cpu_index: usize, of: (Handle<Task<X86>>, u64), map: Frame) {
     if local(cpu_index).loaded_ports.replace(Some(of)) == Some(of) {
         cpu::enable_loaded_ports();
         return;
     }
-    // SAFETY: the map is two raw frames in a row, which the kernel changes only under the lock.
+    // SAFETY: the map is two consecutive raw frames, which the kernel changes only under the lock.
     let bits = unsafe { &*kernel.memory.address(map).cast::<[u8; cpu::IO_MAP_LENGTH]>() };
     cpu::load_ports(bits);
 }
@@ -303,16 +305,17 @@ fn load_ports(kernel: &Kernel<X86>, cpu_index: usize, of: (Handle<Task<X86>>, u6
 /// Starts to run threads on this CPU.
 pub fn start(kernel: Guard, cpu_index: usize) -> ! {
     kernel.cpus[cpu_index].resched.set(true);
-    // A task that uses the FPU faults: native programs have none, and a guest's state may be in it.
+    // A task that uses the FPU faults: native tasks have no FPU state, and the registers may hold a
+    // guest's.
     // SAFETY: the kernel is compiled without floating point.
     unsafe { write_cr0(read_cr0() | cr0::TS) };
     let (kernel, next) = pick_next(kernel, cpu_index);
     let context = leave(kernel, cpu_index, next);
-    // SAFETY: a thread's context; this stack holds nothing that is needed.
+    // SAFETY: a thread's context; nothing on this stack is used again.
     unsafe { crate::entry::leave_to(context) }
 }
 
-// ---- the architecture ------------------------------------------------------------------------------
+// ---- the architecture --------------------------------------------------------------------------
 
 fn line(source: IrqSource) -> Option<Line> {
     match source {
@@ -362,7 +365,7 @@ impl Arch for X86 {
     }
 
     fn flush_local() {
-        // SAFETY: the kernel's own tables map all that the kernel uses.
+        // SAFETY: the kernel's own tables map everything that the kernel uses.
         unsafe { write_cr3(memory::kernel_root()) };
     }
 
@@ -435,7 +438,7 @@ impl Arch for X86 {
         const RESET_CONTROL: u16 = 0xcf9;
         const KEYBOARD: u16 = 0x64;
         log::flush();
-        // SAFETY: both end the machine; where neither exists, the CPU stops.
+        // SAFETY: both reset the machine; where neither exists, the CPU stops.
         unsafe {
             out8(RESET_CONTROL, 0x02);
             out8(RESET_CONTROL, 0x06);
@@ -447,12 +450,12 @@ impl Arch for X86 {
 
 static CPUS: AtomicU64 = AtomicU64::new(1);
 
-/// Says how many CPUs run.
+/// Sets the number of running CPUs.
 pub fn set_cpus(cpus: usize) {
     CPUS.store(cpus as u64, Ordering::Relaxed);
 }
 
-/// Whether [`publish`] has been called and the lock was given back once.
+/// Waits until [`publish`] has been called.
 pub fn wait_until_published() {
     while !READY.load(Ordering::Acquire) {
         core::hint::spin_loop();

@@ -1,4 +1,4 @@
-//! From a machine that is set up to the first user program: kernel memory, root, and everything that root owns.
+//! Start of the first user task: kernel memory, the root task, and all resources that root owns.
 
 use abi::boot::{self, BootInfo, Region, RegionKind, slot};
 use abi::bundle::{self, Header};
@@ -17,24 +17,24 @@ use crate::ranges::Range;
 use crate::run::{self, X86};
 use crate::{entry, log, svm};
 
-/// Kernel memory: this part of all RAM, within these bounds.
+/// Size of kernel memory: RAM divided by this, within these bounds in bytes.
 const POOL_SHARE: u64 = 16;
 const POOL_MIN: u64 = 4 << 20;
 const POOL_MAX: u64 = 64 << 20;
-/// Frames that the kernel keeps for itself.
+/// Frames reserved for the kernel itself.
 const RESERVED_FRAMES: u32 = 16;
-/// Root's selectors.
+/// Number of capability slots of root.
 const ROOT_SLOTS: u64 = 4096;
-/// Root runs before its children, in slices of 10 ms.
+/// Root has priority over its children, with time slices of 10 ms.
 const ROOT_PRIORITY: u64 = 48;
-/// Root may give every priority.
+/// Root may assign every priority.
 const MAX_PRIORITY: u64 = PRIORITIES as u64 - 1;
 const ROOT_SLICE_NS: u64 = 10_000_000;
 
-/// Why root cannot be started: a sentence for the log.
+/// Reason why root cannot be started, for the log.
 type RootError = &'static str;
 
-/// The first CPU.
+/// Continues the start of the first CPU after boot.
 pub fn bsp_main(machine: &'static mut Machine) -> ! {
     entry::init();
     svm::init_maps();
@@ -42,29 +42,33 @@ pub fn bsp_main(machine: &'static mut Machine) -> ! {
     let length = machine.option("pool").and_then(parse_size).unwrap_or(share);
     let length = length.min(MAX_BYTES as u64) & !(PAGE_SIZE - 1);
     let Some(base) = machine.memory.allocate(length, PAGE_SIZE, FOUR_GIB) else {
-        panic!("too little memory: {length:#x} bytes for the kernel's objects are not free");
+        panic!("cannot allocate {length:#x} bytes of kernel memory below 4 GiB; reduce pool=");
     };
-    // SAFETY: boot gave us the range, and nobody else uses it; the direct map reaches it.
+    // SAFETY: boot allocated the range, which is otherwise unused; the direct map includes it.
     let memory = unsafe { Memory::new(direct(base), base, length as usize) };
-    let Some(memory) = memory else { panic!("pool={length:#x} is too small") };
-    log!("{} KiB for kernel objects", length >> 10);
+    let Some(memory) = memory else {
+        panic!("kernel memory of {length:#x} bytes is too small; increase pool=")
+    };
+    log!("{} KiB of kernel memory", length >> 10);
     run::set_cpus(machine.cpus);
     let kernel = run::publish(memory);
     for cpu_index in 0..machine.cpus {
         match kernel.memory.alloc_raw(None, svm::HOST_FRAMES) {
             Ok(pages) => svm::set_host_pages(&kernel.memory, cpu_index, pages),
-            Err(_) => panic!("the kernel's memory is too small for {} CPUs", machine.cpus),
+            Err(_) => {
+                panic!("kernel memory is too small for {} CPUs; increase pool=", machine.cpus)
+            }
         }
     }
     svm::init_this_cpu(&kernel.memory, 0);
     if let Err(error) = start_root(&kernel, machine) {
-        panic!("root cannot be started: {error}");
+        panic!("cannot start root: {error}");
     }
     log::start_buffering();
     run::start(kernel, 0)
 }
 
-/// The others.
+/// Continues the start of the other CPUs.
 pub fn ap_main(index: usize) -> ! {
     entry::init();
     run::wait_until_published();
@@ -73,7 +77,7 @@ pub fn ap_main(index: usize) -> ! {
     run::start(kernel, index)
 }
 
-/// A number of bytes with K, M or G.
+/// Parses a number of bytes with an optional suffix K, M or G.
 fn parse_size(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(['K', 'M', 'G']);
     let shift = match &text[digits.len()..] {
@@ -87,13 +91,13 @@ fn parse_size(text: &str) -> Option<u64> {
 }
 
 fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), RootError> {
-    let quota = |_: Status| "the kernel's memory is too small for root";
+    let quota = |_: Status| "kernel memory is too small; increase pool=";
     let memory = &kernel.memory;
-    let bundle = machine.bundle.ok_or("there is no boot module")?;
+    let bundle = machine.bundle.ok_or("no boot module")?;
     let file = root_file(bundle)?;
-    let elf = Elf::parse(file).map_err(|_| "the program `root` is not an x86-64 executable")?;
+    let elf = Elf::parse(file).map_err(|_| "`root` is not a valid ELF executable")?;
     if elf.machine() != elf::Machine::X86_64 {
-        return Err("the program `root` is for another processor");
+        return Err("`root` is not an x86-64 executable");
     }
 
     let available = memory.root().available().saturating_sub(RESERVED_FRAMES);
@@ -137,20 +141,20 @@ fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), RootErr
     kernel.bind_sched(thread, sched).map_err(quota)?;
     kernel
         .start_thread(thread, elf.entry(), boot::ROOT_STACK_TOP, boot::BOOT_INFO_ADDRESS)
-        .map_err(|_| "its entry point is not a user address")
+        .map_err(|_| "the entry point of `root` is not a user address")
 }
 
 fn root_file(bundle: Range) -> Result<&'static [u8], RootError> {
     let length = bundle.end - bundle.base;
-    // SAFETY: boot keeps the bundle out of free memory; root, which will own it, does not run yet, and the kernel does
-    // not look at it later.
+    // SAFETY: boot keeps the bundle out of free memory; its future owner, root, does not run yet,
+    // and the kernel does not read it later.
     let bytes = unsafe { core::slice::from_raw_parts(direct(bundle.base), length as usize) };
     let header = Header::parse(bytes, length).map_err(|_| "the boot module is not a bundle")?;
-    let file = header.find(bundle::ROOT_NAME).ok_or("the bundle holds no program `root`")?;
+    let file = header.find(bundle::ROOT_NAME).ok_or("the bundle contains no file `root`")?;
     Ok(&bytes[file.offset as usize..(file.offset + file.length) as usize])
 }
 
-/// Maps new zeroed pages into root; returns where the kernel reaches them.
+/// Maps new zeroed pages in root; returns their kernel virtual address.
 fn new_pages(
     kernel: &Kernel<X86>,
     machine: &mut Machine,
@@ -163,8 +167,8 @@ fn new_pages(
     let physical = machine
         .memory
         .allocate(length, PAGE_SIZE, FOUR_GIB)
-        .ok_or("there is too little memory for it")?;
-    // SAFETY: boot gave us the range; the direct map reaches it.
+        .ok_or("not enough memory below 4 GiB for `root`")?;
+    // SAFETY: boot allocated the range; the direct map includes it.
     unsafe { direct(physical).write_bytes(0, length as usize) };
     for page in 0..pages {
         let extent = Extent {
@@ -175,7 +179,7 @@ fn new_pages(
         };
         kernel
             .add_mapping(SpaceRef::Task(task), extent, rights, false, None)
-            .map_err(|_| "its segments overlap or do not fit the kernel's memory")?;
+            .map_err(|_| "segments of `root` overlap or exceed kernel memory")?;
     }
     Ok(direct(physical))
 }
@@ -190,7 +194,7 @@ fn load(
     for segment in elf.segments() {
         let range = Range::new(segment.vaddr, segment.vaddr.wrapping_add(segment.memsz));
         if range.end < range.base || range.end >= abi::USER_END {
-            return Err("a segment is not at user addresses");
+            return Err("a segment of `root` is not at user addresses");
         }
         let whole = range.outward();
         let mut rights = rights::READ;
@@ -201,7 +205,7 @@ fn load(
         let data = elf.data(&segment);
         debug_assert!(data.len() <= file.len());
         let offset = (range.base - whole.base) as usize;
-        // SAFETY: the file part is not longer than the segment, whose pages were just mapped there.
+        // SAFETY: the file part is not longer than the segment, whose pages have just been mapped.
         unsafe { to.add(offset).copy_from_nonoverlapping(data.as_ptr(), data.len()) };
     }
     Ok(())
@@ -217,7 +221,7 @@ fn give_stack(
     new_pages(kernel, machine, task, bottom, boot::ROOT_STACK_PAGES, rights).map(|_| ())
 }
 
-/// Gives root all memory that is left, as naturally aligned blocks, and lists it in the boot page.
+/// Maps all remaining memory in root, as naturally aligned blocks, and lists it in the boot page.
 fn give_memory(
     kernel: &Kernel<X86>,
     machine: &Machine,
@@ -231,7 +235,7 @@ fn give_memory(
     let mut count = 0;
     for (range, kind) in all {
         if count == page.regions.len() {
-            log!("more than {count} ranges of memory: the rest is not used");
+            log!("more than {count} memory regions: the rest is not used");
             break;
         }
         let device = kind == RegionKind::Device;

@@ -1,4 +1,4 @@
-//! Delegation and recursive revocation, in steps.
+//! Delegation and recursive revocation, in bounded steps.
 
 use super::{Extent, GUEST_BITS, MAX_CAPABILITY_ORDER, Space, USER_PAGES, WORD_ORDER, units, work};
 use crate::Kernel;
@@ -8,17 +8,17 @@ use crate::pool::Handle;
 use crate::table::{self, Format};
 use abi::{Item, ItemKind, Status, rights};
 
-/// A delegation from a task's space to another space.
+/// A delegation from a task to an address space.
 pub struct Delegation<A: Arch> {
-    /// The giver.
+    /// Delegating task.
     pub from: Handle<Task<A>>,
-    /// What.
+    /// Kind, size and rights of the delegated units.
     pub item: Item,
-    /// First unit in the giver's space.
+    /// First unit in the delegating task.
     pub source: u64,
-    /// The receiver.
+    /// Receiving address space.
     pub to: SpaceRef<A>,
-    /// First unit in the receiver's space.
+    /// First unit in the receiving address space.
     pub destination: u64,
 }
 
@@ -45,24 +45,25 @@ impl<A: Arch> Delegation<A> {
     }
 }
 
-/// A part of a delegation that becomes one mapping.
+/// Part of a delegation that becomes one mapping.
 struct Part<A: Arch> {
     handle: Handle<MapNode<A>>,
     extent: Extent,
 }
 
 impl<A: Arch> Kernel<A> {
-    /// The largest order of a mapping: its entries in the page tables are written at once.
+    /// Maximum order of a mapping, whose page-table entries are written in one step.
     pub fn max_order() -> u8 {
         (9 * A::Host::max_leaf_level().min(A::Nested::max_leaf_level()) + 8) as u8
     }
 
     // ---- delegation --------------------------------------------------------------------------
 
-    /// Delegates, in steps: first everything is looked at, then it is mapped, and `done` counts the units of both, from 0.
-    /// `Ok(false)`: out of budget, to be called again with what `done` is then; any other number leads at most to
-    /// less being checked before anything is mapped. What was mapped before stays if the quota ends, or if somebody
-    /// changes source or destination meanwhile.
+    /// Executes a step of a delegation: checks all units first, then maps them. `done` counts the
+    /// units of both passes and starts at 0. `Ok(false)`: out of budget; call again with the
+    /// updated `done`. A forged value of `done` at most skips checks of the first pass. Mappings
+    /// made so far remain if the quota is exhausted, or if source or destination change between two
+    /// steps.
     pub fn delegate_part(
         &self,
         delegation: &Delegation<A>,
@@ -108,7 +109,7 @@ impl<A: Arch> Kernel<A> {
         Ok(true)
     }
 
-    /// The part that begins `offset` units after the start, if it may be delegated.
+    /// Returns the part that begins `offset` units after the start, if it may be delegated.
     fn part(
         &self,
         giver: &Task<A>,
@@ -135,7 +136,7 @@ impl<A: Arch> Kernel<A> {
         Ok(Part { handle, extent: Extent { kind: item.kind, base, physical, order } })
     }
 
-    /// Maps a part. `Ok(false)`: out of budget, nothing is mapped.
+    /// Maps a part. `Ok(false)`: out of budget, without effect.
     fn map_part(
         &self,
         delegation: &Delegation<A>,
@@ -158,7 +159,7 @@ impl<A: Arch> Kernel<A> {
         Ok(true)
     }
 
-    /// The cost of writing what shows a mapping.
+    /// Cost of writing the page-table or port-map entries of a mapping.
     fn words(kind: ItemKind, order: u8) -> u32 {
         match kind {
             ItemKind::Capability => 0,
@@ -167,7 +168,7 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Frees empty page tables that are where a mapping is to be. `false`: out of budget.
+    /// Frees the empty page tables in the range of a new mapping. `false`: out of budget.
     fn make_room(
         &self,
         of: SpaceRef<A>,
@@ -237,7 +238,7 @@ impl<A: Arch> Kernel<A> {
 
     // ---- revocation --------------------------------------------------------------------------
 
-    /// Removes the subtree under `handle`, itself included, one leaf a step. `false`: out of budget.
+    /// Removes a node and its descendants, one leaf per step. `false`: out of budget.
     pub(super) fn remove_subtree(&self, handle: Handle<MapNode<A>>, budget: &mut u32) -> bool {
         let mut leaf = handle;
         loop {
@@ -261,8 +262,8 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Removes what was delegated from `handle` and overlaps the block of `2^order` units at `physical` (units of the
-    /// root).
+    /// Removes the children of a node that overlap the block of `2^order` units at `physical` (in
+    /// units of the resource). `false`: out of budget.
     fn remove_children(
         &self,
         handle: Handle<MapNode<A>>,
@@ -277,7 +278,7 @@ impl<A: Arch> Kernel<A> {
         true
     }
 
-    /// A child of a mapping that overlaps a block: one in it, or one that contains it.
+    /// Returns a child of a node that overlaps a block: inside it, or containing it.
     fn overlapping(
         &self,
         handle: Handle<MapNode<A>>,
@@ -294,7 +295,7 @@ impl<A: Arch> Kernel<A> {
         }
         for order in order + 1..=parent.order {
             let base = physical & !(units(order) - 1);
-            // Where nothing lies between, the look at the smaller block has found the larger one.
+            // Same base as the next smaller block, whose look-up would have found this one, too.
             if base == physical & !(units(order - 1) - 1) {
                 continue;
             }
@@ -306,8 +307,9 @@ impl<A: Arch> Kernel<A> {
         None
     }
 
-    /// Takes back what was delegated from a range of a task's space; with `own` also the task's own
-    /// mappings. `Ok(false)`: out of budget, to be called again with what `done`, from 0, is then.
+    /// Revokes all delegations from a range of a task's space, and with `own` also removes the
+    /// task's own mappings. `Ok(false)`: out of budget; call again with the updated `done`, which
+    /// starts at 0.
     pub fn unmap(
         &self,
         from: Handle<Task<A>>,
@@ -325,7 +327,7 @@ impl<A: Arch> Kernel<A> {
             return Ok(self.unmap_capabilities(task, base, size, own, done, budget));
         }
         let tree = Self::tree(&task.space, item.kind);
-        // From the end of the range downwards, so that what is done need not be looked at again.
+        // Downwards from the end of the range, so that completed units need not be visited again.
         while *done < size {
             if !work::charge(budget, work::LOOKUP) {
                 return Ok(false);

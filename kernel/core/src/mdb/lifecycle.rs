@@ -1,4 +1,4 @@
-//! Birth and death of spaces.
+//! Creation and destruction of tasks and VMs.
 
 use core::cell::Cell;
 
@@ -12,7 +12,7 @@ use abi::Status;
 use abi::vcpu::DOORBELLS;
 
 impl<A: Arch> Kernel<A> {
-    /// Makes a task with `slots` capability slots.
+    /// Creates a task with `slots` capability slots.
     pub fn new_task(
         &self,
         factory: Option<Handle<Factory>>,
@@ -38,7 +38,7 @@ impl<A: Arch> Kernel<A> {
             .inspect_err(|_| self.memory.free_raw(root, 1))
     }
 
-    /// Makes a guest-physical space.
+    /// Creates a VM (guest-physical address space).
     pub fn new_vm(&self, factory: Option<Handle<Factory>>) -> Result<Handle<Vm<A>>, Status> {
         if !A::has_nested() {
             return Err(Status::Unsupported);
@@ -57,7 +57,7 @@ impl<A: Arch> Kernel<A> {
             .inspect_err(|_| self.memory.free_raw(root, 1))
     }
 
-    /// Ends an object whose last capability went.
+    /// Destroys an object whose last capability was removed.
     pub(crate) fn destroy(&self, object: ObjectRef<A>) {
         match object {
             ObjectRef::Task(handle) => {
@@ -81,7 +81,7 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Goes on taking apart tasks and guests that have ended. `false`: out of budget.
+    /// Continues the destruction of dying tasks and VMs. `false`: out of budget.
     pub fn reap(&self, budget: &mut u32) -> bool {
         while let Some(handle) = self.dying_tasks.get() {
             let task = self.memory.at(handle);
@@ -106,7 +106,8 @@ impl<A: Arch> Kernel<A> {
                 page.set(None);
                 self.memory.free(slots);
             }
-            // Its capabilities may have been the last to other tasks, which are now before it.
+            // Its capabilities may have been the last of other tasks, which now precede it in the
+            // list.
             if self.dying_tasks.get() != Some(handle) {
                 continue;
             }
@@ -152,7 +153,7 @@ impl<A: Arch> Kernel<A> {
         {
             return false;
         }
-        // Whoever still has this space loaded leaves it before its root goes.
+        // CPUs that still have this address space loaded must switch away before its root is freed.
         self.need_flush(of, space);
         self.memory.free_raw(space.root, 1);
         if let Some(map) = space.port_map.take() {

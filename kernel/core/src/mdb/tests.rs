@@ -8,7 +8,7 @@ use abi::Item;
 
 type K = Kernel<Fake>;
 
-/// A task whose capabilities are counted as if somebody held one, so that it lives until `drop_task`.
+/// Creates a task that counts as having a capability, so that it lives until `drop_task`.
 fn task(kernel: &K, factory: Option<Handle<Factory>>) -> Handle<Task<Fake>> {
     let task = kernel.new_task(factory, 512).unwrap();
     kernel.memory.at(task).caps.set(1);
@@ -124,7 +124,7 @@ fn chains_of_delegations_are_not_endless() {
     let mut steps = 0;
     let whole = memory_item(0, 0);
     let mut done = 0;
-    // Each time a look and a leaf.
+    // Budget for one look-up and one leaf per call.
     while !kernel
         .unmap(owner, (whole, 0), false, &mut done, &mut (work::LOOKUP + work::LEAF))
         .unwrap()
@@ -161,7 +161,7 @@ struct Mapped {
     parent: Option<usize>,
 }
 
-/// The reference: a set of mappings by identity; `places` finds them by space, kind and base.
+/// Reference model: a set of mappings by id; `places` finds them by space, kind and base.
 #[derive(Default)]
 struct Model {
     mapped: BTreeMap<usize, Mapped>,
@@ -200,7 +200,7 @@ impl Model {
         self.places.retain(|_, other| *other != id);
     }
 
-    /// What `Kernel::delegate` is to do; the status where it is to fail.
+    /// Expected effect of `Kernel::delegate`, or its error.
     fn delegate(
         &mut self,
         from: usize,
@@ -252,7 +252,7 @@ impl Model {
         Ok(())
     }
 
-    /// What `Kernel::unmap` is to do.
+    /// Expected effect of `Kernel::unmap`.
     fn unmap(&mut self, from: usize, item: Item, base: u64, own: bool) -> Result<(), Status> {
         let size = units(item.order);
         if base & (size - 1) != 0 {

@@ -6,7 +6,7 @@ use abi::{FOREVER, Op, Status};
 use super::*;
 use crate::testing::{Fake, NORMAL, Random, World, check_threads, machine, on_cpu, set_time};
 
-/// Makes this CPU do what is due at `now`.
+/// Handles a timer interrupt of this CPU at `now`.
 fn tick(world: &mut World, now: u64) {
     set_time(now);
     let cpu = Fake::this_cpu();
@@ -41,7 +41,7 @@ fn the_highest_priority_runs_and_equals_take_turns() {
     }
     world.call_here(Op::Yield, &[]);
     assert!(world.current(0) == Some(second));
-    // A higher one interrupts; the interrupted goes on with what was left of its slice.
+    // A higher priority preempts; the preempted thread continues with the rest of its slice.
     tick(&mut world, 930_000);
     let urgent = make(&mut world, 9);
     assert!(world.current(0) == Some(urgent));
@@ -77,12 +77,12 @@ fn a_budget_is_what_a_period_has_and_no_more() {
         assert_eq!(world.kernel.cpus[0].deadline(), start + 400_000);
         tick(&mut world, start + 400_000);
     }
-    // Being stopped and started does not refill it.
+    // Stopping and starting does not replenish it.
     tick(&mut world, 2_100_000);
     world.kernel.stop_thread(thread);
     world.start(thread);
     assert!(world.current(0).is_none());
-    // New parameters do not, either: what was used at 2,000,000 comes back a new period later.
+    // Nor do new parameters: time used at 2,000,000 is replenished one new period later.
     world.kernel.change_sched(sched, 7, 50_000, 1_000_000).unwrap();
     world.finish();
     assert!(world.current(0).is_none());
@@ -106,7 +106,7 @@ fn new_parameters_are_not_charged_for_the_past() {
     set_time(5_000_000);
     world.kernel.change_sched(sched, NORMAL, 100_000, 300_000).unwrap();
     world.finish();
-    // In turns it could use all, so a period passes.
+    // Round robin could have used the whole budget, so one period passes.
     assert_eq!(world.kernel.cpus[0].deadline(), 5_300_000);
     tick(&mut world, 5_300_000);
     assert!(world.current(0) == Some(thread));
@@ -127,7 +127,7 @@ fn time_used_is_counted() {
     world.finish();
     set_time(9_000_000);
     assert_eq!(used(&world, first), 5_000_000);
-    // The count is of the context's life: new parameters do not change it.
+    // The counter covers the lifetime of the context: new parameters do not reset it.
     world.kernel.change_sched(sched(&world, first), NORMAL, 100_000, 300_000).unwrap();
     assert_eq!(used(&world, first), 5_000_000);
     world.end();
@@ -148,13 +148,13 @@ fn absurd_parameters_are_refused() {
     world.end();
 }
 
-/// The time in which a context ran, between steps of `most` ticks at most.
+/// Run times of a context, observed between steps of at most `most` ticks.
 struct Watch {
     runs: Vec<(u64, u64)>,
 }
 
 impl Watch {
-    /// What was used since the last look at it was used just before `now`, in one piece.
+    /// Records the time used since the last call as one run that ended at `now`.
     fn look(&mut self, world: &World, sched: Handle<SchedContext<Fake>>, before: &mut u64) {
         let used = world.kernel.used(sched);
         let (now, part) = (Fake::now(), used - core::mem::replace(before, used));
@@ -184,7 +184,7 @@ fn in_every_window_of_a_period_is_at_most_the_budget() {
         let (thread, sched) = make(7, BUDGET, PERIOD);
         let (mut watch, mut used, mut now) = (Watch { runs: Vec::new() }, 0, 0);
         for _ in 0..3000 {
-            // The timer is never late, what else happens comes at any time.
+            // The timer is never late; other events come at any time.
             let due = world.kernel.cpus[0].deadline().saturating_sub(now);
             now += due.min(random.below(40_000));
             set_time(now);
@@ -198,7 +198,7 @@ fn in_every_window_of_a_period_is_at_most_the_budget() {
                 5 => world.kernel.start_thread(other, 0x1000, 0x2000, 0).unwrap_or(()),
                 6 => world.kernel.stop_thread(equal),
                 7 => world.kernel.start_thread(equal, 0x1000, 0x2000, 0).unwrap_or(()),
-                // Its holder asks for the same again, or for another turn in between.
+                // Sets the same parameters again, or round robin in between.
                 8 => world.kernel.change_sched(sched, 7, BUDGET, PERIOD).unwrap(),
                 9 => {
                     world.kernel.change_sched(sched, 7, BUDGET / 2, PERIOD).unwrap();
@@ -221,12 +221,12 @@ fn a_factory_has_a_share_of_the_cpus() {
     let mut world = World::new();
     let (kernel, memory) = (&world.kernel, &world.kernel.memory);
     let factory = memory.new_factory(None, 40, 63, SHARE_OF_CPU / 2).unwrap();
-    // Somebody names it.
+    // As if a capability to it existed.
     memory.at(factory).caps.set(1);
     let make = |factory, budget, period| kernel.new_sched(Some(factory), 1, budget, period);
     assert_eq!(make(factory, 100_000, 0).err(), Some(Status::NoQuota), "a turn is a whole CPU");
     let quarter = make(factory, 100_000, 400_000).unwrap();
-    // What is split off takes part of it, with a share of its own or without.
+    // A child factory takes part of the share, or uses it without a share of its own.
     let same = memory.new_factory(Some(factory), 10, 63, 0).unwrap();
     let own = memory.new_factory(Some(factory), 10, 63, SHARE_OF_CPU / 8).unwrap();
     assert!(memory.new_factory(Some(same), 2, 63, SHARE_OF_CPU / 4).is_err());
@@ -234,12 +234,12 @@ fn a_factory_has_a_share_of_the_cpus() {
     assert_eq!(make(same, MIN_BUDGET_NS, MAX_PERIOD_NS).err(), Some(Status::NoQuota));
     let inner = make(own, 100_000, 800_000).unwrap();
     assert_eq!(make(own, MIN_BUDGET_NS, MAX_PERIOD_NS).err(), Some(Status::NoQuota));
-    // Changes count, and are refused as a whole.
+    // Changes are charged, and refused as a whole.
     assert_eq!(kernel.change_sched(eighth, 2, 100_001, 800_000), Err(Status::NoQuota));
     assert_eq!(memory.at(eighth).priority.get(), 1);
     kernel.change_sched(quarter, 1, 100_000, 800_000).unwrap();
     kernel.change_sched(eighth, 1, 200_000, 800_000).unwrap();
-    // All comes back.
+    // The whole share is returned.
     for sched in [quarter, eighth, inner] {
         kernel.destroy_sched(sched);
     }
@@ -258,7 +258,7 @@ fn a_factory_has_a_share_of_the_cpus() {
 }
 
 #[test]
-fn a_lender_without_time_does_not_stop_a_server_that_has_some() {
+fn a_depleted_donor_does_not_stop_a_server_with_its_own_context() {
     set_time(0);
     let mut world = World::new();
     let server = world.thread(0);
@@ -270,9 +270,9 @@ fn a_lender_without_time_does_not_stop_a_server_that_has_some() {
     world.start(client);
     world.call_here(Op::GateCall, &[gate]);
     assert!(world.current(0) == Some(server));
-    assert!(world.at(server).sched.get() == Some(sched), "lent");
+    assert!(world.at(server).sched.get() == Some(sched), "donated");
     tick(&mut world, 100_000);
-    // It goes on with its own time, and the answer finds its caller.
+    // The server continues on its own context, and its reply reaches the caller.
     assert!(world.current(0) == Some(server));
     assert!(world.at(server).sched.get() != Some(sched));
     check_threads(&world.kernel);
@@ -301,7 +301,7 @@ fn timeouts_come_in_order_and_only_once() {
         })
         .collect();
     assert!(world.current(0).is_none());
-    // One is signalled before its time, one is stopped.
+    // One thread is signalled before its deadline, one is stopped.
     let signaller = world.thread(0);
     world.call(signaller, Op::NotificationSignal, &[sleepers[3].2, 6]);
     assert_eq!(
@@ -329,19 +329,19 @@ fn timeouts_come_in_order_and_only_once() {
     world.end();
 }
 
-/// A context of the reference.
+/// A scheduling context of the reference model.
 #[derive(Default)]
 struct Plain {
     priority: u64,
     budget: u64,
     period: u64,
     remaining: u64,
-    /// Used in this run.
+    /// Time used in this run.
     used: u64,
-    /// The budget: when each part may be used, in order.
+    /// Parts of the budget, ordered by the time from which each is usable.
     parts: Vec<(u64, u64)>,
     wants: bool,
-    /// Place among equals: smaller is earlier.
+    /// Position among equal priorities: smaller is earlier.
     turn: i64,
     depleted: bool,
 }
@@ -400,7 +400,7 @@ impl Plain {
     }
 }
 
-/// The reference: no queues, every choice looks at everything.
+/// Reference model without queues: every decision scans all contexts.
 struct Naive {
     contexts: BTreeMap<usize, Plain>,
     running: Option<usize>,
@@ -462,7 +462,7 @@ impl Naive {
         if let Some(before) = before.filter(|_| before != self.running) {
             self.contexts.get_mut(&before).unwrap().account_run();
         }
-        // Whoever is interrupted later is still the first of its priority.
+        // A preempted context stays first of its priority.
         if let Some(running) = self.running {
             let first = self.contexts.values().map(|context| context.turn).min().unwrap_or(0) - 1;
             let context = self.contexts.get_mut(&running).unwrap();
@@ -509,7 +509,7 @@ fn against_the_naive_one(seed: u64) {
         .collect();
     let mut choices = [0; 8];
     for step in 0..20_000 {
-        // The timer comes when it is asked for; other things happen before.
+        // The timer interrupts at the requested time; other events come before.
         let deadline = world.kernel.cpus[0].deadline();
         let step_to = now + random.below(60_000);
         now = step_to.min(deadline.max(now));
@@ -551,9 +551,9 @@ fn against_the_naive_one(seed: u64) {
             }
             _ => {}
         }
-        let chosen_anew = world.kernel.cpus[0].resched.get();
+        let rescheduled = world.kernel.cpus[0].resched.get();
         world.kernel.finish(0);
-        if chosen_anew {
+        if rescheduled {
             naive.choose(now);
         }
         check_threads(&world.kernel);
@@ -565,7 +565,7 @@ fn against_the_naive_one(seed: u64) {
             let depleted = context.wants && context.depleted;
             assert_eq!(sched.state.get() == SchedState::Depleted, depleted);
         }
-        // Whatever was chosen, nobody with more right to run waits.
+        // No runnable thread of higher priority waits.
         let highest =
             naive.contexts.values().filter(|c| c.wants && !c.depleted).map(|c| c.priority);
         if let Some(running) = naive.running {
@@ -602,7 +602,7 @@ fn another_cpu_is_asked_to_choose() {
 }
 
 #[test]
-fn another_cpu_is_told_of_an_earlier_event() {
+fn another_cpu_is_notified_of_an_earlier_event() {
     set_time(0);
     on_cpu(1);
     let mut world = World::new();
@@ -616,7 +616,7 @@ fn another_cpu_is_told_of_an_earlier_event() {
     assert_eq!(world.kernel.cpus[1].deadline(), u64::MAX, "idle, with its timer off");
     on_cpu(0);
     machine(|machine| machine.kicks.take());
-    // It has no time left in this period: the other CPU's timer must be set for the next.
+    // Its budget of this period is used up: the other CPU's timer must be armed for the next one.
     world.start(thread);
     assert_eq!(world.kernel.cpus[1].deadline(), 400_000);
     assert_eq!(machine(|machine| machine.kicks.take()), [1]);

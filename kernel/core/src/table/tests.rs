@@ -7,17 +7,17 @@ use crate::testing::{Invented, Random, machine};
 
 type Leaf = (u64, Access);
 
-/// A page, and what is mapped there before and after the operation.
+/// A page, with its expected translations before and after the operation.
 type Watched = (u64, Option<Leaf>, Option<Leaf>);
 
-/// Tables that check each store: every watched page must be as before or as it shall become.
+/// Tables that check each store: every watched page must be in its old or its new state.
 struct Recorder {
     tables: RefCell<BTreeMap<u64, [u64; 512]>>,
     freed: RefCell<BTreeSet<u64>>,
     next: Cell<u64>,
-    /// Tables that may still be had.
+    /// Tables that can still be allocated.
     quota: Cell<u64>,
-    /// Pages to look at, each with its states before and after.
+    /// Watched pages, each with its state before and after.
     watched: RefCell<Vec<Watched>>,
 }
 
@@ -59,14 +59,14 @@ impl Tables for Recorder {
         Ok(table)
     }
     fn free(&self, table: u64) {
-        // A walker may still be in it until the flush, so it stays readable in `freed` only.
+        // A page-table walker may use it until the flush, so it remains readable in `freed` only.
         self.tables.borrow_mut().remove(&table).expect("freed once");
         assert!(self.freed.borrow_mut().insert(table));
         self.quota.set(self.quota.get().saturating_add(1));
     }
 }
 
-/// The reference: mappings by first page.
+/// Reference model: mappings by first page.
 #[derive(Default)]
 struct Flat(BTreeMap<u64, (u8, u64, Access)>);
 
@@ -82,7 +82,7 @@ impl Flat {
     }
 }
 
-/// Edges of everything, and some pages inside.
+/// Returns the edges of all mappings and some pages inside.
 fn pages_to_watch(flat: &Flat, random: &mut Random, page: u64, order: u8) -> BTreeSet<u64> {
     let edges = |base: u64, size: u64| [base.saturating_sub(1), base, base + size - 1, base + size];
     let mut pages = BTreeSet::from(edges(page, 1 << order));
@@ -161,7 +161,7 @@ fn run(max_leaf: u32, seed: u64, orders: &[u8]) {
     for (page, (order, ..)) in core::mem::take(&mut flat.0) {
         assert!(unmap::<Invented>(&tables, ROOT, page, order).is_needed());
     }
-    // The upper half is not ours here; then everything, a few tables at a time.
+    // Clear the lower half, then everything, a few tables at a time.
     let upper = |entry: &&u64| **entry != 0;
     let kept = tables.tables.borrow()[&ROOT][256..].iter().filter(upper).count();
     let mut may_continue = || !random.once_in(3);
@@ -191,7 +191,7 @@ fn random_mappings_where_leaves_are_small() {
 fn a_mapping_that_spans_tables_and_does_not_fit_leaves_no_trace() {
     machine(|machine| machine.max_leaf.set(1));
     let tables = Recorder::new();
-    // Two tables of leaves are needed; there is quota for one.
+    // Two tables of leaves are needed; the quota covers one.
     tables.quota.set(2);
     let access = Access { write: true, execute: false, device: false };
     let result = map::<Invented>(&tables, ROOT, 0, 0x4000_0000, 19, access);

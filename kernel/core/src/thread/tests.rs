@@ -18,7 +18,7 @@ fn start() -> World {
     World::new()
 }
 
-/// A server with time of its own that waits for its first caller.
+/// Creates a receiving server with its own scheduling context.
 fn waiting(world: &mut World, cpu: usize) -> T {
     let server = world.thread(cpu);
     world.call(server, Op::GateReplyWait, &[WAIT]);
@@ -26,7 +26,7 @@ fn waiting(world: &mut World, cpu: usize) -> T {
     server
 }
 
-/// A server without time that waits: its first caller has brought it there.
+/// Creates a receiving server without a scheduling context, brought there by a first caller.
 fn waiting_passive(world: &mut World) -> T {
     let server = world.passive(0);
     world.start(server);
@@ -103,7 +103,7 @@ fn a_call_to_another_cpu_uses_the_server_s_time() {
     world.call(server, Op::GateReplyWait, &[REPLY | WAIT, 0, 6]);
     assert_eq!((outcome(&world, caller), world.result(caller).1[2]), (Some(Status::Ok), 6));
     assert!(world.current(0) == Some(caller));
-    // Without time of its own a server cannot be reached from there.
+    // A server without a context of its own cannot be called from another CPU.
     let passive = world.passive(1);
     world.start(passive);
     let gate = world.gate(passive, 4);
@@ -113,9 +113,9 @@ fn a_call_to_another_cpu_uses_the_server_s_time() {
 }
 
 #[test]
-fn a_reply_returns_only_what_its_receiver_has_lent() {
+fn a_reply_returns_only_what_its_receiver_donated() {
     let mut world = start();
-    // The server has lost the time of its first caller; a second one helps it.
+    // The server loses the context of its first caller; a second caller donates its own.
     let server = waiting_passive(&mut world);
     let gate = world.gate(server, 0);
     let first = world.passive(0);
@@ -139,7 +139,7 @@ fn a_reply_returns_only_what_its_receiver_has_lent() {
 }
 
 #[test]
-fn help_goes_through_servers_that_wait_for_others() {
+fn donation_passes_through_waiting_servers() {
     let mut world = start();
     let back = waiting_passive(&mut world);
     let front = waiting_passive(&mut world);
@@ -148,7 +148,7 @@ fn help_goes_through_servers_that_wait_for_others() {
     world.call(first, Op::GateCall, &[to_front]);
     world.call_here(Op::GateCall, &[to_back]);
     assert!(world.current(0) == Some(back));
-    // A second caller comes to the front before the first one is stopped, a third after.
+    // A second caller calls the front server before the first one is stopped, a third afterwards.
     let time = world.at(first).own_sched.get().unwrap();
     world.kernel.change_sched(time, 5, 1_000_000, 0).unwrap();
     let second = world.thread(0);
@@ -192,11 +192,11 @@ fn circles_of_callers_wait_and_can_be_stopped() {
     assert_eq!(outcome(&world, ring[2]), Some(Status::Aborted));
     assert_eq!(world.state(ring[1]), ThreadState::Calling);
     world.call(outside, Op::GateCall, &[own]);
-    assert_eq!(outcome(&world, outside), Some(Status::Aborted), "nobody can call itself");
+    assert_eq!(outcome(&world, outside), Some(Status::Aborted), "a thread cannot call itself");
     world.end();
 }
 
-/// Ends or stops a caller or its server while one waits for the other.
+/// Destroys or stops a caller or its server while one waits for the other.
 fn end_in_the_middle(served: bool, passive: bool, end_server: bool, destroy: bool) {
     let mut world = start();
     let server = if passive { waiting_passive(&mut world) } else { waiting(&mut world, 0) };
@@ -230,7 +230,7 @@ fn end_in_the_middle(served: bool, passive: bool, end_server: bool, destroy: boo
         assert_eq!(world.state(server), ThreadState::Ready);
         assert!(world.at(server).sched.get() != Some(time));
         if passive && served {
-            // It is where it was, and goes on with the time of the next one.
+            // The server continues where it was, on the context of the next caller.
             let next = world.thread(0);
             world.call(next, Op::GateCall, &[gate]);
             assert!(world.current(0) == Some(server));
@@ -256,7 +256,7 @@ fn either_side_may_end_at_any_time() {
 }
 
 #[test]
-fn a_call_to_nobody_is_aborted() {
+fn a_call_to_a_stopped_server_is_aborted() {
     let mut world = start();
     let stopped = world.passive(0);
     let gate = world.gate(stopped, 0);
@@ -267,7 +267,7 @@ fn a_call_to_nobody_is_aborted() {
 }
 
 #[test]
-fn a_caller_that_is_never_answered_is_told() {
+fn a_caller_without_reply_is_aborted() {
     let mut world = start();
     let server = waiting(&mut world, 0);
     let gate = world.gate(server, 0);
@@ -293,7 +293,10 @@ fn time_bound_to_a_busy_server_is_used_after_the_reply() {
     assert_eq!(world.kernel.bind_sched(server, own), Err(Status::Busy));
     world.call_here(Op::GateReplyWait, &[REPLY]);
     assert!(world.at(server).sched.get() == Some(own));
-    assert!(world.current(0) == Some(server), "it goes on beside the caller, at its own priority");
+    assert!(
+        world.current(0) == Some(server),
+        "it continues beside the caller, at its own priority"
+    );
     assert_eq!(outcome(&world, caller), Some(Status::Ok));
     world.end();
 }
@@ -325,7 +328,7 @@ fn faults_are_calls() {
     world.call(handler, Op::GateReplyWait, &[REPLY | WAIT, 0, FaultAction::Stop as u64]);
     assert_eq!(world.state(thread), ThreadState::Stopped);
     assert_eq!(outcome(&world, caller), Some(Status::Aborted));
-    // Without a handler it is stopped, and the log says so.
+    // Without a fault gate the thread is stopped, and the fault is logged.
     let logged = machine(|machine| machine.logged.get());
     world.choose(caller);
     world.kernel.fault(0, caller, [6, 0, 0, 0]);
@@ -344,7 +347,7 @@ fn faults_without_a_gate_do_not_fill_the_log() {
     (0..10_000).for_each(|_| fault(&world));
     let logged = |before| machine(|machine| machine.logged.get()) - before;
     assert_eq!(u64::from(logged(before)), FAULT_LINES, "ten thousand faults at one time");
-    // A second later: what was not logged is told, and as many as fit into that second.
+    // One second later: one message with the suppressed count, and as many as the rate permits.
     set_time(1_000_000_000);
     (0..10_000).for_each(|_| fault(&world));
     assert_eq!(u64::from(logged(before)), FAULT_LINES + 1 + 10);
@@ -369,7 +372,7 @@ fn handlers_of_handlers_all_stop_with_the_last() {
     world.end();
 }
 
-/// A server, served by nobody any more, with `count` callers that wait for it, and its capability.
+/// Creates a stopped server with `count` waiting callers, and a capability to it.
 fn crowded(world: &mut World, count: usize) -> (Handle<Thread<Fake>>, Vec<Handle<Thread<Fake>>>) {
     let server = waiting(world, 0);
     let gate = world.gate(server, 0);
@@ -411,7 +414,7 @@ fn a_thread_that_ended_is_there_until_its_callers_know() {
         matches!(capability.map(|c| c.object), Ok(ObjectRef::Thread(thread)) if thread == server)
     });
     world.drop_slot(slot.unwrap());
-    // One of those that still wait is stopped, and one ends.
+    // One waiting caller is stopped, and one destroyed.
     world.kernel.stop_thread(callers[58]);
     assert!(world.finish_all() > 1);
     assert!(world.kernel.memory.get(server).is_none());
@@ -467,7 +470,7 @@ fn callers_whose_messages_do_not_fit_are_refused_a_few_at_a_time() {
 }
 
 #[test]
-fn calls_on_lent_time_are_not_nested_without_end() {
+fn nested_donations_are_limited() {
     let mut world = start();
     let servers: Vec<_> = (0..MAX_DONORS + 1).map(|_| waiting_passive(&mut world)).collect();
     let gates: Vec<_> = servers.iter().map(|server| world.gate(*server, 0)).collect();
@@ -501,7 +504,7 @@ fn a_server_also_wakes_for_its_notification() {
     assert_eq!(outcome(&world, other), Some(Status::Busy));
     world.call(other, Op::NotificationSignal, &[selector, 0b101]);
     assert_eq!(world.result(server), (Some(Status::Ok), [NOTIFICATION_BADGE, 0, 0b101, 0, 0, 0]));
-    // While it is busy they add up.
+    // Events accumulate while the server is busy.
     world.call(other, Op::NotificationSignal, &[selector, 1]);
     world.call(other, Op::NotificationSignal, &[selector, 2]);
     world.call(server, Op::GateReplyWait, &[REPLY | WAIT]);
@@ -528,7 +531,7 @@ fn one_thread_sleeps_on_a_notification() {
     world.end();
 }
 
-/// A guest with a vCPU, and what that is bound to.
+/// A VM with a vCPU and its notification.
 struct Guest {
     vm: Handle<Vm<Fake>>,
     events: Handle<Notification<Fake>>,
@@ -557,13 +560,13 @@ fn guest(world: &mut World) -> Guest {
 }
 
 #[test]
-fn a_vcpu_is_told_that_its_thread_had_to_wait() {
+fn preemptions_of_a_vcpu_are_counted() {
     let mut world = start();
     let Guest { slot, .. } = guest(&mut world);
     let preemptions = || machine(|machine| machine.preemptions.get());
     let runner = world.thread(0);
     world.call(runner, Op::VcpuRun, &[slot]);
-    // Alone it goes on, however often the choice is made.
+    // Without competition the thread continues at every scheduling decision.
     world.kernel.request_schedule(0);
     world.finish();
     assert!(world.current(0) == Some(runner) && preemptions() == 0);
@@ -572,7 +575,7 @@ fn a_vcpu_is_told_that_its_thread_had_to_wait() {
     world.kernel.bind_sched(urgent, sched).unwrap();
     world.start(urgent);
     assert!(world.current(0) == Some(urgent) && preemptions() == 1);
-    // It comes back; who waits of his own will has not been made to.
+    // It resumes; a thread that blocks voluntarily does not count as preempted.
     world.kernel.stop_thread(urgent);
     world.finish();
     assert!(world.current(0) == Some(runner) && preemptions() == 1);
@@ -598,25 +601,25 @@ fn a_thread_sleeps_while_its_guest_is_halted() {
     assert!(halt(&mut world, FOREVER));
     assert_eq!(world.state(runner), ThreadState::Blocked);
     check(&world.kernel);
-    // It goes on in its call, where it finds the events by itself.
+    // The thread stays in its call, in which it reads the events itself.
     world.call(other, Op::NotificationSignal, &[selector, 0b10]);
     assert_eq!(world.state(runner), ThreadState::Ready);
     assert!(world.at(runner).vcpu.get() == Some(vcpu));
     assert!(!halt(&mut world, FOREVER), "there are events");
     assert_eq!(world.kernel.memory.at(events).bits.take(), 0b10);
-    // Or after the deadline.
+    // Or when the deadline passes.
     assert!(halt(&mut world, 500));
     set_time(500);
     world.kernel.timer(0);
     world.finish();
     assert_eq!(world.state(runner), ThreadState::Ready);
     assert!(world.at(runner).vcpu.get() == Some(vcpu));
-    // Its virtual CPU ends meanwhile.
+    // The vCPU is destroyed meanwhile.
     assert!(halt(&mut world, FOREVER));
     world.drop_slot(slot);
     assert_eq!(world.state(runner), ThreadState::Ready);
     assert_eq!(outcome(&world, runner), Some(Status::Aborted));
-    // What its last call found is not there any more.
+    // The cached look-up of its last call is stale.
     world.call(runner, Op::VcpuRun, &[slot]);
     assert_eq!(outcome(&world, runner), Some(Status::BadCapability));
     world.end();
@@ -646,7 +649,7 @@ fn a_vcpu_s_notification_reaches_its_cpu() {
     world.end();
 }
 
-/// Puts items and windows into message pages.
+/// Writes items and windows to message pages.
 fn write_page(world: &World, thread: T, at: usize, words: &[u64]) {
     let page = world.kernel.memory.words(world.at(thread).message);
     for (place, word) in page[at..].iter().zip(words) {
@@ -717,7 +720,7 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(refused(&mut world, 0, 1), Some(Status::BadArgument));
     write_page(&world, caller, ITEMS_AT, &[Item::capability(rights::ALL).pack(), 499]);
     assert_eq!(refused(&mut world, 0, 1), Some(Status::BadCapability));
-    // A reply that does not fit goes back to the server, which may answer again.
+    // An undeliverable reply fails in the server, which may reply again.
     world.call(caller, Op::GateCall, &[gate]);
     world.call_here(
         Op::GateReplyWait,
@@ -768,7 +771,7 @@ fn a_guest_rings_the_doorbells_that_are_bound() {
     for index in [1, DOORBELLS as u64, u64::MAX] {
         assert_eq!(ring(&world, index), doorbell::UNBOUND);
     }
-    // The same place in memory, but another notification: nobody may hear it.
+    // The same slot, but another notification: it must not be signalled.
     world.drop_slot(selector);
     let (next, other) = world.notification();
     assert!(next != bell);

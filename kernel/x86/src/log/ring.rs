@@ -1,17 +1,17 @@
-//! Buffer of the log: entries that wait to be sent, each of them whole.
+//! Log buffer of whole entries.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU8, AtomicU32, Ordering::Relaxed};
 
-/// Bytes in their order; `SIZE` is a power of two. One CPU at a time uses it, which the caller sees to.
+/// Byte ring whose `SIZE` is a power of two. The caller serialises access.
 ///
-/// All fields are atomic so that a panic may read a ring whose user was stopped in the middle of an entry.
+/// All fields are atomic, so that a panic can read a ring whose user was stopped within an entry.
 pub struct Ring<const SIZE: usize> {
     bytes: [AtomicU8; SIZE],
-    /// Bytes ever appended and taken, modulo 2^32.
+    /// Bytes appended and taken so far, modulo 2^32.
     appended: AtomicU32,
     taken: AtomicU32,
-    /// Entries that did not fit and that no line has told of yet.
+    /// Entries dropped for lack of space and not reported yet.
     dropped: AtomicU32,
 }
 
@@ -27,18 +27,18 @@ impl<const SIZE: usize> Ring<SIZE> {
         }
     }
 
-    /// Number of bytes in it.
+    /// Number of buffered bytes.
     pub fn len(&self) -> usize {
         self.appended.load(Relaxed).wrapping_sub(self.taken.load(Relaxed)) as usize
     }
 
-    /// Appends all that `write` puts into the entry. If it does not fit nothing is appended, and the entry is counted: the
-    /// next one that fits comes behind a line with the count.
+    /// Appends the entry that `write` produces. An entry that does not fit is dropped and counted;
+    /// the next one that fits is preceded by a line with the count.
     pub fn append(&self, write: impl FnOnce(&mut EntryWriter<'_, SIZE>)) {
         let mut entry = EntryWriter { ring: self, end: self.appended.load(Relaxed), fits: true };
         let dropped = self.dropped.load(Relaxed);
         if dropped != 0 {
-            // An entry takes everything.
+            // Writing to an entry never fails.
             let _ = fmt::write(&mut entry, format_args!("kernel: {dropped} messages dropped\n"));
         }
         write(&mut entry);
@@ -49,7 +49,7 @@ impl<const SIZE: usize> Ring<SIZE> {
         self.dropped.store(if fits { 0 } else { dropped.saturating_add(1) }, Relaxed);
     }
 
-    /// Takes the oldest byte.
+    /// Removes and returns the oldest byte.
     pub fn take(&self) -> Option<u8> {
         (self.len() != 0).then(|| {
             let at = self.taken.load(Relaxed);
@@ -59,16 +59,16 @@ impl<const SIZE: usize> Ring<SIZE> {
     }
 }
 
-/// An entry in the making.
+/// Writer of an entry that is being appended.
 pub struct EntryWriter<'a, const SIZE: usize> {
     ring: &'a Ring<SIZE>,
-    /// Value of [`Ring::appended`] behind its last byte.
+    /// Value of [`Ring::appended`] after its last byte.
     end: u32,
     fits: bool,
 }
 
 impl<const SIZE: usize> EntryWriter<'_, SIZE> {
-    /// Puts a byte; a line feed becomes a carriage return and a line feed.
+    /// Appends a byte; a line feed becomes a carriage return and a line feed.
     pub fn put(&mut self, byte: u8) {
         if byte == b'\n' {
             self.put_raw(b'\r');

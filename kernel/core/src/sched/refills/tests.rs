@@ -3,10 +3,11 @@ use std::vec::Vec;
 use super::*;
 use crate::testing::Random;
 
-/// Runs of each test.
+/// Number of runs of each test.
 const RUNS: u64 = 2000;
 
-/// The time used in any window of one period, at most; windows that begin or end with a run are the worst.
+/// Maximum time used in any window of one period. Windows that begin or end with a run are the
+/// worst.
 pub fn most(runs: &[(u64, u64)], period: u64) -> u64 {
     let used = |from: u64| -> u64 {
         let first = runs.partition_point(|run| run.1 <= from);
@@ -42,7 +43,8 @@ fn no_window_of_a_period_holds_more_than_the_budget() {
         }
         let worst = most(&runs, period);
         assert!(worst <= budget, "seed {seed}: {worst} of {budget} in {period}");
-        // It is a right, too: who always wants to run gets the whole budget in each period.
+        // The budget is also a guarantee: a context that is always ready gets all of it in each
+        // period.
         let (from, mut got) = (now + period, 0);
         now = from;
         while now < from + 100 * period {
@@ -65,7 +67,7 @@ fn a_late_end_is_paid_back() {
     assert_eq!(refills.begin(0), 100);
     refills.end(40, 400);
     assert_eq!(refills.begin(50), 60);
-    // 20 too long: they come from what is due at 400, and come back at 800.
+    // 20 too long: charged to the part due at 400, and replenished at 800.
     refills.end(80, 400);
     assert_eq!(refills.begin(399), 0);
     assert_eq!(refills.begin(400), 20);
@@ -85,7 +87,7 @@ fn many_short_runs_are_few_refills() {
         assert!(refills.count.get() <= REFILLS);
     }
     assert_eq!(refills.begin(600), 900);
-    // What was merged comes at the latest of its times.
+    // Merged parts are usable at the latest of their times.
     assert_eq!(refills.begin(10_000 + 99 * 5), 1000);
 }
 
@@ -106,7 +108,7 @@ fn no_change_gives_time_at_once() {
         }
         assert!(refills.next() >= 400);
     }
-    // Less is less of what is there, and the rest stays usable.
+    // A reduction removes unused budget; the rest stays usable.
     let refills = Refills::new(100, 0);
     refills.change((100, 30), (400, 400), 10);
     assert_eq!(refills.begin(10), 30);
