@@ -514,18 +514,18 @@ impl<A: Arch> Kernel<A> {
         let cpu = &self.cpus[index];
         cpu.resched.set(false);
         self.counters.switches.set(self.counters.switches.get() + 1);
-        let (mut willing, mut before) = (None, None);
+        let (mut runnable, mut before) = (None, None);
         if let (Some(sched), Some(handle)) = (self.charge(index), cpu.sched.take()) {
             before = Some((handle, sched));
             sched.state.set(SchedState::Idle);
             sched.holder.set(cpu.current.get());
-            willing = cpu.current.get().filter(|&holder| {
+            runnable = cpu.current.get().filter(|&holder| {
                 let holder = self.memory.get(holder);
                 holder.is_some_and(|holder| holder.state.get() == ThreadState::Ready)
             });
-            if willing.is_some() && sched.remaining.get() == 0 {
+            if runnable.is_some() && sched.remaining.get() == 0 {
                 self.end_of_run(handle, sched, cpu.charged.get());
-            } else if willing.is_some() {
+            } else if runnable.is_some() {
                 self.push(handle, true);
             }
         }
@@ -559,8 +559,8 @@ impl<A: Arch> Kernel<A> {
         {
             sched.account_run();
         }
-        if let Some(left) = willing.filter(|&left| cpu.current.get() != Some(left)) {
-            self.preempted(left);
+        if let Some(preempted) = runnable.filter(|&holder| cpu.current.get() != Some(holder)) {
+            self.preempted(preempted);
         }
     }
 

@@ -352,7 +352,7 @@ impl<A: Arch> Kernel<A> {
     fn find_donor(&self, handle: Handle<Thread<A>>) {
         let cpu = self.memory.at(handle).cpu;
         let mut next = Some(handle);
-        let mut looks = 0;
+        let mut visited = 0;
         while let Some(thread) = next.map(|name| self.memory.at(name)) {
             let mut candidate = thread.caller.get().or(thread.queue_head.get());
             while let Some(name) = candidate {
@@ -360,8 +360,8 @@ impl<A: Arch> Kernel<A> {
                 if waiting.cpu == cpu && waiting.sched.get().is_some() {
                     return self.donate(name);
                 }
-                looks += 1;
-                if looks == MAX_DONATION_HOPS {
+                visited += 1;
+                if visited == MAX_DONATION_HOPS {
                     return;
                 }
                 candidate = if waiting.queued.get() {

@@ -179,7 +179,7 @@ fn search_rsdp() -> u64 {
 extern "C" fn boot_main(magic: u32, information: u32) -> ! {
     // SAFETY: this runs once, on the first CPU, and passes on the only reference.
     let machine = unsafe { &mut *MACHINE.0.get() };
-    let kept = match magic {
+    let preserved = match magic {
         pvh::MAGIC => read_pvh(machine, information as u64),
         multiboot2::LOADER_MAGIC => read_multiboot2(machine, information as u64),
         _ => None,
@@ -187,12 +187,12 @@ extern "C" fn boot_main(magic: u32, information: u32) -> ! {
     log::init(machine.option("log"));
     panic::init(machine.option("panic"));
     log!("Parador {}, booted by {}", env!("CARGO_PKG_VERSION"), loader_name(magic));
-    let Some(kept) = kept else {
+    let Some(preserved) = preserved else {
         panic!("invalid boot information (loader magic {magic:#x}, address {information:#x})")
     };
     log!("command line: {}", machine.command_line());
     log_features(features());
-    reserve(machine, kept);
+    reserve(machine, preserved);
     log_memory(machine);
     if machine.rsdp == 0 {
         machine.rsdp = search_rsdp();
@@ -248,15 +248,15 @@ fn log_features(have: &Features) {
 }
 
 /// Removes memory in use from free memory.
-fn reserve(machine: &mut Machine, kept: Range) {
+fn reserve(machine: &mut Machine, preserved: Range) {
     let image = image();
     let whole = Range::new(image.start, image.data.end - IMAGE_OFFSET);
     let free = &mut machine.memory.free;
-    for range in [whole, kept].into_iter().chain(machine.bundle) {
+    for range in [whole, preserved].into_iter().chain(machine.bundle) {
         free.remove(range.outward());
     }
     machine.memory.used.insert(whole.outward());
-    machine.memory.used.insert(kept.outward());
+    machine.memory.used.insert(preserved.outward());
     if machine.bundle.is_some_and(|bundle| bundle.base % abi::PAGE_SIZE != 0) {
         log!("the boot module is not page-aligned: ignored");
         machine.bundle = None;

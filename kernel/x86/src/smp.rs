@@ -29,7 +29,7 @@ struct Handover {
 }
 
 /// Index of the CPU that came up last.
-static ARRIVED: AtomicUsize = AtomicUsize::new(0);
+static LAST_ONLINE: AtomicUsize = AtomicUsize::new(0);
 
 /// Finds a page for the trampoline: RAM in the first 64 KiB, which boot does not allocate, except
 /// page 0.
@@ -64,11 +64,11 @@ pub unsafe fn start(apic_id: u32, page: u64) -> bool {
     local.send_init(apic_id);
     time::wait_microseconds(INIT_MICROSECONDS);
     local.send_startup(apic_id, page);
-    if arrives(index, STARTUP_MICROSECONDS) {
+    if comes_online(index, STARTUP_MICROSECONDS) {
         return true;
     }
     local.send_startup(apic_id, page);
-    if arrives(index, ANSWER_MICROSECONDS) {
+    if comes_online(index, ANSWER_MICROSECONDS) {
         return true;
     }
     // A CPU that wakes up late must not execute the next CPU's parameters.
@@ -77,9 +77,9 @@ pub unsafe fn start(apic_id: u32, page: u64) -> bool {
     false
 }
 
-fn arrives(index: usize, microseconds: u64) -> bool {
+fn comes_online(index: usize, microseconds: u64) -> bool {
     let end = time::tsc().saturating_add(time::to_ticks(microseconds * 1000));
-    while ARRIVED.load(Ordering::Acquire) != index {
+    while LAST_ONLINE.load(Ordering::Acquire) != index {
         if time::tsc() > end {
             return false;
         }
@@ -100,6 +100,6 @@ pub unsafe extern "C" fn processor_main(index: usize) -> ! {
     if id != cpu::current().apic_id {
         log!("CPU {index}: local APIC id is {id}, but the MADT lists {}", cpu::current().apic_id);
     }
-    ARRIVED.store(index, Ordering::Release);
+    LAST_ONLINE.store(index, Ordering::Release);
     start::ap_main(index)
 }

@@ -406,7 +406,7 @@ impl VcpuFrames {
         let control = &mut self.vmcb().control;
         let is_interrupt =
             event & (event::VALID | event::TYPE_MASK) == event::VALID | event::TYPE_INTR;
-        if is_interrupt && virq::is_free(self.window.get()) {
+        if is_interrupt && virq::is_unused(self.window.get()) {
             virq::offer(control, event, self.window.get());
             self.virq_offered.set(event);
             self.vmcb_changed.set(true);

@@ -71,7 +71,7 @@ impl<A: Arch> Kernel<A> {
         budget: &mut u32,
     ) -> Result<bool, Status> {
         delegation.check()?;
-        let giver = self.memory.get(delegation.from).ok_or(Status::Aborted)?;
+        let sender = self.memory.get(delegation.from).ok_or(Status::Aborted)?;
         let space = self.space(delegation.to).ok_or(Status::Aborted)?;
         if space.dying.get() {
             return Err(Status::Aborted);
@@ -81,7 +81,7 @@ impl<A: Arch> Kernel<A> {
             return Err(Status::BadArgument);
         }
         if delegation.item.kind == ItemKind::Capability {
-            return self.delegate_capabilities(giver, delegation, done, budget);
+            return self.delegate_capabilities(sender, delegation, done, budget);
         }
         let free_from = delegation.destination + done.saturating_sub(size);
         let targets = Self::tree(space, delegation.item.kind);
@@ -97,10 +97,10 @@ impl<A: Arch> Kernel<A> {
             if !work::charge(budget, work::LOOKUP) {
                 return Ok(false);
             }
-            *done += units(self.part(giver, delegation, *done)?.extent.order);
+            *done += units(self.part(sender, delegation, *done)?.extent.order);
         }
         while *done < 2 * size {
-            let part = self.part(giver, delegation, *done - size)?;
+            let part = self.part(sender, delegation, *done - size)?;
             if !self.map_part(delegation, space, &part, budget)? {
                 return Ok(false);
             }
@@ -112,12 +112,12 @@ impl<A: Arch> Kernel<A> {
     /// Returns the part that begins `offset` units after the start, if it may be delegated.
     fn part(
         &self,
-        giver: &Task<A>,
+        sender: &Task<A>,
         delegation: &Delegation<A>,
         offset: u64,
     ) -> Result<Part<A>, Status> {
         let (item, at) = (delegation.item, delegation.source + offset);
-        let sources = Self::tree(&giver.space, item.kind);
+        let sources = Self::tree(&sender.space, item.kind);
         let handle = self.find(sources, at).ok_or(Status::BadArgument)?;
         let node = self.memory.at(handle);
         if node.fixed.get() {
@@ -199,7 +199,7 @@ impl<A: Arch> Kernel<A> {
 
     fn delegate_capabilities(
         &self,
-        giver: &Task<A>,
+        sender: &Task<A>,
         delegation: &Delegation<A>,
         done: &mut u64,
         budget: &mut u32,
@@ -209,11 +209,11 @@ impl<A: Arch> Kernel<A> {
         let receiver = self.memory.get(to).ok_or(Status::Aborted)?;
         while *done < 2 * size {
             let offset = *done & (size - 1);
-            let acts = *done >= size;
-            if !work::charge(budget, if acts { work::NODE } else { work::LOOKUP }) {
+            let is_second_pass = *done >= size;
+            if !work::charge(budget, if is_second_pass { work::NODE } else { work::LOOKUP }) {
                 return Ok(false);
             }
-            let capability = self.capability(giver, delegation.source + offset)?;
+            let capability = self.capability(sender, delegation.source + offset)?;
             let node = self.memory.at(capability.node);
             if capability.rights & rights::DELEGATE == 0 {
                 return Err(Status::BadRights);
@@ -222,7 +222,7 @@ impl<A: Arch> Kernel<A> {
                 return Err(Status::Busy);
             }
             self.free_slot(receiver, delegation.destination + offset)?;
-            if acts {
+            if is_second_pass {
                 let parent = if item.grant { node.parent.get() } else { Some(capability.node) };
                 let rights = capability.rights & item.rights;
                 let slot = delegation.destination + offset;
