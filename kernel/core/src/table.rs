@@ -108,7 +108,7 @@ pub fn map<F: Format>(
         let first = index(start, level);
         debug_assert!(
             (first..first + count as usize).all(|slot| tables.read(table, slot) == 0),
-            "something is there"
+            "the range is mapped"
         );
         let leaf = |offset| F::leaf(physical + (done + offset) * size, access, level);
         tables.write_all(table, first, count, leaf);
@@ -256,7 +256,7 @@ fn free_lowest<F: Format>(tables: &impl Tables, mut parent: u64, mut slot: usize
         let below = if level > 0 { tables.first(table, 0..512) } else { None };
         match below {
             Some(index) => {
-                debug_assert!(!F::is_leaf(tables.read(table, index), level), "it maps nothing");
+                debug_assert!(!F::is_leaf(tables.read(table, index), level), "an empty table");
                 (parent, slot) = (table, index);
             }
             None => {

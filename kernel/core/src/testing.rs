@@ -321,7 +321,7 @@ pub fn check_mappings(kernel: &Kernel<Fake>) {
         let is_block = node.physical & (size - 1) == 0;
         assert!(is_block || node.kind == abi::ItemKind::Capability, "a mapping is aligned");
         let depth = node.children.depth(memory);
-        assert!(depth < 64, "a tree is not a list");
+        assert!(depth < 64, "the tree is balanced");
         let members = node.children.count(memory, &|child| {
             assert!(memory.at(child).parent.get() == Some(handle));
         });

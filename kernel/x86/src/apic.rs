@@ -333,7 +333,7 @@ mod tests {
         assert_eq!(apic.id(), 5);
         *apic.registers.pending.borrow_mut() = 3;
         apic.send_startup(7, 0x8000);
-        assert_eq!(*apic.registers.pending.borrow(), 0, "waits for the one before");
+        assert_eq!(*apic.registers.pending.borrow(), 0, "waits for the previous IPI");
         assert_eq!(taken(&apic), [Write(0x310, 7 << 24), Write(0x300, 0x4608)]);
         apic.eoi();
         assert_eq!(taken(&apic), [Write(0xb0, 0)]);

@@ -54,7 +54,7 @@ fn the_last_page_of_the_lower_half_stays_empty() {
 }
 
 #[test]
-fn ranges_at_the_end_of_the_number_space_are_refused() {
+fn ranges_that_overflow_are_refused() {
     let kernel = kernel(256);
     let owner = task(&kernel, None);
     let own = SpaceRef::Task(owner);
@@ -87,7 +87,7 @@ fn capabilities_move_all_or_none() {
 }
 
 #[test]
-fn tasks_that_hold_each_other_all_end() {
+fn mutually_referencing_tasks_are_destroyed() {
     let mut kernel = kernel(1024);
     let before = kernel.memory.free_frames();
     // A chain: each task holds the only capability to the next two.
@@ -107,12 +107,15 @@ fn tasks_that_hold_each_other_all_end() {
             break;
         }
     }
-    assert!(tasks.iter().all(|task| kernel.memory.get(*task).is_none()), "a task was forgotten");
+    assert!(
+        tasks.iter().all(|task| kernel.memory.get(*task).is_none()),
+        "a task was not destroyed"
+    );
     assert_eq!(kernel.memory.free_frames(), before);
 }
 
 #[test]
-fn chains_of_delegations_are_not_endless() {
+fn delegation_depth_is_limited() {
     let kernel = kernel(1024);
     let owner = task(&kernel, None);
     give_memory(&kernel, owner, 0, 0);
@@ -137,7 +140,7 @@ fn chains_of_delegations_are_not_endless() {
 }
 
 #[test]
-fn a_fixed_mapping_can_be_neither_given_nor_taken() {
+fn fixed_mappings_cannot_be_delegated_or_unmapped() {
     let kernel = kernel(256);
     let owner = task(&kernel, None);
     let own = SpaceRef::Task(owner);
@@ -432,7 +435,7 @@ fn random_delegations_against_a_set_model() {
 }
 
 #[test]
-fn a_lack_of_quota_leaves_everything_consistent() {
+fn exhausted_quota_leaves_a_consistent_state() {
     let mut random = Random(77);
     for quota in 1..40 {
         let mut kernel = kernel(512);

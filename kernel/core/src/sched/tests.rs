@@ -15,7 +15,7 @@ fn tick(world: &mut World, now: u64) {
 }
 
 #[test]
-fn the_highest_priority_runs_and_equals_take_turns() {
+fn the_highest_priority_runs_and_equal_priorities_alternate() {
     set_time(0);
     let mut world = World::new();
     let make = |world: &mut World, priority: u64| {
@@ -27,7 +27,7 @@ fn the_highest_priority_runs_and_equals_take_turns() {
     };
     let low = make(&mut world, 3);
     assert!(world.current(0) == Some(low));
-    assert_eq!(world.kernel.cpus[0].deadline(), u64::MAX, "alone it needs no timer");
+    assert_eq!(world.kernel.cpus[0].deadline(), u64::MAX, "a single thread needs no timer");
     let first = make(&mut world, 7);
     let second = make(&mut world, 7);
     let third = make(&mut world, 7);
@@ -59,7 +59,7 @@ fn the_highest_priority_runs_and_equals_take_turns() {
 }
 
 #[test]
-fn a_budget_is_what_a_period_has_and_no_more() {
+fn a_budget_limits_each_period() {
     set_time(0);
     let mut world = World::new();
     let thread = world.passive(0);
@@ -93,7 +93,7 @@ fn a_budget_is_what_a_period_has_and_no_more() {
     tick(&mut world, 3_050_000);
     assert!(world.current(0).is_none());
     world.drop_slot(slot);
-    assert_eq!(world.kernel.cpus[0].deadline(), u64::MAX, "its refill went with it");
+    assert_eq!(world.kernel.cpus[0].deadline(), u64::MAX, "its refill was removed, too");
     world.end();
 }
 
@@ -224,7 +224,11 @@ fn a_factory_has_a_share_of_the_cpus() {
     // As if a capability to it existed.
     memory.at(factory).caps.set(1);
     let make = |factory, budget, period| kernel.new_sched(Some(factory), 1, budget, period);
-    assert_eq!(make(factory, 100_000, 0).err(), Some(Status::NoQuota), "a turn is a whole CPU");
+    assert_eq!(
+        make(factory, 100_000, 0).err(),
+        Some(Status::NoQuota),
+        "round robin counts as a whole CPU"
+    );
     let quarter = make(factory, 100_000, 400_000).unwrap();
     // A child factory takes part of the share, or uses it without a share of its own.
     let same = memory.new_factory(Some(factory), 10, 63, 0).unwrap();
@@ -323,7 +327,7 @@ fn timeouts_come_in_order_and_only_once() {
     }
     let (_, selector) = world.notification();
     world.call(signaller, Op::NotificationWait, &[selector, 0]);
-    assert_eq!(world.result(signaller).0, Some(Status::Timeout), "a poll does not wait");
+    assert_eq!(world.result(signaller).0, Some(Status::Timeout), "a poll does not block");
     world.call(signaller, Op::NotificationWait, &[selector, FOREVER]);
     assert_eq!(world.state(signaller), ThreadState::Blocked);
     world.end();
@@ -587,7 +591,7 @@ fn random_histories_against_a_naive_scheduler() {
 }
 
 #[test]
-fn another_cpu_is_asked_to_choose() {
+fn another_cpu_is_asked_to_reschedule() {
     set_time(0);
     on_cpu(0);
     let mut world = World::new();

@@ -188,7 +188,7 @@ fn random_mappings_where_leaves_are_small() {
 }
 
 #[test]
-fn a_mapping_that_spans_tables_and_does_not_fit_leaves_no_trace() {
+fn a_failed_mapping_across_tables_leaves_no_entry() {
     machine(|machine| machine.max_leaf.set(1));
     let tables = Recorder::new();
     // Two tables of leaves are needed; the quota covers one.
@@ -196,7 +196,7 @@ fn a_mapping_that_spans_tables_and_does_not_fit_leaves_no_trace() {
     let access = Access { write: true, execute: false, device: false };
     let result = map::<Invented>(&tables, ROOT, 0, 0x4000_0000, 19, access);
     assert_eq!(result.err(), Some(Status::NoQuota));
-    assert_eq!(tables.look(0), None, "no entry was ever there to be used");
+    assert_eq!(tables.look(0), None, "no entry was ever present");
     while !clear::<Invented>(&tables, ROOT, 0..512, &mut || true) {}
     assert_eq!(tables.tables.borrow().len(), 1);
 }

@@ -46,7 +46,7 @@ fn outcome(world: &World, thread: T) -> Option<Status> {
 }
 
 #[test]
-fn a_call_and_its_reply_carry_words_and_time() {
+fn calls_and_replies_transfer_words_and_scheduling_context() {
     let mut world = start();
     let server = waiting_passive(&mut world);
     let gate = world.gate(server, 77);
@@ -56,14 +56,14 @@ fn a_call_and_its_reply_carry_words_and_time() {
     world.finish();
     let switches = world.kernel.counters.switches.get();
     world.call_here(Op::GateCall, &[gate, Tag::label(5).pack(), 1, 2, 3, 4]);
-    assert!(world.current(0) == Some(server), "handed over");
+    assert!(world.current(0) == Some(server), "donated");
     assert_eq!(world.result(server), (Some(Status::Ok), [77, Tag::label(5).pack(), 1, 2, 3, 4]));
     assert!(world.at(server).sched.get() == time && world.at(server).donor.get() == Some(caller));
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT, Tag::label(6).pack(), 9, 8, 7, 6]);
     assert!(world.current(0) == Some(caller));
     assert_eq!(world.result(caller), (Some(Status::Ok), [0, Tag::label(6).pack(), 9, 8, 7, 6]));
     assert!(world.at(caller).sched.get() == time && world.at(server).sched.get().is_none());
-    assert_eq!(world.kernel.counters.switches.get(), switches, "nothing had to be chosen");
+    assert_eq!(world.kernel.counters.switches.get(), switches, "no scheduler invocation");
     world.end();
 }
 
@@ -90,7 +90,7 @@ fn callers_are_served_in_order() {
 }
 
 #[test]
-fn a_call_to_another_cpu_uses_the_server_s_time() {
+fn a_call_to_another_cpu_uses_the_server_s_context() {
     let mut world = start();
     let server = waiting(&mut world, 1);
     let gate = world.gate(server, 4);
@@ -98,7 +98,7 @@ fn a_call_to_another_cpu_uses_the_server_s_time() {
     machine(|machine| machine.kicks.take());
     world.call(caller, Op::GateCall, &[gate, 0, 5]);
     assert!(machine(|machine| machine.kicks.take()).contains(&1));
-    assert!(world.at(caller).sched.get().is_some(), "time does not cross CPUs");
+    assert!(world.at(caller).sched.get().is_some(), "contexts are not donated across CPUs");
     assert!(world.current(1) == Some(server) && world.current(0).is_none());
     world.call(server, Op::GateReplyWait, &[REPLY | WAIT, 0, 6]);
     assert_eq!((outcome(&world, caller), world.result(caller).1[2]), (Some(Status::Ok), 6));
@@ -131,7 +131,10 @@ fn a_reply_returns_only_what_its_receiver_donated() {
     assert!(world.current(0) == Some(server) && world.at(server).sched.get() == time);
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
     assert_eq!(world.state(first), ThreadState::Ready);
-    assert!(world.at(first).sched.get().is_none(), "the helper's time is not the first one's");
+    assert!(
+        world.at(first).sched.get().is_none(),
+        "the second caller's context is not the first one's"
+    );
     assert!(world.at(server).caller.get() == Some(second) && world.current(0) == Some(server));
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
     assert!(world.current(0) == Some(second) && world.at(second).sched.get() == time);
@@ -157,7 +160,7 @@ fn donation_passes_through_waiting_servers() {
     world.kernel.stop_thread(first);
     world.finish();
     assert!(world.at(first).sched.get() == Some(time), "taken back at once");
-    assert!(world.current(0) == Some(back), "the second one's time got there");
+    assert!(world.current(0) == Some(back), "the second caller's context was donated");
     assert!(world.at(back).donor.get() == Some(front));
     world.kernel.stop_thread(second);
     world.finish();
@@ -175,7 +178,7 @@ fn donation_passes_through_waiting_servers() {
 }
 
 #[test]
-fn circles_of_callers_wait_and_can_be_stopped() {
+fn cyclic_calls_block_and_can_be_stopped() {
     let mut world = start();
     let ring: Vec<_> = (0..3).map(|_| world.thread(0)).collect();
     let gates: Vec<_> = ring.iter().map(|thread| world.gate(*thread, 0)).collect();
@@ -197,7 +200,7 @@ fn circles_of_callers_wait_and_can_be_stopped() {
 }
 
 /// Destroys or stops a caller or its server while one waits for the other.
-fn end_in_the_middle(served: bool, passive: bool, end_server: bool, destroy: bool) {
+fn destroy_during_a_call(served: bool, passive: bool, end_server: bool, destroy: bool) {
     let mut world = start();
     let server = if passive { waiting_passive(&mut world) } else { waiting(&mut world, 0) };
     let gate = world.gate(server, 1);
@@ -248,10 +251,10 @@ fn end_in_the_middle(served: bool, passive: bool, end_server: bool, destroy: boo
 }
 
 #[test]
-fn either_side_may_end_at_any_time() {
+fn either_side_may_be_destroyed_at_any_time() {
     for case in 0..16 {
         let bit = |number: u32| case >> number & 1 != 0;
-        end_in_the_middle(bit(0), bit(1), bit(2), bit(3));
+        destroy_during_a_call(bit(0), bit(1), bit(2), bit(3));
     }
 }
 
@@ -281,7 +284,7 @@ fn a_caller_without_reply_is_aborted() {
 }
 
 #[test]
-fn time_bound_to_a_busy_server_is_used_after_the_reply() {
+fn a_context_bound_to_a_busy_server_is_used_after_the_reply() {
     let mut world = start();
     let server = waiting_passive(&mut world);
     let gate = world.gate(server, 0);
@@ -354,7 +357,7 @@ fn faults_without_a_gate_do_not_fill_the_log() {
 }
 
 #[test]
-fn handlers_of_handlers_all_stop_with_the_last() {
+fn a_chain_of_fault_handlers_stops_with_the_last() {
     let mut world = start();
     let chain: Vec<_> = (0..60).map(|_| world.thread(0)).collect();
     for pair in chain.windows(2) {
@@ -397,7 +400,7 @@ fn calls_to_a_stopped_thread_are_aborted_a_few_at_a_time() {
         world.kernel.finish(0);
         let now = aborted(&world);
         assert!(now - before <= ABORTS as usize, "{before} -> {now}");
-        assert!(now == 100 || world.kernel.cpus[0].deadline() == 0, "the timer comes at once");
+        assert!(now == 100 || world.kernel.cpus[0].deadline() == 0, "the timer interrupts at once");
         before = now;
     }
     assert_eq!(before, 100);
@@ -406,7 +409,7 @@ fn calls_to_a_stopped_thread_are_aborted_a_few_at_a_time() {
 }
 
 #[test]
-fn a_thread_that_ended_is_there_until_its_callers_know() {
+fn a_destroyed_thread_is_freed_after_its_callers_are_aborted() {
     let mut world = start();
     let (server, callers) = crowded(&mut world, 60);
     let slot = (0..500).find(|slot| {
@@ -428,7 +431,7 @@ fn a_thread_that_ended_is_there_until_its_callers_know() {
 }
 
 #[test]
-fn a_thread_that_is_started_again_serves_who_still_waits() {
+fn a_restarted_thread_serves_the_remaining_callers() {
     let mut world = start();
     let (server, callers) = crowded(&mut world, 60);
     world.kernel.stop_thread(server);
@@ -460,7 +463,11 @@ fn callers_whose_messages_do_not_fit_are_refused_a_few_at_a_time() {
         callers.iter().filter(|caller| outcome(world, **caller) == Some(Status::Overflow)).count()
     };
     assert_eq!(refused(&world), MAX_REFUSED as usize);
-    assert_eq!(world.at(server).context.restarts.get(), 1, "it comes again for the others");
+    assert_eq!(
+        world.at(server).context.restarts.get(),
+        1,
+        "the timer interrupts again for the rest"
+    );
     while world.state(server) == ThreadState::Ready {
         world.choose(server);
         world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
@@ -517,7 +524,7 @@ fn a_server_also_wakes_for_its_notification() {
 }
 
 #[test]
-fn one_thread_sleeps_on_a_notification() {
+fn at_most_one_thread_waits_for_a_notification() {
     let mut world = start();
     let (_, selector) = world.notification();
     let (first, second) = (world.thread(0), world.thread(0));
@@ -586,7 +593,7 @@ fn preemptions_of_a_vcpu_are_counted() {
 }
 
 #[test]
-fn a_thread_sleeps_while_its_guest_is_halted() {
+fn a_thread_blocks_while_its_guest_is_halted() {
     let mut world = start();
     let Guest { events, selector, vcpu, slot, .. } = guest(&mut world);
     let (runner, other) = (world.thread(0), world.thread(0));
@@ -698,7 +705,7 @@ fn items_arrive_in_the_receiver_s_windows() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn oversized_messages_are_refused() {
     let mut world = start();
     let server = waiting(&mut world, 0);
     let gate = world.gate(server, 0);
@@ -706,7 +713,7 @@ fn what_does_not_fit_is_refused() {
     let refused = |world: &mut World, words: u8, items: u8| {
         let tag = Tag { words, items, label: 0 }.pack();
         world.call(caller, Op::GateCall, &[gate, tag]);
-        assert_eq!(world.state(server), ThreadState::Receiving, "the server is not bothered");
+        assert_eq!(world.state(server), ThreadState::Receiving, "the server is not affected");
         outcome(world, caller)
     };
     assert_eq!(refused(&mut world, 65, 0), Some(Status::Overflow));

@@ -117,7 +117,7 @@ mod tests {
         append(&ring, "two\n");
         assert_eq!(take(&ring, 64), "\r\nkernel: 1 messages dropped\r\ntwo\r\n");
         append(&ring, "three\n");
-        assert_eq!(take(&ring, 64), "three\r\n", "told once");
+        assert_eq!(take(&ring, 64), "three\r\n", "reported once");
         append(&ring, &"y".repeat(64));
         assert_eq!((ring.len(), take(&ring, 100).len()), (64, 64), "all of it can be used");
     }

@@ -39,7 +39,7 @@ fn no_window_of_a_period_holds_more_than_the_budget() {
             runs.push((now, now + used));
             now += used;
             refills.end(used, period);
-            assert_eq!(refills.total(), budget, "nothing is lost or made");
+            assert_eq!(refills.total(), budget, "the total is constant");
         }
         let worst = most(&runs, period);
         assert!(worst <= budget, "seed {seed}: {worst} of {budget} in {period}");
@@ -62,7 +62,7 @@ fn no_window_of_a_period_holds_more_than_the_budget() {
 }
 
 #[test]
-fn a_late_end_is_paid_back() {
+fn a_late_end_of_a_run_is_charged() {
     let refills = Refills::new(100, 0);
     assert_eq!(refills.begin(0), 100);
     refills.end(40, 400);
@@ -79,7 +79,7 @@ fn a_late_end_is_paid_back() {
 }
 
 #[test]
-fn many_short_runs_are_few_refills() {
+fn many_short_runs_are_merged() {
     let refills = Refills::new(1000, 0);
     for run in 0..100 {
         assert!(refills.begin(run * 5) > 0);
@@ -92,7 +92,7 @@ fn many_short_runs_are_few_refills() {
 }
 
 #[test]
-fn no_change_gives_time_at_once() {
+fn no_change_grants_time_at_once() {
     let mut random = Random(7);
     for _ in 0..1000 {
         let refills = Refills::new(100, 0);
