@@ -534,20 +534,20 @@ impl World {
         let factory = kernel.memory.new_factory(None, 3000, 63, 0).unwrap();
         let task = kernel.new_task(Some(factory), 512).unwrap();
         let mut world = Self { kernel, factory, task, next_page: 0, next_slot: 0 };
-        world.give(ObjectRef::Task(task));
-        world.give(ObjectRef::Factory(factory));
+        world.insert_cap(ObjectRef::Task(task));
+        world.insert_cap(ObjectRef::Factory(factory));
         world
     }
 
     /// Creates another task.
     pub fn new_task(&mut self) -> Handle<Task<Fake>> {
         let task = self.kernel.new_task(Some(self.factory), 512).unwrap();
-        self.give(ObjectRef::Task(task));
+        self.insert_cap(ObjectRef::Task(task));
         task
     }
 
     /// Inserts a capability with all rights into the next slot of the first task.
-    pub fn give(&mut self, object: ObjectRef<Fake>) -> u64 {
+    pub fn insert_cap(&mut self, object: ObjectRef<Fake>) -> u64 {
         let slot = self.next_slot;
         self.next_slot += 1;
         self.kernel.insert_capability(self.task, slot, object, abi::rights::ALL, None).unwrap();
@@ -565,7 +565,7 @@ impl World {
         let page = MESSAGES + (self.next_page << abi::PAGE_SHIFT);
         self.next_page += 1;
         let thread = self.kernel.new_thread(Some(self.factory), task, cpu, page).unwrap();
-        self.give(ObjectRef::Thread(thread));
+        self.insert_cap(ObjectRef::Thread(thread));
         thread
     }
 
@@ -582,7 +582,7 @@ impl World {
         period: u64,
     ) -> (Handle<SchedContext<Fake>>, u64) {
         let sched = self.kernel.new_sched(Some(self.factory), priority, budget, period).unwrap();
-        let slot = self.give(ObjectRef::SchedContext(sched));
+        let slot = self.insert_cap(ObjectRef::SchedContext(sched));
         (sched, slot)
     }
 
@@ -604,7 +604,7 @@ impl World {
     pub fn gate(&mut self, thread: Handle<Thread<Fake>>, badge: u64) -> u64 {
         let gate = Gate { caps: Cell::new(0), thread, badge };
         let gate = self.kernel.memory.alloc(Some(self.factory), gate).unwrap();
-        self.give(ObjectRef::Gate(gate))
+        self.insert_cap(ObjectRef::Gate(gate))
     }
 
     /// Creates a notification; also returns its selector in the first task.
@@ -617,7 +617,7 @@ impl World {
             vcpu: Cell::new(None),
         };
         let handle = self.kernel.memory.alloc(Some(self.factory), notification).unwrap();
-        (handle, self.give(ObjectRef::Notification(handle)))
+        (handle, self.insert_cap(ObjectRef::Notification(handle)))
     }
 
     pub fn at(&self, thread: Handle<Thread<Fake>>) -> &Thread<Fake> {

@@ -105,7 +105,7 @@ fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), RootErr
     let payer = Some(factory);
     let task = kernel.new_task(payer, ROOT_SLOTS).map_err(quota)?;
     load(kernel, machine, task, file, &elf)?;
-    give_stack(kernel, machine, task)?;
+    map_stack(kernel, machine, task)?;
 
     let thread = kernel.new_thread(payer, task, 0, boot::ROOT_MESSAGE_PAGE).map_err(quota)?;
     let sched = kernel.new_sched(payer, ROOT_PRIORITY, ROOT_SLICE_NS, 0).map_err(quota)?;
@@ -126,7 +126,7 @@ fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), RootErr
     let page = memory.address(info).cast::<BootInfo>();
     // SAFETY: a new frame; `BootInfo` is integers only and as large as a page.
     let page = unsafe { &mut *page };
-    give_memory(kernel, machine, task, bundle, page).map_err(quota)?;
+    map_memory(kernel, machine, task, bundle, page).map_err(quota)?;
     page.magic = boot::BOOT_MAGIC;
     page.abi_version = abi::ABI_VERSION;
     page.cpus = machine.cpus as u32;
@@ -211,7 +211,7 @@ fn load(
     Ok(())
 }
 
-fn give_stack(
+fn map_stack(
     kernel: &Kernel<X86>,
     machine: &mut Machine,
     task: Handle<Task<X86>>,
@@ -222,7 +222,7 @@ fn give_stack(
 }
 
 /// Maps all remaining memory in root, as naturally aligned blocks, and lists it in the boot page.
-fn give_memory(
+fn map_memory(
     kernel: &Kernel<X86>,
     machine: &Machine,
     task: Handle<Task<X86>>,

@@ -344,7 +344,7 @@ struct Plain {
     used: u64,
     /// Parts of the budget, ordered by the time from which each is usable.
     parts: Vec<(u64, u64)>,
-    wants: bool,
+    runnable: bool,
     /// Position among equal priorities: smaller is earlier.
     turn: i64,
     depleted: bool,
@@ -433,10 +433,10 @@ impl Naive {
         context.turn = turn;
         context.depleted = context.remaining == 0;
     }
-    fn want(&mut self, name: usize, now: u64) {
+    fn make_runnable(&mut self, name: usize, now: u64) {
         let turn = self.last_turn();
         let context = self.contexts.get_mut(&name).unwrap();
-        (context.wants, context.turn) = (true, turn);
+        (context.runnable, context.turn) = (true, turn);
         if context.period != 0 || context.remaining == 0 {
             context.replenish(now);
         }
@@ -449,7 +449,7 @@ impl Naive {
         }
         let context = self.contexts.get_mut(&name).unwrap();
         context.account_run();
-        context.wants = false;
+        context.runnable = false;
     }
     fn choose(&mut self, now: u64) {
         self.charge(now);
@@ -459,7 +459,8 @@ impl Naive {
         {
             self.use_up(running, now);
         }
-        let ready = self.contexts.iter().filter(|(_, context)| context.wants && !context.depleted);
+        let ready =
+            self.contexts.iter().filter(|(_, context)| context.runnable && !context.depleted);
         self.running = ready
             .min_by_key(|(_, c)| (core::cmp::Reverse(c.priority), c.turn))
             .map(|(name, _)| *name);
@@ -480,12 +481,12 @@ impl Naive {
         let mut due: Vec<_> = self
             .contexts
             .iter()
-            .filter(|(_, c)| c.wants && c.depleted && c.parts[0].0 <= now)
+            .filter(|(_, c)| c.runnable && c.depleted && c.parts[0].0 <= now)
             .map(|(name, c)| (c.parts[0].0, *name))
             .collect();
         due.sort_unstable();
         for (_, name) in due {
-            self.want(name, now);
+            self.make_runnable(name, now);
         }
     }
 }
@@ -527,7 +528,7 @@ fn against_the_naive_one(seed: u64) {
         match random.below(8) {
             0 | 1 if world.state(thread) == ThreadState::Stopped => {
                 world.kernel.start_thread(thread, 1, 2, 3).unwrap();
-                naive.want(name, now);
+                naive.make_runnable(name, now);
             }
             2 if world.state(thread) == ThreadState::Ready => {
                 world.kernel.stop_thread(thread);
@@ -549,8 +550,8 @@ fn against_the_naive_one(seed: u64) {
                 context.priority = priority;
                 context.change(budget, period, now);
                 context.replenish(now);
-                if context.wants {
-                    naive.want(name, now);
+                if context.runnable {
+                    naive.make_runnable(name, now);
                 }
             }
             _ => {}
@@ -566,12 +567,12 @@ fn against_the_naive_one(seed: u64) {
         for (name, (_, sched)) in threads.iter().enumerate() {
             let (sched, context) = (world.kernel.memory.at(*sched), &naive.contexts[&name]);
             assert_eq!(sched.remaining.get(), context.remaining, "step {step}");
-            let depleted = context.wants && context.depleted;
+            let depleted = context.runnable && context.depleted;
             assert_eq!(sched.state.get() == SchedState::Depleted, depleted);
         }
         // No runnable thread of higher priority waits.
         let highest =
-            naive.contexts.values().filter(|c| c.wants && !c.depleted).map(|c| c.priority);
+            naive.contexts.values().filter(|c| c.runnable && !c.depleted).map(|c| c.priority);
         if let Some(running) = naive.running {
             assert_eq!(highest.max(), Some(naive.contexts[&running].priority));
             choices[running] += 1;

@@ -47,7 +47,7 @@ fn hostile_world(random: &mut Random) -> World {
         world.notification();
     }
     let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
-    world.give(ObjectRef::Vm(vm));
+    world.insert_cap(ObjectRef::Vm(vm));
     // The other task gets some of the capabilities, too.
     let item = Item { kind: ItemKind::Capability, grant: false, order: 4, rights: rights::ALL };
     for slot in [0, 16, 32] {
@@ -347,7 +347,7 @@ fn random_system_calls_break_nothing() {
 fn every_operation_refuses_every_kind_of_object_it_is_not_for() {
     let mut world = World::new();
     let thread = world.thread(0);
-    let platform = world.give(ObjectRef::Platform);
+    let platform = world.insert_cap(ObjectRef::Platform);
     let refused: Vec<_> = [
         Op::GateCall,
         Op::NotificationSignal,

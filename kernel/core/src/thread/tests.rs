@@ -310,7 +310,7 @@ fn faults_are_calls() {
     let handler = waiting(&mut world, 0);
     let gate = world.gate(handler, 42);
     let thread = world.thread(0);
-    let slot = world.give(ObjectRef::Thread(thread));
+    let slot = world.insert_cap(ObjectRef::Thread(thread));
     world.call(thread, Op::ThreadBind, &[slot, abi::Binding::FaultGate as u64, gate]);
     world.choose(thread);
     world.at(thread).context.words[3].set(0xabcd);
@@ -362,7 +362,7 @@ fn a_chain_of_fault_handlers_stops_with_the_last() {
     let chain: Vec<_> = (0..60).map(|_| world.thread(0)).collect();
     for pair in chain.windows(2) {
         let gate = world.gate(pair[1], 0);
-        let slot = world.give(ObjectRef::Thread(pair[0]));
+        let slot = world.insert_cap(ObjectRef::Thread(pair[0]));
         world.call(pair[0], Op::ThreadBind, &[slot, abi::Binding::FaultGate as u64, gate]);
         world.choose(pair[0]);
         world.kernel.fault(0, pair[0], [14, 0, 0, 0]);
@@ -503,7 +503,7 @@ fn a_server_also_wakes_for_its_notification() {
     let mut world = start();
     let server = waiting(&mut world, 1);
     let (events, selector) = world.notification();
-    let slot = world.give(ObjectRef::Thread(server));
+    let slot = world.insert_cap(ObjectRef::Thread(server));
     let other = world.thread(0);
     world.call(other, Op::ThreadBind, &[slot, abi::Binding::Notification as u64, selector]);
     assert_eq!(outcome(&world, other), Some(Status::Ok));
@@ -559,10 +559,10 @@ fn new_vcpu(
 
 fn guest(world: &mut World) -> Guest {
     let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
-    world.give(ObjectRef::Vm(vm));
+    world.insert_cap(ObjectRef::Vm(vm));
     let (events, selector) = world.notification();
     let vcpu = new_vcpu(world, vm, events).unwrap();
-    let slot = world.give(ObjectRef::Vcpu(vcpu));
+    let slot = world.insert_cap(ObjectRef::Vcpu(vcpu));
     Guest { vm, events, selector, vcpu, slot }
 }
 
@@ -761,7 +761,7 @@ fn a_guest_rings_the_doorbells_that_are_bound() {
     let vmm = world.thread(0);
     let (bell, selector) = world.notification();
     let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
-    let own = world.give(ObjectRef::Vm(vm));
+    let own = world.insert_cap(ObjectRef::Vm(vm));
     let ring = |world: &World, index| world.kernel.ring_doorbell(world.kernel.memory.at(vm), index);
     assert_eq!(ring(&world, 0), doorbell::UNBOUND);
     for (index, status) in
