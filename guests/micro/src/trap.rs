@@ -4,7 +4,7 @@ use crate::{UNEXPECTED_TRAP, cpu, exit, println};
 use core::arch::{asm, global_asm};
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use hw_x86::paging::Gate;
+use hw_x86::paging::GateDescriptor;
 
 /// Non-maskable interrupt.
 pub const NMI: u8 = 2;
@@ -130,10 +130,10 @@ unsafe extern "Rust" {
 }
 
 #[repr(C, align(16))]
-struct Table(UnsafeCell<[Gate; VECTORS]>);
+struct Table(UnsafeCell<[GateDescriptor; VECTORS]>);
 // SAFETY: written once, by `init` before anything uses it.
 unsafe impl Sync for Table {}
-static TABLE: Table = Table(UnsafeCell::new([Gate::interrupt(0, 0, 0, 0); VECTORS]));
+static TABLE: Table = Table(UnsafeCell::new([GateDescriptor::interrupt(0, 0, 0, 0); VECTORS]));
 
 /// Operand of `LIDT`.
 #[repr(C, packed)]
@@ -153,7 +153,7 @@ pub(crate) fn init() {
     for vector in 0..VECTORS {
         let entry = base + vector as u64 * STUB_LENGTH;
         // SAFETY: nothing else runs, and the table is not loaded yet.
-        unsafe { (*TABLE.0.get())[vector] = Gate::interrupt(entry, CODE_SELECTOR, 0, 0) };
+        unsafe { (*TABLE.0.get())[vector] = GateDescriptor::interrupt(entry, CODE_SELECTOR, 0, 0) };
     }
     load_table();
 }

@@ -19,7 +19,7 @@ pub struct NativeVcpu<'a> {
     deadline: u64,
     /// Ticks that the machine's time is behind the host's.
     behind: u64,
-    /// Those of [`window::STANDING`] that are asked for.
+    /// Those of [`window::PERSISTENT`] that are asked for.
     window: u64,
     /// What the kernel is told of halts, if nothing else prevents it from waiting.
     halts: u64,
@@ -68,7 +68,7 @@ impl<'a> NativeVcpu<'a> {
     /// World switches and exits that the kernel settled.
     pub fn counts(&mut self) -> (u64, u64) {
         let state = self.vcpu.state();
-        (state.entries, state.settled)
+        (state.entries, state.handled_in_kernel)
     }
 
     /// Ticks that the kernel has waited while the guest was halted.
@@ -105,11 +105,11 @@ impl<'a> NativeVcpu<'a> {
         self.vcpu.state().valid |= missing;
     }
 
-    /// Asks for one of [`window::STANDING`], or no longer.
+    /// Asks for one of [`window::PERSISTENT`], or no longer.
     fn stand(&mut self, bit: u64, on: bool) {
         self.window = self.window & !bit | if on { bit } else { 0 };
         let state = self.vcpu.state();
-        state.window = state.window & !window::STANDING | self.window;
+        state.window = state.window & !window::PERSISTENT | self.window;
     }
 
     /// The state page, with this group valid and marked as changed.
@@ -275,13 +275,13 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
             | match wanted {
                 InterruptWindow::Nothing => 0,
                 InterruptWindow::Exit => window::EXIT,
-                InterruptWindow::DeliverVirq(vector) => window::TAKE | u64::from(vector),
+                InterruptWindow::DeliverVirq(vector) => window::DELIVER_VIRQ | u64::from(vector),
             };
     }
 
     #[inline(always)]
     fn has_window(&mut self) -> bool {
-        self.vcpu.state().window & !window::STANDING != 0
+        self.vcpu.state().window & !window::PERSISTENT != 0
     }
 
     const KEEPS_CR8: bool = true;

@@ -69,7 +69,7 @@ fn main() {
     check!(id == channel.read(OWN_ID).into(), "hypercall says id {id}");
     check!(id != channel.read(PEER_ID).into(), "the peer has the same id");
     check!(channel.name(OWN_NAME) != channel.name(PEER_NAME), "the peer has the same name");
-    check!(channel::ring(77) == doorbell::DEAD, "a doorbell that does not exist");
+    check!(channel::ring(77) == doorbell::UNBOUND, "a doorbell that does not exist");
     cpu::enable_interrupts();
     let Some(mut ends) = Ends::new(channel) else {
         check!(false, "the memory is too short");
