@@ -12,11 +12,11 @@
 //!
 //! | label | words | reply |
 //! |---|---|---|
-//! | [`OFFER`] | [`Place`], offset in guest memory, bytes, 1 if it may be written | |
-//! | [`REVOKE`] | [`Place`] | |
-//! | [`MAP`] | [`Place`] | the pages are mapped at [`crate::start::shares`] |
-//! | [`LET_GO`] | [`Place`] | |
-//! | [`LOOK`] | [`Place`], of which the share is ignored | [`View`] |
+//! | [`OFFER`] | [`ShareRef`], offset in guest memory, bytes, 1 if it may be written | |
+//! | [`REVOKE`] | [`ShareRef`] | |
+//! | [`MAP`] | [`ShareRef`] | the pages are mapped at [`crate::start::shares`] |
+//! | [`LET_GO`] | [`ShareRef`] | |
+//! | [`LOOK`] | [`ShareRef`], of which the share is ignored | [`View`] |
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -316,14 +316,14 @@ pub const LOOK: u64 = 20;
 
 /// A share of a channel, in a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct ShareRef {
     /// Number of the channel with the VMM.
     pub channel: usize,
     /// Number of the share, below [`SHARES`].
     pub share: usize,
 }
 
-impl Place {
+impl ShareRef {
     /// As a word.
     pub const fn pack(self) -> u64 {
         self.channel as u64 | (self.share as u64) << 8
@@ -532,10 +532,10 @@ mod tests {
         view.peers[3] =
             PeerShare { state: ShareState::Mapped, writable: true, length: SHARE_BYTES as u32 };
         assert_eq!(View::unpack(view.pack()), view);
-        let place = Place { channel: 3, share: 2 };
-        assert_eq!(Place::unpack(place.pack()), Some(place));
+        let place = ShareRef { channel: 3, share: 2 };
+        assert_eq!(ShareRef::unpack(place.pack()), Some(place));
         for word in [u64::MAX, 4, 4 << 8, 1 << 63] {
-            assert_eq!(Place::unpack(word), None);
+            assert_eq!(ShareRef::unpack(word), None);
         }
     }
 }

@@ -3,7 +3,7 @@
 //! | label | words |
 //! |---|---|
 //! | [`STARTED`] | 0: bytes of memory in use beyond guest memory |
-//! | [`EXITED`] | 0: exit code; [`Statistics`] in the page |
+//! | [`EXITED`] | 0: exit code; [`VmmStatistics`] in the page |
 //! | [`PANICKED`] | 0: length of the text; text in the page |
 //! | [`DRAINED`] | – |
 //!
@@ -41,7 +41,7 @@ pub const REASONS: usize = 24;
 
 /// What a VMM counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Statistics {
+pub struct VmmStatistics {
     /// World switches into the guest.
     pub entries: u64,
     /// Exits that the kernel settled itself.
@@ -52,7 +52,7 @@ pub struct Statistics {
     pub exits: [u64; REASONS],
 }
 
-impl Statistics {
+impl VmmStatistics {
     /// Words of the packed form.
     pub const WORDS: usize = 3 + REASONS;
 
@@ -85,9 +85,10 @@ mod tests {
 
     #[test]
     fn statistics_round_trip() {
-        let mut statistics = Statistics { entries: 1, settled: 2, bytes: 3, ..Statistics::ZERO };
+        let mut statistics =
+            VmmStatistics { entries: 1, settled: 2, bytes: 3, ..VmmStatistics::ZERO };
         statistics.exits[REASONS - 1] = 9;
-        assert_eq!(Statistics::unpack(&statistics.pack()), statistics);
-        assert_eq!(Statistics::unpack(&[]), Statistics::ZERO);
+        assert_eq!(VmmStatistics::unpack(&statistics.pack()), statistics);
+        assert_eq!(VmmStatistics::unpack(&[]), VmmStatistics::ZERO);
     }
 }

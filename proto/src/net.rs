@@ -130,7 +130,7 @@ impl Info {
 /// What frames a client takes besides whole ones with all checksums. The switch finishes others before it passes them
 /// on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Takes {
+pub struct OffloadCaps {
     /// The checksum may be missing.
     pub sums: bool,
     /// TCP over IPv4 may be uncut.
@@ -139,7 +139,7 @@ pub struct Takes {
     pub tcp6: bool,
 }
 
-impl Takes {
+impl OffloadCaps {
     fn pack(self) -> u64 {
         u64::from(self.sums) | u64::from(self.tcp4) << 1 | u64::from(self.tcp6) << 2
     }
@@ -190,12 +190,12 @@ impl<'m> Sender<'m> {
 
     /// Gives the places of taken frames back.
     fn reclaim(&mut self) -> Result<(), Broken> {
-        let taken = self.ring.taken_in_all()?;
+        let taken = self.ring.total_taken()?;
         if taken.wrapping_sub(self.oldest) as usize > FRAMES {
             // The other side went back on what it had taken.
             return Err(Broken);
         }
-        if taken == self.ring.put_in_all() {
+        if taken == self.ring.total_put() {
             (self.tail, self.head) = (0, 0);
         } else if taken != self.oldest {
             self.tail = self.ends[taken.wrapping_sub(1) as usize % FRAMES].into();
@@ -211,7 +211,7 @@ impl<'m> Sender<'m> {
             return Ok(None);
         }
         self.reclaim()?;
-        let filled = self.ring.put_in_all().wrapping_sub(self.oldest) as usize;
+        let filled = self.ring.total_put().wrapping_sub(self.oldest) as usize;
         Ok((filled < FRAMES).then(|| self.find(length, filled == 0)).flatten())
     }
 
@@ -234,7 +234,7 @@ impl<'m> Sender<'m> {
     /// Sends the frame whose [place](Self::place) was asked for last.
     pub fn send(&mut self, frame: Frame) -> Result<(), Broken> {
         let [second, third] = frame.offload.pack();
-        let number = self.ring.put_in_all() as usize % FRAMES;
+        let number = self.ring.total_put() as usize % FRAMES;
         if self.ring.put([frame.offset | frame.length << 32, second, third])? {
             let end =
                 frame.offset.wrapping_sub(self.area.first) + frame.length.next_multiple_of(ALIGN);
@@ -401,7 +401,7 @@ impl<'m> Client<'m> {
     pub fn new(memory: &'m [AtomicU64], length: u64) -> Option<Self> {
         let (to_switch, to_client) = areas(length)?;
         let mut link = ClientLink::new(memory)?;
-        link.tell(Takes::default().pack());
+        link.set_client_info(OffloadCaps::default().pack());
         Some(Self {
             link,
             sender: Sender::new(memory.get(TO_SWITCH..)?, to_switch)?,
@@ -428,8 +428,8 @@ impl<'m> Client<'m> {
     }
 
     /// Says what frames the client takes from now on; at first, whole ones only.
-    pub fn set_takes(&mut self, takes: Takes) {
-        self.link.tell(takes.pack());
+    pub fn set_offload_caps(&mut self, caps: OffloadCaps) {
+        self.link.set_client_info(caps.pack());
     }
 
     /// What the switch tells, if connected.
@@ -464,8 +464,8 @@ impl<'m> Port<'m> {
     }
 
     /// What frames the client takes.
-    pub fn takes(&self) -> Takes {
-        Takes::unpack(self.link.link.client_info())
+    pub fn offload_caps(&self) -> OffloadCaps {
+        OffloadCaps::unpack(self.link.link.client_info())
     }
 
     /// The client's address.

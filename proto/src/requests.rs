@@ -89,10 +89,10 @@ pub struct Queue {
     pub answers: AtomicU32,
     /// The virtual CPU waits for [`Queue::answers`].
     pub is_awaited: AtomicU32,
-    /// A worker that cannot tell the virtual CPU has rung, so that the device process does.
-    pub rung: AtomicU32,
+    /// A worker that cannot tell the virtual CPU has pending, so that the device process does.
+    pub pending: AtomicU32,
     /// A failure of the host has been told.
-    pub told: AtomicU32,
+    pub warned: AtomicU32,
     /// Counts up when the virtual CPU abandons all requests.
     pub epoch: AtomicU32,
     /// Workers that are between [`Queue::enter`] and [`Queue::leave`].
@@ -128,8 +128,8 @@ impl Queue {
             sleepers: AtomicU32::new(0),
             answers: AtomicU32::new(0),
             is_awaited: AtomicU32::new(0),
-            rung: AtomicU32::new(0),
-            told: AtomicU32::new(0),
+            pending: AtomicU32::new(0),
+            warned: AtomicU32::new(0),
             epoch: AtomicU32::new(0),
             inside: AtomicU32::new(0),
             requests: [const { Request::new() }; REQUESTS],

@@ -107,12 +107,12 @@ impl<'m, const N: usize, const CAPACITY: usize> Producer<'m, N, CAPACITY> {
     }
 
     /// Entries ever put, modulo 2^32.
-    pub fn put_in_all(&self) -> u32 {
+    pub fn total_put(&self) -> u32 {
         self.put
     }
 
     /// Entries ever taken by the other side, modulo 2^32; at most `CAPACITY` less than were put.
-    pub fn taken_in_all(&mut self) -> Result<u32, Broken> {
+    pub fn total_taken(&mut self) -> Result<u32, Broken> {
         let taken = self.ring.position(TAKEN)?;
         Ring::<N, CAPACITY>::filled(self.put, taken)?;
         self.taken = taken;
@@ -121,7 +121,7 @@ impl<'m, const N: usize, const CAPACITY: usize> Producer<'m, N, CAPACITY> {
 
     /// Entries that can be put now.
     pub fn room(&mut self) -> Result<usize, Broken> {
-        self.taken_in_all()?;
+        self.total_taken()?;
         Ok(CAPACITY - self.put.wrapping_sub(self.taken) as usize)
     }
 

@@ -29,7 +29,7 @@ pub struct Attachment {
 
 /// A part of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
+pub struct DiskRange {
     /// Number of the partition, from 1, in the order of the partition table; `None`: the whole disk.
     pub partition: Option<u8>,
     /// First sector, from the start of the partition or disk.
@@ -38,7 +38,7 @@ pub struct Part {
     pub sectors: u64,
 }
 
-impl Part {
+impl DiskRange {
     /// All of the disk.
     pub const WHOLE: Self = Self { partition: None, first: 0, sectors: 0 };
 }
@@ -47,7 +47,7 @@ impl Part {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskClient {
     /// What it sees.
-    pub part: Part,
+    pub part: DiskRange,
     /// It cannot change it.
     pub read_only: bool,
     /// Events to signal to it.
@@ -74,7 +74,7 @@ pub struct DiskServer {
 
 /// A port of a switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NetPort {
+pub struct SwitchPort {
     /// The client's address, the only one that it may send from.
     pub mac: Mac,
     /// Isolation group: ports of different groups do not reach each other. The uplink is in all of them.
@@ -91,5 +91,5 @@ pub struct NetServer {
     /// It owns a network card, virtio-net over PCI.
     pub uplink: bool,
     /// Ports, numbered as the task's sessions.
-    pub ports: Vec<NetPort, MAX_SESSIONS>,
+    pub ports: Vec<SwitchPort, MAX_SESSIONS>,
 }

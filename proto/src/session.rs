@@ -117,7 +117,7 @@ impl<'m> ClientLink<'m> {
     }
 
     /// Tells the server something about the client.
-    pub fn tell(&mut self, word: u64) {
+    pub fn set_client_info(&mut self, word: u64) {
         self.header.write(CLIENT_INFO, word);
     }
 

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::channel::MAX_CHANNELS;
 use crate::net::Mac;
-use crate::service::Part;
+use crate::service::DiskRange;
 
 /// Version of the encoding. Incremented by every change of a type in this module.
 pub const VERSION: u32 = 6;
@@ -205,7 +205,7 @@ pub struct VmDisk {
     /// Index into [`System::servers`] of the disk server.
     pub server: u8,
     /// Which part of the server's disk. No two that overlap, unless both are read-only.
-    pub part: Part,
+    pub part: DiskRange,
     /// The guest cannot change it.
     pub read_only: bool,
 }
@@ -344,7 +344,7 @@ mod tests {
                 template: false,
                 disks: Vec::from_iter([VmDisk {
                     server: 1,
-                    part: Part { partition: Some(2), first: 0, sectors: 0 },
+                    part: DiskRange { partition: Some(2), first: 0, sectors: 0 },
                     read_only: false,
                 }]),
                 nets: Vec::from_iter([VmNet {

@@ -39,12 +39,12 @@ pub mod layout {
     /// Length of that memory in bytes.
     pub const SETUP_LENGTH: u64 = 0x1000;
     /// What two processes of an address space share, if programs have one of their own.
-    pub const GATE: u64 = 0x7700_0000;
+    pub const MAILBOX: u64 = 0x7700_0000;
     /// Its length in bytes.
-    pub const GATE_LENGTH: u64 = 0x1_0000;
+    pub const MAILBOX_LENGTH: u64 = 0x1_0000;
     /// Where the one of a slot of a virtual CPU is in the descriptor of the shared memory.
-    pub const fn gate(vcpu: usize, slot: usize) -> u64 {
-        SHARED_LENGTH + (vcpu * SLOTS + slot) as u64 * GATE_LENGTH
+    pub const fn mailbox(vcpu: usize, slot: usize) -> u64 {
+        SHARED_LENGTH + (vcpu * SLOTS + slot) as u64 * MAILBOX_LENGTH
     }
     /// Most address spaces that have a process of their own, for each virtual CPU.
     pub const SLOTS: usize = 64;
@@ -131,9 +131,9 @@ pub mod layout {
     pub const VSOCK: u64 = 0x0280_0000;
     /// Where the [`Queue`](crate::requests::Queue)s are in the shared memory: of the disks, then of the shared directories.
     pub const QUEUES: u64 = 0x02c0_0000;
-    /// Where [`Statistics`](super::Statistics) are in the shared memory, one of each virtual CPU after another.
+    /// Where [`VcpuStatistics`](super::VcpuStatistics) are in the shared memory, one of each virtual CPU after another.
     pub const STATISTICS: u64 = 0x02ef_0000;
-    /// Where [`Debug`](super::debug::Debug) is in the shared memory.
+    /// Where [`DebugState`](super::debug::DebugState) is in the shared memory.
     pub const DEBUG: u64 = 0x02ef_8000;
     /// Where [`Filters`](super::Filters) are in the shared memory.
     pub const FILTERS: u64 = 0x02f0_0000;
@@ -163,7 +163,7 @@ impl Filters {
     /// Of the device process.
     pub const DEVICE: usize = 6;
     /// Of the thread that runs programs, if these have processes of their own.
-    pub const PROGRAM: usize = 7;
+    pub const USER_THREAD: usize = 7;
 }
 
 const _: () = assert!(layout::FILTERS + size_of::<Filters>() as u64 <= layout::SHARED_LENGTH);
@@ -276,31 +276,31 @@ record! {
 }
 
 const _: () = assert!(Start::WORDS as u64 * 8 <= layout::DISKS);
-const _: () = assert!(layout::DISKS + 8 * (MAX_DISKS * Disk::WORDS) as u64 <= layout::NETS);
-const _: () = assert!(layout::NETS + 8 * (MAX_NETS * Net::WORDS) as u64 <= layout::SHARES);
+const _: () = assert!(layout::DISKS + 8 * (MAX_DISKS * DiskRecord::WORDS) as u64 <= layout::NETS);
+const _: () = assert!(layout::NETS + 8 * (MAX_NETS * NetRecord::WORDS) as u64 <= layout::SHARES);
 const _: () = assert!(layout::DISKS_FD + MAX_DISKS as u32 <= layout::NETS_FD);
-const _: () = assert!(layout::SHARES + 8 * (MAX_SHARES * Share::WORDS) as u64 <= 0x1000);
+const _: () = assert!(layout::SHARES + 8 * (MAX_SHARES * ShareRecord::WORDS) as u64 <= 0x1000);
 
 /// A disk: what its descriptor is. Without descriptor another program carries its requests out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Disk {
+pub struct DiskRecord {
     /// Sectors of 512 bytes.
     pub sectors: u64,
     /// Nothing is written to it.
     pub read_only: bool,
     /// It has no descriptor.
-    pub is_elsewhere: bool,
+    pub is_external: bool,
     /// Its name for the guest, filled up with zeros.
     pub serial: [u8; 20],
 }
 
-impl Disk {
+impl DiskRecord {
     /// Words of the record.
     pub const WORDS: usize = 5;
 
     /// The record as it lies in memory.
     pub fn to_words(&self) -> [u64; Self::WORDS] {
-        let flags = u64::from(self.read_only) | u64::from(self.is_elsewhere) << 1;
+        let flags = u64::from(self.read_only) | u64::from(self.is_external) << 1;
         let mut words = [self.sectors, flags, 0, 0, 0];
         pack(&self.serial, &mut words[2..]);
         words
@@ -311,18 +311,18 @@ impl Disk {
         let [sectors, flags, name @ ..] = words;
         let mut serial = [0; 20];
         unpack(name, &mut serial);
-        Self { sectors: *sectors, read_only: flags & 1 != 0, is_elsewhere: flags & 2 != 0, serial }
+        Self { sectors: *sectors, read_only: flags & 1 != 0, is_external: flags & 2 != 0, serial }
     }
 }
 
 /// A shared directory: its name for the guest, filled up with zeros.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Share {
+pub struct ShareRecord {
     /// The name.
     pub tag: [u8; 32],
 }
 
-impl Share {
+impl ShareRecord {
     /// Words of the record.
     pub const WORDS: usize = 4;
 
@@ -358,7 +358,7 @@ fn unpack(words: &[u64], to: &mut [u8]) {
 
 /// A network: what its descriptor is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Net {
+pub struct NetRecord {
     /// The card's address.
     pub mac: [u8; 6],
     /// Longest packet that the guest is told of; 0: it is told nothing.
@@ -368,7 +368,7 @@ pub struct Net {
     pub tap: [u8; 16],
 }
 
-impl Net {
+impl NetRecord {
     /// Words of the record.
     pub const WORDS: usize = 3;
 
@@ -412,7 +412,7 @@ pub mod control {
     /// From the device process only: a virtual CPU has stopped for a debugger.
     pub const HALTED: u8 = b'H';
     /// From the device process only: there is a further process of the guest.
-    pub const MADE: u8 = b'n';
+    pub const PROCESS_CREATED: u8 = b'n';
     /// From the device process only: the guest's first instruction comes now.
     pub const STARTED: u8 = b's';
 }
@@ -430,10 +430,10 @@ pub mod exit {
 
     /// Signals by which Linux ends a process for what that process does: `SIGILL`, `SIGTRAP`,
     /// `SIGABRT`, `SIGBUS`, `SIGFPE`, `SIGSEGV`, `SIGPIPE`, `SIGXFSZ` and `SIGSYS` (signal(7), x86).
-    pub const OWN_DOING: [u32; 9] = [4, 5, 6, 7, 8, 11, 13, 25, 31];
+    pub const SELF_INFLICTED: [u32; 9] = [4, 5, 6, 7, 8, 11, 13, 25, 31];
 
     /// Whether a guest may bring this code about.
-    pub const fn is_of_guest(code: u8) -> bool {
+    pub const fn is_guest_code(code: u8) -> bool {
         matches!(code, 0..=LAST_CHOSEN | PANIC | FAULT | RESET)
     }
 }
@@ -441,16 +441,16 @@ pub mod exit {
 /// What the wedge counts. It is in memory that the guest can change: for people and their graphs, not for decisions.
 #[derive(Debug)]
 #[repr(C)]
-pub struct Statistics {
+pub struct VcpuStatistics {
     /// Times that each kind of site came to the wedge, by the kind's number.
     pub sites: [AtomicU64; 256],
-    /// Other counters: see [`count`].
+    /// Other counters: see [`counter`].
     pub counters: [AtomicU64; 16],
 }
 
 /// One for each virtual CPU.
 const _: () = assert!(
-    layout::STATISTICS + (crate::system::MAX_VCPUS * size_of::<Statistics>()) as u64
+    layout::STATISTICS + (crate::system::MAX_VCPUS * size_of::<VcpuStatistics>()) as u64
         <= layout::DEBUG
 );
 
@@ -471,21 +471,21 @@ pub mod debug {
     /// Of all virtual CPUs.
     #[derive(Debug)]
     #[repr(C)]
-    pub struct Debug {
+    pub struct DebugState {
         /// Not 0: they shall stop.
         pub wanted: AtomicU32,
         /// One has stopped: not 0 until the device process has told the debugger.
-        pub news: AtomicU32,
+        pub halt_pending: AtomicU32,
         /// Linear addresses of breakpoints; 0: none.
         pub breakpoints: [AtomicU64; BREAKPOINTS],
         /// Each of them.
-        pub vcpus: [Vcpu; MAX_VCPUS],
+        pub vcpus: [VcpuDebug; MAX_VCPUS],
     }
 
     /// Of one virtual CPU.
     #[derive(Debug, Default)]
     #[repr(C)]
-    pub struct Vcpu {
+    pub struct VcpuDebug {
         /// Not 0: it has stopped, and waits for a command.
         pub halted: AtomicU32,
         /// Why it stopped last.
@@ -498,7 +498,7 @@ pub mod debug {
         pub registers: [AtomicU64; register::COUNT],
     }
 
-    /// Values of [`Vcpu::reason`].
+    /// Values of [`VcpuDebug::reason`].
     pub mod reason {
         /// Somebody wanted it.
         pub const WANTED: u32 = 0;
@@ -508,7 +508,7 @@ pub mod debug {
         pub const STEP: u32 = 2;
     }
 
-    /// Values of [`Vcpu::command`].
+    /// Values of [`VcpuDebug::command`].
     pub mod command {
         /// Wait.
         pub const WAIT: u32 = 0;
@@ -518,7 +518,7 @@ pub mod debug {
         pub const STEP: u32 = 2;
     }
 
-    /// Indices of [`Vcpu::registers`]. General registers come first, as instructions encode them.
+    /// Indices of [`VcpuDebug::registers`]. General registers come first, as instructions encode them.
     pub mod register {
         /// Instruction pointer.
         pub const RIP: usize = 16;
@@ -540,30 +540,30 @@ pub mod debug {
         pub const COUNT: usize = 23;
     }
 
-    const _: () = assert!(layout::DEBUG + size_of::<Debug>() as u64 <= layout::FILTERS);
+    const _: () = assert!(layout::DEBUG + size_of::<DebugState>() as u64 <= layout::FILTERS);
 
     /// What a virtual CPU that stops does by its host.
-    pub trait Halting {
+    pub trait DebugHost {
         /// Tells the debugger that one has stopped.
-        fn tell(&self);
+        fn notify_debugger(&self);
         /// Waits until this word is no longer [`command::WAIT`], or for some time.
         fn wait(&self, word: &AtomicU32);
         /// It goes on. That it should stop it has been told for the stop that is over.
-        fn go_on(&self);
+        fn on_resume(&self);
     }
 
-    impl Default for Debug {
+    impl Default for DebugState {
         fn default() -> Self {
             Self {
                 wanted: AtomicU32::default(),
-                news: AtomicU32::default(),
+                halt_pending: AtomicU32::default(),
                 breakpoints: [const { AtomicU64::new(0) }; BREAKPOINTS],
                 vcpus: Default::default(),
             }
         }
     }
 
-    impl Debug {
+    impl DebugState {
         /// The debugger wants all virtual CPUs to stop.
         pub fn is_wanted(&self) -> bool {
             self.wanted.load(SeqCst) != 0
@@ -581,7 +581,7 @@ pub mod debug {
             index: usize,
             why: u32,
             registers: &mut [u64; register::COUNT],
-            host: &impl Halting,
+            host: &impl DebugHost,
         ) -> bool {
             let Some(own) = self.vcpus.get(index) else { return false };
             for (place, value) in own.registers.iter().zip(&*registers) {
@@ -591,14 +591,14 @@ pub mod debug {
             own.reason.store(why, SeqCst);
             own.halts.fetch_add(1, SeqCst);
             own.halted.store(1, SeqCst);
-            host.tell();
+            host.notify_debugger();
             while own.command.load(SeqCst) == command::WAIT
                 && (why != reason::WANTED || self.is_wanted())
             {
                 host.wait(&own.command);
             }
             let command = own.command.swap(command::WAIT, SeqCst);
-            host.go_on();
+            host.on_resume();
             own.halted.store(0, SeqCst);
             for (value, place) in registers[..register::CHANGEABLE].iter_mut().zip(&own.registers) {
                 *value = place.load(SeqCst);
@@ -608,8 +608,8 @@ pub mod debug {
     }
 }
 
-/// Indices of [`Statistics::counters`].
-pub mod count {
+/// Indices of [`VcpuStatistics::counters`].
+pub mod counter {
     /// Faults that led to a mapping.
     pub const FILLS: usize = 0;
     /// Faults that were the guest's own.
@@ -679,8 +679,8 @@ pub mod option {
     /// The host has 32-bit system calls.
     pub const COMPAT: u64 = 1 << 14;
     /// Programs have processes of their own, without their kernel. Neither together with [`KEYS`], [`REMAP`], [`TRACED`] and [`PROFILE`], nor without
-    /// [`NO_CALL_SITES`]. There is a [`gate`](super::layout::gate) for each slot behind the shared memory.
-    pub const APART: u64 = 1 << 15;
+    /// [`NO_CALL_SITES`]. There is a [`mailbox`](super::layout::mailbox) for each slot behind the shared memory.
+    pub const USER_PROCESS: u64 = 1 << 15;
 }
 
 #[cfg(test)]
@@ -698,21 +698,21 @@ mod tests {
 
     #[test]
     fn a_network_comes_back() {
-        let net = Net { mac: [2, 3, 4, 5, 6, 7], mtu: 65_520, tap: *b"abcdefghijklmno\0" };
-        assert_eq!(Net::from_words(&net.to_words()), net);
-        let stream = Net::from_words(&[0; Net::WORDS]);
-        assert_eq!((stream, stream.is_tap(), net.is_tap()), (Net::default(), false, true));
+        let net = NetRecord { mac: [2, 3, 4, 5, 6, 7], mtu: 65_520, tap: *b"abcdefghijklmno\0" };
+        assert_eq!(NetRecord::from_words(&net.to_words()), net);
+        let stream = NetRecord::from_words(&[0; NetRecord::WORDS]);
+        assert_eq!((stream, stream.is_tap(), net.is_tap()), (NetRecord::default(), false, true));
     }
 
     #[test]
     fn a_disk_comes_back() {
         let serial = *b"abcdefghijklmnopqrst";
-        let disk = Disk { sectors: 7, read_only: true, is_elsewhere: false, serial };
-        assert_eq!(Disk::from_words(&disk.to_words()), disk);
-        let disk = Disk { read_only: false, is_elsewhere: true, ..disk };
-        assert_eq!(Disk::from_words(&disk.to_words()), disk);
-        let share = Share { tag: *b"abcdefghijklmnopqrstuvwxyz012345" };
-        assert_eq!(Share::from_words(&share.to_words()), share);
-        assert_eq!(Disk::from_words(&[0; Disk::WORDS]), Disk::default());
+        let disk = DiskRecord { sectors: 7, read_only: true, is_external: false, serial };
+        assert_eq!(DiskRecord::from_words(&disk.to_words()), disk);
+        let disk = DiskRecord { read_only: false, is_external: true, ..disk };
+        assert_eq!(DiskRecord::from_words(&disk.to_words()), disk);
+        let share = ShareRecord { tag: *b"abcdefghijklmnopqrstuvwxyz012345" };
+        assert_eq!(ShareRecord::from_words(&share.to_words()), share);
+        assert_eq!(DiskRecord::from_words(&[0; DiskRecord::WORDS]), DiskRecord::default());
     }
 }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use hosted_jail::describe;
-use proto::wedge::{Net as Record, log};
+use proto::wedge::{NetRecord as Record, log};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use vmm_bus::Data;

@@ -36,7 +36,7 @@ pub trait Port: Frames {
 }
 
 /// What a network is like for the device model.
-pub fn info(record: &wedge::Net) -> NetInfo {
+pub fn info(record: &wedge::NetRecord) -> NetInfo {
     NetInfo { mac: record.mac, mtu: record.mtu, whole: !record.is_tap() }
 }
 
@@ -52,7 +52,7 @@ pub struct Card<P> {
 
 impl<P: Port> Card<P> {
     /// A card with frames of streams, or of tap devices behind their offload headers.
-    pub fn new(port: P, record: &wedge::Net) -> Self {
+    pub fn new(port: P, record: &wedge::NetRecord) -> Self {
         let (header, most) = match record.is_tap() {
             true => (Offload::HEADER as u32, MAX_FRAME),
             false => (0, MAX_STREAM_FRAME),

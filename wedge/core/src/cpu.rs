@@ -22,13 +22,13 @@ pub mod rflags {
     pub const AC: u64 = 1 << 18;
     pub const ID: u64 = 1 << 21;
     /// What programs may change: arithmetic flags, `DF`, `AC`, `ID`, `NT`, `RF`, `TF`.
-    pub const OPEN: u64 = 0x0025_4dd5;
+    pub const USER_WRITABLE: u64 = 0x0025_4dd5;
 }
 
 /// Registers that the processor of the host has while the guest runs. Entry code knows the offsets.
 #[derive(Clone, Debug, Default)]
 #[repr(C)]
-pub struct Frame {
+pub struct RegisterFrame {
     /// General registers, numbered as instructions encode them.
     pub gpr: [u64; 16],
     /// Instruction pointer.
@@ -39,7 +39,7 @@ pub struct Frame {
 
 /// A descriptor-table register.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Table {
+pub struct DescriptorTable {
     /// Linear address of the table.
     pub base: u64,
     /// Its last byte.
@@ -49,7 +49,7 @@ pub struct Table {
 /// Linear addresses that mean the same in every address space, whatever the current tables say: where a kernel is that has been moved to
 /// the half of the address space that programs have. They are resolved by a root of their own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Shared {
+pub struct SharedRange {
     /// First address.
     pub start: u64,
     /// First address behind.
@@ -63,7 +63,7 @@ pub struct Shared {
 #[repr(C)]
 pub struct VirtualCpu {
     /// Registers of the guest.
-    pub frame: Frame,
+    pub frame: RegisterFrame,
     /// Bits of `RFLAGS` that the host's processor does not hold; the other bits are 0. `IF`,
     /// always: rewritten sites change it in place. `AC` at privilege level 0: that code runs at the
     /// host's level 3, where `AC` makes unaligned accesses fault (APM vol. 2, 3.1.6).
@@ -101,17 +101,17 @@ pub struct VirtualCpu {
     /// Debug registers; 4 and 5 are 6 and 7.
     pub dr: [u64; 8],
     /// Global descriptor table.
-    pub gdtr: Table,
+    pub gdtr: DescriptorTable,
     /// Interrupt descriptor table.
-    pub idtr: Table,
+    pub idtr: DescriptorTable,
     /// `ES`, `CS`, `SS`, `DS`, `FS`, `GS`, as instructions encode them; the bases of the last two are the host's.
     pub segments: [Segment; 6],
     /// Local descriptor table.
     pub ldtr: Segment,
     /// Task register.
     pub tr: Segment,
-    /// See [`Shared`].
-    pub shared: Shared,
+    /// See [`SharedRange`].
+    pub shared: SharedRange,
     /// Where the ring-3 code segment was loaded from last, to spare the look into the table at each return to a program.
     pub(crate) user_code: Segment,
 }
@@ -130,7 +130,7 @@ impl VirtualCpu {
         let none = Segment { selector: 0, attrib: 0, limit: 0, base: 0 };
         let code = Segment { attrib: USABLE_CODE_64, ..data };
         Self {
-            frame: Frame { gpr: [0; 16], rip: 0, rflags: rflags::FIXED },
+            frame: RegisterFrame { gpr: [0; 16], rip: 0, rflags: rflags::FIXED },
             held_flags: 0,
             attention: 0,
             cpl: 0,
@@ -149,12 +149,12 @@ impl VirtualCpu {
             pat: 0x0007_0406_0007_0406,
             xcr0: 1,
             dr: [0, 0, 0, 0, 0, 0, 0xffff_0ff0, 0x400],
-            gdtr: Table { base: 0, limit: 0 },
-            idtr: Table { base: 0, limit: 0 },
+            gdtr: DescriptorTable { base: 0, limit: 0 },
+            idtr: DescriptorTable { base: 0, limit: 0 },
             segments: [data, code, data, data, data, data],
             ldtr: none,
             tr: none,
-            shared: Shared { start: 0, end: 0, root: 0 },
+            shared: SharedRange { start: 0, end: 0, root: 0 },
             user_code: none,
         }
     }
@@ -169,7 +169,7 @@ impl VirtualCpu {
     pub fn set_rflags(&mut self, value: u64) {
         let held = self.held();
         self.held_flags = value & held;
-        self.frame.rflags = value & !held & (rflags::OPEN | rflags::IOPL) | rflags::FIXED;
+        self.frame.rflags = value & !held & (rflags::USER_WRITABLE | rflags::IOPL) | rflags::FIXED;
     }
 
     /// The bits of [`VirtualCpu::held_flags`] that count at the current privilege level.

@@ -8,7 +8,7 @@ use vmm_mem::GuestMemory;
 
 use crate::cpu::{CS, SS, VirtualCpu, is_canonical, rflags};
 use crate::segment::{self, code_of};
-use crate::{Event, Exit, Outcome, Trouble, protection, vector};
+use crate::{Event, Exit, Interruption, Outcome, protection, vector};
 
 /// Types of gates (APM vol. 2, section 4.8.4).
 const INTERRUPT_GATE: u8 = 0xe;
@@ -52,12 +52,13 @@ impl VirtualCpu {
         for _ in 0..3 {
             let code = (current.0 & event::ERROR_VALID != 0).then_some((current.0 >> 32) as u32);
             let source = source_of(current);
-            let Err(trouble) = self.through_gate(memory, current.vector(), code, source) else {
+            let Err(interruption) = self.through_gate(memory, current.vector(), code, source)
+            else {
                 return Ok(());
             };
-            let second = match trouble {
-                Trouble::Page(fault) => self.page_fault(fault),
-                Trouble::Event(event) => event,
+            let second = match interruption {
+                Interruption::Page(fault) => self.page_fault(fault),
+                Interruption::Event(event) => event,
             };
             let (first, next) = (current.vector(), second.vector());
             if current.is_exception() && first == vector::DOUBLE_FAULT {
@@ -84,14 +85,14 @@ impl VirtualCpu {
         memory: &GuestMemory,
         number: u8,
         length: u64,
-    ) -> Result<Outcome, Trouble> {
+    ) -> Result<Outcome, Interruption> {
         let rip = self.frame.rip;
         self.frame.rip = rip.wrapping_add(length);
         match self.through_gate(memory, number, None, Source::Software) {
             Ok(()) => Ok(Outcome::Jump),
-            Err(trouble) => {
+            Err(interruption) => {
                 self.frame.rip = rip;
-                Err(trouble)
+                Err(interruption)
             }
         }
     }
@@ -109,11 +110,11 @@ impl VirtualCpu {
         self.frame.rip = self.frame.rip.wrapping_sub(length);
         match self.software_interrupt(memory, number, length) {
             Ok(_) => Ok(()),
-            Err(Trouble::Page(fault)) => {
+            Err(Interruption::Page(fault)) => {
                 let event = self.page_fault(fault);
                 self.deliver(memory, event)
             }
-            Err(Trouble::Event(event)) => self.deliver(memory, event),
+            Err(Interruption::Event(event)) => self.deliver(memory, event),
         }
     }
 
@@ -124,7 +125,7 @@ impl VirtualCpu {
         number: u8,
         error_code: Option<u32>,
         source: Source,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), Interruption> {
         let named = (u32::from(number) * 8) | IN_IDT;
         let offset = u64::from(number) * 16;
         if offset + 15 > u64::from(self.idtr.limit) {
@@ -201,7 +202,7 @@ impl VirtualCpu {
         &self,
         memory: &GuestMemory,
         selector: u16,
-    ) -> Result<vmm_cpu::backend::Segment, Trouble> {
+    ) -> Result<vmm_cpu::backend::Segment, Interruption> {
         if selector & !3 == (self.star >> 32) as u16 & !3 && selector & !3 != 0 {
             return Ok(segment::kernel_code(selector));
         }
@@ -220,7 +221,7 @@ impl VirtualCpu {
     }
 
     /// A word of the task-state segment.
-    fn task_word(&self, memory: &GuestMemory, offset: u64) -> Result<u64, Trouble> {
+    fn task_word(&self, memory: &GuestMemory, offset: u64) -> Result<u64, Interruption> {
         if offset + 7 > self.tr.limit.into() {
             let code = code_of(self.tr.selector);
             return Err(Event::exception_code(vector::INVALID_TSS, code).into());
@@ -229,7 +230,10 @@ impl VirtualCpu {
     }
 
     /// `IRETQ` (APM vol. 3): five words whatever the level it goes to.
-    pub(crate) fn interrupt_return(&mut self, memory: &GuestMemory) -> Result<Outcome, Trouble> {
+    pub(crate) fn interrupt_return(
+        &mut self,
+        memory: &GuestMemory,
+    ) -> Result<Outcome, Interruption> {
         if self.frame.rflags & rflags::NT != 0 {
             return Err(protection(0).into());
         }
@@ -275,7 +279,7 @@ impl VirtualCpu {
         memory: &GuestMemory,
         size: usize,
         drop: u64,
-    ) -> Result<Outcome, Trouble> {
+    ) -> Result<Outcome, Interruption> {
         let rsp = self.frame.gpr[4];
         let step = size as u64;
         let rip = self.read_value(memory, rsp, size)?;
@@ -305,7 +309,7 @@ impl VirtualCpu {
         memory: &GuestMemory,
         selector: u16,
         level: u8,
-    ) -> Result<vmm_cpu::backend::Segment, Trouble> {
+    ) -> Result<vmm_cpu::backend::Segment, Interruption> {
         let refuse = protection(code_of(selector));
         if selector & !3 == 0 {
             return Err(protection(0).into());

@@ -5,10 +5,10 @@ use hw_x86::paging::{cr0, cr4};
 use vmm_cpu::IoExit;
 use vmm_mem::GuestMemory;
 
-use crate::cpu::{CS, SS, Table, VirtualCpu, is_canonical, rflags};
+use crate::cpu::{CS, DescriptorTable, SS, VirtualCpu, is_canonical, rflags};
 use crate::decode::{Address, Instruction, Op, Operand};
 use crate::segment::{self, code_of};
-use crate::{Exit, Flush, Host, Outcome, Trouble, UNDEFINED, protection};
+use crate::{Exit, Flush, Host, Interruption, Outcome, UNDEFINED, protection};
 
 /// `CR3` bit 63: the translations of the space that is loaded may be kept.
 const KEEP: u64 = 1 << 63;
@@ -37,7 +37,7 @@ const CR4_VALID: u64 = cr4::TSD
     | 1 << 1
     | 1 << 3;
 
-type Result<T> = core::result::Result<T, Trouble>;
+type Result<T> = core::result::Result<T, Interruption>;
 
 impl VirtualCpu {
     /// Goes on at an address: the instruction is complete, and an instruction breakpoint counts for the next one.
@@ -56,8 +56,8 @@ impl VirtualCpu {
     ) -> Outcome {
         match self.try_execute(memory, host, instruction) {
             Ok(outcome) => outcome,
-            Err(Trouble::Page(fault)) => Outcome::Raise(self.page_fault(fault)),
-            Err(Trouble::Event(event)) => Outcome::Raise(event),
+            Err(Interruption::Page(fault)) => Outcome::Raise(self.page_fault(fault)),
+            Err(Interruption::Event(event)) => Outcome::Raise(event),
         }
     }
 
@@ -99,9 +99,9 @@ impl VirtualCpu {
                 let top = self.frame.gpr[4];
                 // An address that depends on RSP has its value after the pop.
                 self.frame.gpr[4] = top.wrapping_add(size.into());
-                if let Err(trouble) = self.store(memory, host, to, bytes, length, value) {
+                if let Err(interruption) = self.store(memory, host, to, bytes, length, value) {
                     self.frame.gpr[4] = top;
-                    return Err(trouble);
+                    return Err(interruption);
                 }
             }
             Op::In(port) | Op::Out(port) => {
@@ -308,7 +308,7 @@ impl VirtualCpu {
     }
 
     /// What `SYSRET` to 64-bit code does beside loading `RIP` and the flags, of which `IF` is on.
-    pub fn enter_program(&mut self) {
+    pub fn enter_user(&mut self) {
         let [[code, stack], _] = self.call_segments();
         (self.segments[CS], self.segments[SS]) = (code, stack);
         self.held_flags = rflags::IF;
@@ -317,7 +317,7 @@ impl VirtualCpu {
 
     /// Whether `SYSCALL` leaves no flag that programs can set.
     pub fn call_masks_flags(&self) -> bool {
-        (rflags::OPEN | rflags::IF) & !self.sfmask == 0
+        (rflags::USER_WRITABLE | rflags::IF) & !self.sfmask == 0
     }
 
     fn system_return(&mut self, long: bool) -> Result<Outcome> {
@@ -473,14 +473,14 @@ impl VirtualCpu {
         host: &mut impl Host,
         at: Address,
         length: usize,
-    ) -> Result<Table> {
+    ) -> Result<DescriptorTable> {
         let linear = self.address(host, at, length);
         let limit = self.read_value(memory, linear, 2)? as u16;
         let base = self.read_value(memory, linear.wrapping_add(2), 8)?;
         if !is_canonical(base) {
             return Err(protection(0).into());
         }
-        Ok(Table { base, limit })
+        Ok(DescriptorTable { base, limit })
     }
 
     fn store_table(
@@ -489,7 +489,7 @@ impl VirtualCpu {
         host: &mut impl Host,
         at: Address,
         length: usize,
-        table: Table,
+        table: DescriptorTable,
     ) -> Result<()> {
         let linear = self.address(host, at, length);
         let mut bytes = [0; 10];
@@ -549,9 +549,9 @@ impl VirtualCpu {
             let back = self.frame.rip.wrapping_add(length as u64);
             let top = self.frame.gpr[4];
             self.push(memory, size, self.segments[CS].selector.into())?;
-            if let Err(trouble) = self.push(memory, size, back) {
+            if let Err(interruption) = self.push(memory, size, back) {
                 self.frame.gpr[4] = top;
-                return Err(trouble);
+                return Err(interruption);
             }
         }
         let level = u16::from(self.cpl);

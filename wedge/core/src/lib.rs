@@ -24,7 +24,7 @@ mod segment;
 #[cfg(test)]
 mod tests;
 
-pub use cpu::{Frame, Table, VirtualCpu};
+pub use cpu::{DescriptorTable, RegisterFrame, VirtualCpu};
 pub use decode::{DecodeError, Instruction, Op, decode};
 pub use segment::thread_area;
 use vmm_cpu::walk::PageFault;
@@ -104,20 +104,20 @@ const UNDEFINED: Event = Event::exception(vector::UNDEFINED);
 
 /// An exception on the way to becoming one that is raised.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Trouble {
+enum Interruption {
     /// The page fault of an access.
     Page(PageFault),
     /// Another exception.
     Event(Event),
 }
 
-impl From<PageFault> for Trouble {
+impl From<PageFault> for Interruption {
     fn from(fault: PageFault) -> Self {
         Self::Page(fault)
     }
 }
 
-impl From<Event> for Trouble {
+impl From<Event> for Interruption {
     fn from(event: Event) -> Self {
         Self::Event(event)
     }

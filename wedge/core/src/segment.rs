@@ -4,7 +4,7 @@ use vmm_cpu::backend::Segment;
 use vmm_mem::GuestMemory;
 
 use crate::cpu::{CS, FS, GS, SS, VirtualCpu};
-use crate::{Host, Trouble, protection, vector};
+use crate::{Host, Interruption, protection, vector};
 use vmm_cpu::Event;
 
 /// Attributes as VMCB segments have them: descriptor bits 47:40 and 55:52.
@@ -155,7 +155,7 @@ impl VirtualCpu {
         &self,
         memory: &GuestMemory,
         selector: u16,
-    ) -> Result<Segment, Trouble> {
+    ) -> Result<Segment, Interruption> {
         let at = self.descriptor_at(selector).ok_or(protection(code_of(selector)))?;
         Ok(unpack(selector, self.read_value(memory, at, 8)?))
     }
@@ -199,7 +199,7 @@ impl VirtualCpu {
         host: &mut impl Host,
         register: usize,
         selector: u16,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), Interruption> {
         let segment = if selector & !3 == 0 {
             // In 64-bit mode SS too may be null, if not at level 3.
             if register == SS && (self.cpl == 3 || selector as u8 & 3 != self.cpl) {
@@ -209,7 +209,7 @@ impl VirtualCpu {
         } else {
             let segment = self.descriptor(memory, selector)?;
             let requested = (selector & 3) as u8;
-            let refuse = || Trouble::from(protection(code_of(selector)));
+            let refuse = || Interruption::from(protection(code_of(selector)));
             if segment.attrib & ORDINARY == 0 {
                 return Err(refuse());
             }
@@ -247,7 +247,7 @@ impl VirtualCpu {
         &mut self,
         memory: &GuestMemory,
         selector: u16,
-    ) -> Result<(Segment, u8), Trouble> {
+    ) -> Result<(Segment, u8), Interruption> {
         let target = (selector & 3) as u8;
         if target < self.cpl || selector & !3 == 0 {
             return Err(protection(code_of(selector)).into());

@@ -7,7 +7,7 @@ use std::vec::Vec;
 use vmm_mem::{GuestMemory, testing};
 
 use crate::cpu::{VirtualCpu, rflags};
-use crate::{Event, Exit, Flush, Host, Outcome, Table, decode, thread_area, vector};
+use crate::{DescriptorTable, Event, Exit, Flush, Host, Outcome, decode, thread_area, vector};
 
 /// Tables map the first MiB to itself but the page [`MISSING`]; everything for level 0 but [`USER_PAGE`].
 const ROOT: u64 = 0x1000;
@@ -90,8 +90,8 @@ impl Machine {
         write(TSS + 0x24, IST1);
         let mut cpu = VirtualCpu::new();
         cpu.cr3 = ROOT;
-        cpu.gdtr = Table { base: GDT, limit: 0x5f };
-        cpu.idtr = Table { base: IDT, limit: 0xfff };
+        cpu.gdtr = DescriptorTable { base: GDT, limit: 0x5f };
+        cpu.idtr = DescriptorTable { base: IDT, limit: 0xfff };
         cpu.segments[1].selector = KERNEL_CS;
         cpu.segments[2].selector = KERNEL_DS;
         cpu.frame.gpr[4] = STACK;
@@ -277,7 +277,7 @@ fn flags() {
     m.program();
     m.memory.write(STACK, !rflags::IF).unwrap();
     assert_eq!(m.run(&[0x9d]), Outcome::Next);
-    let open = rflags::OPEN & !rflags::RF;
+    let open = rflags::USER_WRITABLE & !rflags::RF;
     assert_eq!(m.cpu.rflags(), open | rflags::FIXED | rflags::IF);
     let refused = Event::exception_code(vector::PROTECTION, 0);
     assert_eq!(m.run(&[0xfa]), Outcome::Raise(refused));
@@ -332,7 +332,7 @@ fn alignment_checks_are_not_the_kernels() {
     let mut m = Machine::new();
     m.cpu.found_flags(rflags::FIXED | rflags::AC);
     assert_eq!(is_on(&m), (0, rflags::AC));
-    m.cpu.enter_program();
+    m.cpu.enter_user();
     assert_eq!(is_on(&m), (0, 0), "SYSRET takes all flags from R11");
 }
 
@@ -509,7 +509,7 @@ fn far_returns() {
 #[test]
 fn shared_addresses_have_a_root_of_their_own() {
     let mut m = Machine::new();
-    m.cpu.shared = crate::cpu::Shared { start: CODE, end: CODE + 0x1000, root: ROOT };
+    m.cpu.shared = crate::cpu::SharedRange { start: CODE, end: CODE + 0x1000, root: ROOT };
     m.cpu.cr3 = 0xf_0000;
     let mut bytes = [0; 4];
     assert!(m.cpu.read(&m.memory, CODE, &mut bytes).is_ok());

@@ -15,23 +15,23 @@ use crate::sys;
 
 /// What the guest and who looks after the machine tell each other. The guest can write anything there.
 #[repr(C)]
-pub struct State {
+pub struct BalloonState {
     /// Pages that the guest is to give up. After a change the virtual CPU is told [`event::BALLOON`](crate::shared::event::BALLOON).
     pub wanted: AtomicU32,
     /// Pages that it has given up, as it says.
     pub actual: AtomicU32,
-    /// Not 0: fresh statistics are wanted. Told as a change of [`State::wanted`].
-    pub asks: AtomicU32,
+    /// Not 0: fresh statistics are wanted. Told as a change of [`BalloonState::wanted`].
+    pub statistics_requested: AtomicU32,
     /// Statistics by tag (VIRTIO 1.2, section 5.5.6.3), as the guest has said last.
     pub statistics: [AtomicU64; 16],
 }
 
 /// What the guest's device is connected to.
-pub struct Link {
+pub struct BalloonEndpoint {
     ram: Ram,
 }
 
-impl Link {
+impl BalloonEndpoint {
     /// For a machine that the loader wants to have a balloon.
     pub fn new(start: &Start) -> Option<Self> {
         let wanted = start.balloon.checked_sub(1)?;
@@ -40,7 +40,7 @@ impl Link {
     }
 }
 
-impl Balloon for Link {
+impl Balloon for BalloonEndpoint {
     fn wanted(&self) -> u32 {
         shared().balloon.wanted.load(SeqCst)
     }
@@ -65,7 +65,7 @@ impl Balloon for Link {
     }
 
     fn asks(&mut self) -> bool {
-        shared().balloon.asks.swap(0, SeqCst) != 0
+        shared().balloon.statistics_requested.swap(0, SeqCst) != 0
     }
 
     fn statistic(&mut self, tag: u16, value: u64) {

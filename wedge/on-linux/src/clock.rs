@@ -20,11 +20,11 @@ pub fn ticks(microseconds: u64) -> u64 {
 
 /// Frequency in kHz: as a hypervisor or the processor says it, else measured.
 pub fn tsc_khz() -> u64 {
-    said().unwrap_or_else(measured).max(1)
+    reported().unwrap_or_else(measured).max(1)
 }
 
 /// Leaf 0x4000_0010 of hypervisors (VMware's proposal, which others follow), leaf 0x15 of Intel's processors (SDM vol. 2, `CPUID`).
-fn said() -> Option<u64> {
+fn reported() -> Option<u64> {
     const HYPERVISOR: u32 = 1 << 31;
     const TIMING: u32 = 0x4000_0010;
     const CRYSTAL: u32 = 0x15;

@@ -16,8 +16,8 @@ use vmm_mem::GuestMemory;
 use wedge_core::{VirtualCpu, thread_area};
 use wedge_x86::{CODE_32, CODE_64};
 
-use crate::apart;
 use crate::shared::{has, mine};
+use crate::user_process;
 
 /// The selector of Linux' first descriptor for thread-local storage (`GDT_ENTRY_TLS_MIN`).
 const FIRST: u16 = 12 << 3 | 3;
@@ -43,13 +43,13 @@ pub struct ThreadLocal {
 }
 
 /// Whether a program executes 32-bit code, or 64-bit code on its way there: Linux gives no selectors to 64-bit programs.
-pub fn concerns(cpu: &VirtualCpu) -> bool {
+pub fn has_selectors(cpu: &VirtualCpu) -> bool {
     let has = |register: usize| cpu.segments[register].selector & !3 != 0;
     cpu.cpl == 3 && (!cpu.is_64_bit() || [ES, DS, FS, GS].into_iter().any(has))
 }
 
 /// Makes the processor ready for such a program.
-pub fn load(cpu: &mut VirtualCpu, memory: &GuestMemory) {
+pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) {
     if !cpu.is_64_bit() {
         // It has no more bits.
         cpu.frame.rip &= u64::from(u32::MAX);
@@ -61,10 +61,10 @@ pub fn load(cpu: &mut VirtualCpu, memory: &GuestMemory) {
         for (index, &descriptor) in wanted.iter().enumerate() {
             if host.descriptors[index] != descriptor {
                 host.descriptors[index] = descriptor;
-                let taken = has(option::COMPAT) && give(index, descriptor);
+                let taken = has(option::COMPAT) && set_host_descriptor(index, descriptor);
                 if !taken && has(option::COMPAT) {
                     // Nothing of the old one stays.
-                    give(index, 0);
+                    set_host_descriptor(index, 0);
                 }
                 host.usable[index] = taken && descriptor != 0;
             }
@@ -121,8 +121,8 @@ fn describe(index: usize, descriptor: u64) -> [u32; 4] {
 }
 
 /// Such a program has stopped: what it has loaded.
-pub fn note(cpu: &mut VirtualCpu) {
-    let found = if apart::are() { apart::selectors() } else { selectors() };
+pub fn save_selectors(cpu: &mut VirtualCpu) {
+    let found = if user_process::is_enabled() { user_process::selectors() } else { selectors() };
     for (register, selector) in [ES, DS, FS, GS].into_iter().zip(found) {
         cpu.found_data(register, selector);
     }
@@ -160,7 +160,7 @@ pub fn bases() -> (u64, u64) {
 }
 
 /// Gives the host one of the descriptors; 0: none. Whether it has taken it.
-fn give(index: usize, descriptor: u64) -> bool {
+fn set_host_descriptor(index: usize, descriptor: u64) -> bool {
     let description = describe(index, descriptor);
     let result: u32;
     // SAFETY: the call reads the description, on this stack, which is below 4 GiB. The loader has checked that the host has 32-bit calls, or the guest has no

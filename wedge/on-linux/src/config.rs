@@ -11,14 +11,15 @@ use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use linux_raw_sys::general as linux;
 use proto::wedge::{
-    Disk, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, layout, option,
+    DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout,
+    option,
 };
 use vmm_cpu::MAX_VCPUS;
 use wedge_x86::CLOSED;
 
 use crate::shared::{SLOTS, loaded};
 use crate::sys::{self, Backing, Errno};
-use crate::{clock, keys, place};
+use crate::{clock, cpu_affinity, pkeys};
 
 /// Most processes with address spaces of the guest, of all vCPUs together. Slots are a cache, and
 /// Linux uses few of them: it has six address-space identifiers on each CPU.
@@ -31,11 +32,11 @@ pub struct Config {
     /// The loader's record.
     pub start: Start,
     /// Disks, as the loader describes them.
-    pub disks: [Disk; MAX_DISKS],
+    pub disks: [DiskRecord; MAX_DISKS],
     /// Networks.
-    pub nets: [Net; MAX_NETS],
+    pub nets: [NetRecord; MAX_NETS],
     /// Shared directories.
-    pub shares: [Share; MAX_SHARES],
+    pub shares: [ShareRecord; MAX_SHARES],
     /// Seccomp filters.
     pub filters: Filters,
     /// Frequency of the time-stamp counter in kHz.
@@ -75,7 +76,7 @@ pub fn load() -> Result<bool, Errno> {
         filters: loaded::filters(),
         tsc_khz,
         unix_at_zero: clock::unix_at_zero(tsc_khz),
-        has_cpu_sets: place::learn(),
+        has_cpu_sets: cpu_affinity::detect(),
         kicks: AtomicBool::new(false),
         device: AtomicU32::new(0),
     };
@@ -91,7 +92,7 @@ pub fn seal() -> Result<(), Errno> {
     let arguments = [layout::CONFIG, length, rights.into(), 0, 0, 0];
     // SAFETY: what is there is not written any more.
     unsafe { sys::call(linux::__NR_mprotect, arguments) }?;
-    keys::close(layout::CONFIG, length, rights, CLOSED)
+    pkeys::protect(layout::CONFIG, length, rights, CLOSED)
 }
 
 /// The configuration.

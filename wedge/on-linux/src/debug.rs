@@ -6,7 +6,7 @@
 use core::sync::atomic::AtomicU32;
 use core::sync::atomic::Ordering::SeqCst;
 
-use proto::wedge::debug::{BREAKPOINT, Debug, Halting, command, register};
+use proto::wedge::debug::{BREAKPOINT, DebugHost, DebugState, command, register};
 use proto::wedge::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
@@ -19,19 +19,19 @@ use crate::{idle, processes};
 const LOOK: u64 = 100_000_000;
 
 /// What debugger and virtual CPUs leave for each other.
-pub fn shared() -> &'static Debug {
+pub fn shared() -> &'static DebugState {
     // SAFETY: in shared memory that is mapped as long as the process lives, zeroed in the beginning; all of it is atomic.
-    unsafe { &*((layout::SHARED + layout::DEBUG) as *const Debug) }
+    unsafe { &*((layout::SHARED + layout::DEBUG) as *const DebugState) }
 }
 
 /// What a breakpoint trap is to the debugger.
 pub enum Trap {
     /// One of its breakpoints, at the instruction pointer now.
-    Its,
+    Debugger,
     /// One that it has taken back since; the instruction is carried out again.
-    Gone,
+    Removed,
     /// The guest's own.
-    Guests,
+    Guest,
 }
 
 /// The guest has met a breakpoint instruction; the instruction pointer is behind it.
@@ -39,11 +39,11 @@ pub fn trap(cpu: &mut VirtualCpu, memory: &GuestMemory) -> Trap {
     let at = cpu.frame.rip.wrapping_sub(1);
     let mut byte = [0];
     let trap = if shared().has_breakpoint(at) {
-        Trap::Its
+        Trap::Debugger
     } else if cpu.read(memory, at, &mut byte).is_ok() && byte != [BREAKPOINT] {
-        Trap::Gone
+        Trap::Removed
     } else {
-        return Trap::Guests;
+        return Trap::Guest;
     };
     cpu.frame.rip = at;
     trap
@@ -52,17 +52,17 @@ pub fn trap(cpu: &mut VirtualCpu, memory: &GuestMemory) -> Trap {
 /// By the device process, and on a word of shared memory.
 struct Host;
 
-impl Halting for Host {
-    fn tell(&self) {
-        shared().news.store(1, SeqCst);
-        processes::ring();
+impl DebugHost for Host {
+    fn notify_debugger(&self) {
+        shared().halt_pending.store(1, SeqCst);
+        processes::notify();
     }
 
     fn wait(&self, word: &AtomicU32) {
         sys::wait(word, command::WAIT, Some(LOOK));
     }
 
-    fn go_on(&self) {
+    fn on_resume(&self) {
         // While it steps, events wait.
     }
 }
@@ -78,8 +78,8 @@ pub fn halt(cpu: &mut VirtualCpu, why: u32) -> bool {
     registers[register::CR3] = cpu.cr3;
     registers[register::KERNEL_ROOT] = cpu.shared.root;
     registers[register::LEVELS] = 4;
-    // No other vCPU waits for this one (`frames::settle`), which comes by there before the guest goes on.
-    vcpu().idle.store(idle::state::LOOKS, SeqCst);
+    // No other vCPU waits for this one (`frames::sync_before_entry`), which comes by there before the guest goes on.
+    vcpu().idle.store(idle::state::POLLING, SeqCst);
     let steps = shared().halt(mine().vcpu.load(SeqCst) as usize, why, &mut registers, &Host);
     vcpu().idle.store(idle::state::BUSY, SeqCst);
     let general = cpu.frame.gpr.len();

@@ -10,23 +10,23 @@ use vmm_cpu::MAX_VCPUS;
 use crate::config::{self, config};
 use crate::memory::Ram;
 use crate::processes::{self, KICK, TIMER};
-use crate::report::{HOST, INTERNAL, say};
+use crate::report::{HOST, INTERNAL, warn};
 use crate::setup::{self, Kind};
-use crate::shared::{RING, Ring, SLOTS, Vcpu, event, shared, started, vcpus};
-use crate::{apart, debug, disk, idle, net, sys};
+use crate::shared::{ByteRing, RING, SLOTS, SharedVcpu, event, shared, started, vcpus};
+use crate::{debug, disk, idle, net, sys, user_process};
 
 const READABLE: u16 = linux::POLLIN as u16;
-/// How often, and after how many milliseconds, to look for the death that may be why the host makes no process.
-const DEATH_TRIES: u32 = 20;
-const DEATH_WAIT: u64 = 10;
+/// How often, and after how many milliseconds, to look for the exit that may be why the host makes no process.
+const EXIT_TRIES: u32 = 20;
+const EXIT_WAIT: u64 = 10;
 
 /// The device process. It believes nothing of what is in shared memory, which the guest can change: numbers of processes are its own.
-pub struct Device {
+pub struct DeviceServer {
     ram: Ram,
     /// By virtual CPU and slot; 0: none.
     guests: [[u32; SLOTS]; MAX_VCPUS],
-    /// The same of processes for programs.
-    programs: [[u32; SLOTS]; MAX_VCPUS],
+    /// The same of processes for user_processes.
+    user_processes: [[u32; SLOTS]; MAX_VCPUS],
     disks: [u32; disk::MAX_WORKERS],
     nets: [u32; net::MAX_WORKERS],
     /// The guest's first instruction has been allowed: what guest processes say from then on is the guest's word.
@@ -34,25 +34,25 @@ pub struct Device {
 }
 
 /// The serial line, and the virtio console: what is typed and printed.
-struct Line {
+struct ConsoleLine {
     /// Descriptors.
     typed: u32,
     printed: u32,
-    input: &'static Ring,
-    output: &'static Ring,
+    input: &'static ByteRing,
+    output: &'static ByteRing,
 }
 
 /// The lines.
-fn lines() -> [Line; 2] {
+fn lines() -> [ConsoleLine; 2] {
     let shared = shared();
     [
-        Line {
+        ConsoleLine {
             typed: layout::INPUT_FD,
             printed: layout::OUTPUT_FD,
             input: &shared.input,
             output: &shared.output,
         },
-        Line {
+        ConsoleLine {
             typed: layout::CONSOLE_FD,
             printed: layout::CONSOLE_FD,
             input: &shared.console_input,
@@ -61,63 +61,64 @@ fn lines() -> [Line; 2] {
     ]
 }
 
-impl Device {
+impl DeviceServer {
     /// With the processes of disks and networks, and without any of the guest.
     pub fn new(ram: Ram, disks: [u32; disk::MAX_WORKERS], nets: [u32; net::MAX_WORKERS]) -> Self {
         let none = [[0; SLOTS]; MAX_VCPUS];
-        Self { ram, guests: none, programs: none, disks, nets, has_started: false }
+        Self { ram, guests: none, user_processes: none, disks, nets, has_started: false }
     }
 
     /// Makes the process of a slot of a virtual CPU, if it has none and there is such a slot.
-    pub fn make(&mut self, vcpu: usize, number: usize) -> Result<(), sys::Errno> {
+    pub fn create_guest(&mut self, vcpu: usize, number: usize) -> Result<(), sys::Errno> {
         let guests = self.guests.get_mut(vcpu);
         let guest = guests.and_then(|guests| guests[..config::slots()].get_mut(number));
         if let Some(guest) = guest.filter(|guest| **guest == 0) {
-            *guest = processes::make(vcpu, number, self.ram)?;
+            *guest = processes::create(vcpu, number, self.ram)?;
             // Nobody to tell if it cannot be written.
-            let _ = sys::write(layout::CONTROL_FD, &[control::MADE]);
+            let _ = sys::write(layout::CONTROL_FD, &[control::PROCESS_CREATED]);
         }
         Ok(())
     }
 
     /// Makes a process for programs of a slot, where one is wanted. The one before is gone then, with all that programs have made of it.
-    fn renew(&mut self, index: usize, vcpu: &Vcpu) -> Result<(), sys::Errno> {
-        let number = vcpu.program.load(SeqCst).wrapping_sub(1) as usize;
-        let programs = self.programs.get_mut(index);
-        let program = programs.and_then(|programs| programs[..config::slots()].get_mut(number));
-        let Some(program) = program.filter(|_| apart::are()) else { return Ok(()) };
+    fn create_user_process(&mut self, index: usize, vcpu: &SharedVcpu) -> Result<(), sys::Errno> {
+        let number = vcpu.user_wanted.load(SeqCst).wrapping_sub(1) as usize;
+        let user_processes = self.user_processes.get_mut(index);
+        let program = user_processes
+            .and_then(|user_processes| user_processes[..config::slots()].get_mut(number));
+        let Some(program) = program.filter(|_| user_process::is_enabled()) else { return Ok(()) };
         if *program != 0 {
             sys::kill(*program, linux::SIGKILL);
-            Death::of(*program);
+            ChildExit::of(*program);
         }
-        *program = apart::make(index, number, &config().filters)?;
-        vcpu.program.store(0, SeqCst);
-        sys::wake(&vcpu.program);
+        *program = user_process::create(index, number, &config().filters)?;
+        vcpu.user_wanted.store(0, SeqCst);
+        sys::wake(&vcpu.user_wanted);
         Ok(())
     }
 
     /// Tells programs to stop, for virtual CPUs that may not do it themselves.
-    fn stop_programs(&self) {
+    fn send_stops(&self) {
         for (index, vcpu) in vcpus().iter().enumerate() {
-            let asked = vcpu.stops.load(SeqCst);
-            if vcpu.stopped.load(SeqCst) != asked {
+            let asked = vcpu.stop_requests.load(SeqCst);
+            if vcpu.stops_sent.load(SeqCst) != asked {
                 let running = vcpu.running.load(SeqCst) as usize;
-                if let Some(&process @ 1..) = self.programs[index].get(running) {
+                if let Some(&process @ 1..) = self.user_processes[index].get(running) {
                     sys::kill(process, KICK);
                 }
-                vcpu.stopped.store(asked, SeqCst);
-                sys::wake(&vcpu.stopped);
+                vcpu.stops_sent.store(asked, SeqCst);
+                sys::wake(&vcpu.stops_sent);
             }
         }
     }
 
     /// Makes the process that a virtual CPU will want next, before it does: Linux takes the lowest identifier of address spaces that
     /// nobody has.
-    fn make_ready(&mut self, vcpu: usize) -> Result<(), sys::Errno> {
+    fn create_next_guest(&mut self, vcpu: usize) -> Result<(), sys::Errno> {
         let guests = self.guests.get(vcpu);
         match guests.and_then(|guests| guests.iter().position(|guest| *guest == 0)) {
             // The last one serves all that have no slot of their own.
-            Some(number) if number < config::slots() - 1 => self.make(vcpu, number),
+            Some(number) if number < config::slots() - 1 => self.create_guest(vcpu, number),
             _ => Ok(()),
         }
     }
@@ -125,7 +126,7 @@ impl Device {
     /// Takes its filter of system calls and serves until the machine has ended; gives its exit code.
     pub fn serve(&mut self) -> u8 {
         if let Err(error) = processes::confine(&config().filters, Filters::DEVICE) {
-            say(format_args!("cannot install the seccomp filter of the device process: {error}"));
+            warn(format_args!("cannot install the seccomp filter of the device process: {error}"));
             self.end_all();
             return HOST;
         }
@@ -133,7 +134,7 @@ impl Device {
         let (lines, mut inputs) = (lines(), [true, has_console()]);
         let mut controlled = true;
         loop {
-            shared.rung.store(0, SeqCst);
+            shared.pending.store(0, SeqCst);
             let has_more = self.drain();
             let ended = shared.ended.load(SeqCst);
             if ended != 0 {
@@ -145,27 +146,30 @@ impl Device {
                 let wanted = vcpu.wanted.swap(0, SeqCst);
                 let made = match wanted {
                     0 => Ok(()),
-                    _ => {
-                        self.make(index, wanted as usize - 1).and_then(|()| self.make_ready(index))
-                    }
+                    _ => self
+                        .create_guest(index, wanted as usize - 1)
+                        .and_then(|()| self.create_next_guest(index)),
                 };
-                if let Err(error) = made.and_then(|()| self.renew(index, vcpu)) {
+                if let Err(error) = made.and_then(|()| self.create_user_process(index, vcpu)) {
                     return self.end_refused(error);
                 }
             }
             let kick = shared.kick.swap(0, SeqCst);
             for index in (0..vcpus().len()).filter(|index| kick & 1 << index != 0) {
-                self.kick(index);
+                self.interrupt(index);
             }
-            self.stop_programs();
+            self.send_stops();
             // Workers of other programs cannot tell the virtual CPU themselves.
             for number in 0..MAX_QUEUES {
-                if disk::queue(number).rung.swap(0, SeqCst) != 0 {
-                    self.tell(0, if number < MAX_DISKS { event::DISK } else { event::SHARE });
+                if disk::queue(number).pending.swap(0, SeqCst) != 0 {
+                    self.raise_event(
+                        0,
+                        if number < MAX_DISKS { event::DISK } else { event::SHARE },
+                    );
                 }
             }
-            if let Some(death) = Death::next(linux::WNOHANG) {
-                return self.end_after(death);
+            if let Some(exit) = ChildExit::next(linux::WNOHANG) {
+                return self.end_after(exit);
             }
             if !self.has_started && shared.started.load(SeqCst) == started::READY {
                 self.has_started = true;
@@ -174,7 +178,7 @@ impl Device {
                 shared.started.store(started::ALLOWED, SeqCst);
                 sys::wake(&shared.started);
             }
-            if debug::shared().news.swap(0, SeqCst) != 0 {
+            if debug::shared().halt_pending.swap(0, SeqCst) != 0 {
                 let _ = sys::write(layout::CONTROL_FD, &[control::HALTED]);
             }
             let wanted = |index: usize| {
@@ -210,7 +214,7 @@ impl Device {
                             // There is room: more than half of the ring.
                             line.input.put(byte);
                         }
-                        self.tell(0, event::CONSOLE);
+                        self.raise_event(0, event::CONSOLE);
                     }
                 }
             }
@@ -218,26 +222,26 @@ impl Device {
     }
 
     /// Ends the VM because one of its processes has ended; gives the exit code.
-    fn end_after(&self, death: Death) -> u8 {
+    fn end_after(&self, exit: ChildExit) -> u8 {
         self.drain();
         let others = self.end_all();
         // The end of a namespace's first process ends all, and comes to be known last.
-        let death = if death.is_killed() { others.unwrap_or(death) } else { death };
-        let cause = self.cause_of(&death);
-        say(format_args!("{cause} {death}"));
-        death.code(cause)
+        let exit = if exit.is_killed() { others.unwrap_or(exit) } else { exit };
+        let kind = self.kind_of(&exit);
+        warn(format_args!("{kind} {exit}"));
+        exit.code(kind)
     }
 
     /// Ends the VM because the host makes no process; gives the exit code. A namespace whose first process was killed refuses
-    /// new ones a little before the others die: then that death is the reason.
+    /// new ones a little before the others die: then that exit is the reason.
     fn end_refused(&self, error: sys::Errno) -> u8 {
-        for _ in 0..DEATH_TRIES {
-            if let Some(death) = Death::next(linux::WNOHANG) {
-                return self.end_after(death);
+        for _ in 0..EXIT_TRIES {
+            if let Some(exit) = ChildExit::next(linux::WNOHANG) {
+                return self.end_after(exit);
             }
-            wait([], DEATH_WAIT);
+            wait([], EXIT_WAIT);
         }
-        say(format_args!("cannot create a guest process: {error}"));
+        warn(format_args!("cannot create a guest process: {error}"));
         self.end_all();
         HOST
     }
@@ -246,23 +250,25 @@ impl Device {
     /// one is a fault. The wedge says what it likes before the guest's first instruction.
     fn code_of_guest(&self, code: u32) -> u8 {
         match u8::try_from(code) {
-            Ok(code) if !self.has_started || exit::is_of_guest(code) => code,
+            Ok(code) if !self.has_started || exit::is_guest_code(code) => code,
             _ => {
-                say(format_args!("the guest ends its VM with code {code}, which is not a guest's"));
+                warn(format_args!(
+                    "the guest ends its VM with code {code}, which is not a guest's"
+                ));
                 exit::FAULT
             }
         }
     }
 
     /// Whose end this is.
-    fn cause_of(&self, death: &Death) -> Cause {
-        for (kind, processes) in [(Kind::Guest, &self.guests), (Kind::Program, &self.programs)] {
-            let place = processes.as_flattened().iter().position(|id| *id == death.process);
+    fn kind_of(&self, exit: &ChildExit) -> ProcessKind {
+        for (kind, processes) in [(Kind::Guest, &self.guests), (Kind::User, &self.user_processes)] {
+            let place = processes.as_flattened().iter().position(|id| *id == exit.process);
             let Some(place) = place else { continue };
             let mark = setup::words().confined(kind, place / SLOTS, place % SLOTS);
-            return if mark.load(SeqCst) { Cause::Guest } else { Cause::Setup };
+            return if mark.load(SeqCst) { ProcessKind::Guest } else { ProcessKind::Setup };
         }
-        Cause::Worker
+        ProcessKind::Worker
     }
 
     /// Does what the one who has started the machine wants, and says so.
@@ -271,7 +277,7 @@ impl Device {
             // By the host's kernel, whatever the guest does with its processes. Disks finish what they have begun.
             control::PAUSE => self.signal_all(linux::SIGSTOP),
             control::RESUME => self.signal_all(linux::SIGCONT),
-            control::POWER_BUTTON => self.tell(0, event::POWER_BUTTON),
+            control::POWER_BUTTON => self.raise_event(0, event::POWER_BUTTON),
             control::HALT => self.halt(),
             control::GO => debug::shared().vcpus.iter().for_each(|vcpu| sys::wake(&vcpu.command)),
             _ => return,
@@ -281,22 +287,22 @@ impl Device {
 
     /// Sends a signal to all processes of the guest.
     fn signal_all(&self, signal: u32) {
-        for &process in self.of_guest().filter(|process| **process != 0) {
+        for &process in self.guest_processes().filter(|process| **process != 0) {
             sys::kill(process, signal);
         }
     }
 
-    fn of_guest(&self) -> impl Iterator<Item = &u32> {
-        self.guests.as_flattened().iter().chain(self.programs.as_flattened())
+    fn guest_processes(&self) -> impl Iterator<Item = &u32> {
+        self.guests.as_flattened().iter().chain(self.user_processes.as_flattened())
     }
 
     /// Tells a virtual CPU of an event.
-    fn tell(&self, index: usize, what: u32) {
+    fn raise_event(&self, index: usize, what: u32) {
         // If somebody else has told it, it knows.
         if let Some(vcpu) = vcpus().get(index)
             && vcpu.events().fetch_or(what, SeqCst) & what == 0
         {
-            self.kick(index);
+            self.interrupt(index);
         }
     }
 
@@ -304,13 +310,13 @@ impl Device {
     fn halt(&self) {
         for (index, vcpu) in debug::shared().vcpus.iter().enumerate() {
             if vcpu.halted.load(SeqCst) == 0 {
-                self.tell(index, event::DEBUG);
+                self.raise_event(index, event::DEBUG);
             }
         }
     }
 
     /// Makes a virtual CPU look at its events.
-    fn kick(&self, index: usize) {
+    fn interrupt(&self, index: usize) {
         let (Some(vcpu), Some(guests)) = (vcpus().get(index), self.guests.get(index)) else {
             return;
         };
@@ -333,7 +339,7 @@ impl Device {
         lines().iter().take(count).fold(false, |more, line| self.drain_line(line) | more)
     }
 
-    fn drain_line(&self, &Line { output, printed, .. }: &Line) -> bool {
+    fn drain_line(&self, &ConsoleLine { output, printed, .. }: &ConsoleLine) -> bool {
         let mut bytes = [0; 4096];
         for _ in 0..RING / bytes.len() {
             let mut used = 0;
@@ -358,23 +364,23 @@ impl Device {
                 continue;
             }
             // The serial line may have had to wait for room.
-            self.tell(0, event::CONSOLE);
+            self.raise_event(0, event::CONSOLE);
         }
         true
     }
 
     /// Ends all other processes, and waits until they are gone: whoever waits for this one finds nothing left, and no disk in use. Gives the first of
     /// them that has ended by itself.
-    fn end_all(&self) -> Option<Death> {
-        for &process in self.of_guest().chain(&self.disks).chain(&self.nets) {
+    fn end_all(&self) -> Option<ChildExit> {
+        for &process in self.guest_processes().chain(&self.disks).chain(&self.nets) {
             if process != 0 {
                 sys::kill(process, linux::SIGKILL);
             }
         }
         let mut found = None;
-        while let Some(death) = Death::next(0) {
-            if !death.is_killed() {
-                found = found.or(Some(death));
+        while let Some(exit) = ChildExit::next(0) {
+            if !exit.is_killed() {
+                found = found.or(Some(exit));
             }
         }
         found
@@ -382,7 +388,7 @@ impl Device {
 }
 
 /// Tells a virtual CPU of an event, for other processes than the device process. Where they may not interrupt it themselves, that does.
-pub fn tell(index: usize, what: u32) {
+pub fn raise_event(index: usize, what: u32) {
     let Some(vcpu) = vcpus().get(index) else { return };
     if vcpu.events().fetch_or(what, SeqCst) & what != 0 || idle::wake(vcpu) {
         return;
@@ -403,7 +409,7 @@ pub fn interrupt(index: usize) {
         return;
     }
     shared().kick.fetch_or(1 << index, SeqCst);
-    processes::ring();
+    processes::notify();
 }
 
 /// Waits until one of these descriptors can be read, for so many milliseconds at most: which of them can.
@@ -420,13 +426,13 @@ fn wait<const COUNT: usize>(descriptors: [Option<u32>; COUNT], most: u64) -> [bo
 }
 
 /// The end of one of the machine's processes.
-struct Death {
+struct ChildExit {
     process: u32,
     /// As wait4(2) gives it.
     status: u32,
 }
 
-impl Death {
+impl ChildExit {
     /// The next one; `None`: there is none yet (`WNOHANG`), or nobody left.
     fn next(options: u32) -> Option<Self> {
         Self::wait(u64::MAX, options)
@@ -456,25 +462,25 @@ impl Death {
 
     /// Nobody has ended it: it exited, or was killed for what it did itself or by a signal that
     /// processes of the VM send each other.
-    fn is_own_doing(&self) -> bool {
+    fn is_self_inflicted(&self) -> bool {
         let signal = u32::from(self.signal());
-        [0, KICK, TIMER].contains(&signal) || exit::OWN_DOING.contains(&signal)
+        [0, KICK, TIMER].contains(&signal) || exit::SELF_INFLICTED.contains(&signal)
     }
 
     /// The exit code that it means for the machine (`docs/spec/exit-codes.md`).
-    fn code(&self, cause: Cause) -> u8 {
-        match cause {
-            _ if !self.is_own_doing() => 128 + self.signal(),
-            Cause::Guest => exit::FAULT,
-            Cause::Setup | Cause::Worker if self.signal() == 0 => HOST,
-            Cause::Setup | Cause::Worker => INTERNAL,
+    fn code(&self, kind: ProcessKind) -> u8 {
+        match kind {
+            _ if !self.is_self_inflicted() => 128 + self.signal(),
+            ProcessKind::Guest => exit::FAULT,
+            ProcessKind::Setup | ProcessKind::Worker if self.signal() == 0 => HOST,
+            ProcessKind::Setup | ProcessKind::Worker => INTERNAL,
         }
     }
 }
 
 /// What has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Cause {
+enum ProcessKind {
     /// A guest process, which has its filter: the guest may have brought it about.
     Guest,
     /// One that did not have it yet.
@@ -483,7 +489,7 @@ enum Cause {
     Worker,
 }
 
-impl fmt::Display for Cause {
+impl fmt::Display for ProcessKind {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {
             Self::Guest => "guest process",
@@ -493,7 +499,7 @@ impl fmt::Display for Cause {
     }
 }
 
-impl fmt::Display for Death {
+impl fmt::Display for ChildExit {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "{} ", self.process)?;
         match u32::from(self.signal()) {

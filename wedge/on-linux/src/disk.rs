@@ -2,13 +2,13 @@
 //!
 //! The virtual CPU leaves requests in shared memory ([`proto::requests`]); a disk's workers carry them out with the host's vectored
 //! calls, straight to and from guest memory. Workers are processes, because this program has no threads. Where the host has rings that suffice
-//! ([`crate::ring`]), there is one for each disk, which has all requests carried out at a time; else there are two,
+//! ([`crate::io_uring`]), there is one for each disk, which has all requests carried out at a time; else there are two,
 //! because the host's calls wait: a read does not wait for a flush. They have the disk's descriptor, which
 //! the guest's processes have not.
 //!
 //! A worker believes nothing of what it finds in a request: sectors outside of the disk and parts outside of memory fail.
 //!
-//! After a flush has failed, all flushes of the disk fail until it is opened anew ([`Loss`]): the host's kernel reports data
+//! After a flush has failed, all flushes of the disk fail until it is opened anew ([`FlushErrors`]): the host's kernel reports data
 //! that it could not write once, and keeps none of it. So there is one flush at a time.
 
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
@@ -16,13 +16,13 @@ use core::sync::atomic::{AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
 use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
 use proto::requests::{PARTS, Queue, REQUESTS, Request, op, status};
-use proto::wedge::{Disk, Filters, MAX_DISKS, MAX_QUEUES, Start, layout};
+use proto::wedge::{DiskRecord, Filters, MAX_DISKS, MAX_QUEUES, Start, layout};
 use vmm_bus::outside::SECTOR;
 use vmm_bus::requests::{Futex, Requests};
 
+use crate::io_uring::{IoUring, Submission};
 use crate::memory::Ram;
 use crate::report::{self, HOST};
-use crate::ring::{Entry, Ring};
 use crate::shared::event;
 use crate::sys::{self, Errno, Vector};
 use crate::{device, processes};
@@ -33,7 +33,7 @@ const WORKERS: usize = 2;
 pub const MAX_WORKERS: usize = MAX_DISKS * WORKERS;
 
 /// A device's requests, as the guest's devices have them.
-pub type Link = Requests<'static, Sleep>;
+pub type RequestEndpoint = Requests<'static, Sleep>;
 
 /// Words of shared memory that processes wait for.
 pub struct Sleep;
@@ -64,35 +64,35 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
     let count = (start.disks as usize).min(MAX_DISKS);
     let mut workers = [0; MAX_WORKERS];
     // Read here: when a worker first runs, the guest may have changed it.
-    let disks: [Disk; MAX_DISKS] = core::array::from_fn(crate::shared::disk);
-    let is_ours = |disk: &Disk| !disk.is_elsewhere;
-    let has_rings = disks[..count].iter().any(is_ours) && Ring::is_possible();
+    let disks: [DiskRecord; MAX_DISKS] = core::array::from_fn(crate::shared::disk);
+    let is_ours = |disk: &DiskRecord| !disk.is_external;
+    let has_rings = disks[..count].iter().any(is_ours) && IoUring::is_possible();
     let each = if has_rings { 1 } else { WORKERS };
-    let losses = Losses::new()?;
+    let flush_errors = AllFlushErrors::new()?;
     for (index, place) in workers.iter_mut().take(count * each).enumerate() {
         let number = index / each;
         if !is_ours(&disks[number]) {
             continue;
         }
         match processes::fork()? {
-            0 => work(number, disks[number], losses.of(number), has_rings, start, filters),
+            0 => work(number, disks[number], flush_errors.of(number), has_rings, start, filters),
             worker => *place = worker,
         }
     }
-    losses.unmap()?;
+    flush_errors.unmap()?;
     Ok(workers)
 }
 
 /// Whether flushes of a disk have failed. Its workers share it; the guest's processes do not have it.
 #[derive(Debug)]
-struct Loss {
+struct FlushErrors {
     /// 0: nobody flushes; 1: somebody does; 2: and another waits for that.
     flushing: AtomicU32,
     /// 1: a flush has failed.
-    is_lost: AtomicU32,
+    has_failed: AtomicU32,
 }
 
-impl Loss {
+impl FlushErrors {
     /// Waits until no other worker flushes.
     fn enter(&self) {
         if self.flushing.compare_exchange(0, 1, SeqCst, SeqCst).is_err() {
@@ -110,16 +110,16 @@ impl Loss {
     }
 
     /// What a flush comes to, and all later ones with it.
-    fn judge(&self, done: Result<(), Failure>) -> Result<(), Failure> {
+    fn flush_result(&self, done: Result<(), Failure>) -> Result<(), Failure> {
         if done.is_err() {
-            self.is_lost.store(1, SeqCst);
+            self.has_failed.store(1, SeqCst);
         }
         done.and_then(|()| self.check())
     }
 
     /// Whether a flush may succeed.
     fn check(&self) -> Result<(), Failure> {
-        match self.is_lost.load(SeqCst) {
+        match self.has_failed.load(SeqCst) {
             0 => Ok(()),
             _ => Err(Failure::Host(Errno(errno::EIO as i32))),
         }
@@ -127,9 +127,9 @@ impl Loss {
 }
 
 /// Those of all disks: memory that the device process has until it has made the workers.
-struct Losses(u64);
+struct AllFlushErrors(u64);
 
-impl Losses {
+impl AllFlushErrors {
     const LENGTH: u64 = 4096;
 
     fn new() -> Result<Self, Errno> {
@@ -141,10 +141,10 @@ impl Losses {
     }
 
     /// That of a disk, for its workers: in their processes it stays mapped.
-    fn of(&self, number: usize) -> &'static Loss {
-        const { assert!(size_of::<[Loss; MAX_DISKS]>() as u64 <= Losses::LENGTH) };
+    fn of(&self, number: usize) -> &'static FlushErrors {
+        const { assert!(size_of::<[FlushErrors; MAX_DISKS]>() as u64 <= AllFlushErrors::LENGTH) };
         // SAFETY: the memory is zeros at first, which both words may be, and all of it is atomic.
-        let all = unsafe { &*(self.0 as *const [Loss; MAX_DISKS]) };
+        let all = unsafe { &*(self.0 as *const [FlushErrors; MAX_DISKS]) };
         &all[number]
     }
 
@@ -157,22 +157,22 @@ impl Losses {
 /// A worker of disk `number`.
 fn work(
     number: usize,
-    disk: Disk,
-    loss: &'static Loss,
+    disk: DiskRecord,
+    errors: &'static FlushErrors,
     has_ring: bool,
     start: &Start,
     filters: &Filters,
 ) -> ! {
     let fd = layout::DISKS_FD + number as u32;
-    let make = || if has_ring { Ring::new(fd).map(Some) } else { Ok(None) };
+    let make = || if has_ring { IoUring::new(fd).map(Some) } else { Ok(None) };
     let alone = sys::ignore(linux::SIGXFSZ)
         .and_then(|()| processes::become_worker(fd, make, filters, Filters::WORKER));
-    let worker = Worker { fd, number, disk, loss, ram: Ram::new(start), queue: queue(number) };
+    let worker = Worker { fd, number, disk, errors, ram: Ram::new(start), queue: queue(number) };
     match alone {
-        Ok(Some(ring)) => worker.serve_many(ring),
-        Ok(None) => worker.serve(),
+        Ok(Some(ring)) => worker.serve_io_uring(ring),
+        Ok(None) => worker.serve_sync(),
         Err(error) => {
-            report::say(format_args!("cannot set up a process of disk {number}: {error}"));
+            report::warn(format_args!("cannot set up a process of disk {number}: {error}"));
             sys::exit(HOST)
         }
     }
@@ -181,7 +181,7 @@ fn work(
 /// Why a request fails.
 enum Failure {
     /// It is none: outside of the disk or of memory.
-    Nonsense,
+    Invalid,
     /// The host says no.
     Host(Errno),
 }
@@ -232,12 +232,12 @@ impl Job {
     }
 
     /// As the ring has it.
-    fn entry(&self) -> Entry<'_> {
+    fn entry(&self) -> Submission<'_> {
         match self.kind {
-            Kind::Read => Entry::Read(self.vectors(), self.at),
-            Kind::Write => Entry::Write(self.vectors(), self.at),
-            Kind::Flush => Entry::Flush,
-            Kind::Allocate(mode, _) => Entry::Allocate(mode, self.at, self.left),
+            Kind::Read => Submission::Read(self.vectors(), self.at),
+            Kind::Write => Submission::Write(self.vectors(), self.at),
+            Kind::Flush => Submission::Flush,
+            Kind::Allocate(mode, _) => Submission::Allocate(mode, self.at, self.left),
         }
     }
 
@@ -270,15 +270,15 @@ struct Flushes {
 struct Worker {
     fd: u32,
     number: usize,
-    disk: Disk,
-    loss: &'static Loss,
+    disk: DiskRecord,
+    errors: &'static FlushErrors,
     ram: Ram,
     queue: &'static Queue,
 }
 
 impl Worker {
     /// One request after the other, beside another worker.
-    fn serve(&self) -> ! {
+    fn serve_sync(&self) -> ! {
         let (mut next, mut job) = (0, Job::NONE);
         loop {
             let Some(id) = self.queue.take(&mut next) else {
@@ -288,30 +288,30 @@ impl Worker {
             let planned = self.plan(&self.queue.requests[id], &mut job);
             let done = planned.and_then(|()| match job.kind {
                 Kind::Flush => {
-                    self.loss.enter();
-                    let done = self.loss.check().and_then(|()| self.carry_out(&mut job));
-                    let done = self.loss.judge(done);
-                    self.loss.leave();
+                    self.errors.enter();
+                    let done = self.errors.check().and_then(|()| self.run_sync(&mut job));
+                    let done = self.errors.flush_result(done);
+                    self.errors.leave();
                     done
                 }
-                _ => self.carry_out(&mut job),
+                _ => self.run_sync(&mut job),
             });
             self.finish(id, done);
         }
     }
 
     /// Asks the host until a job is done.
-    fn carry_out(&self, job: &mut Job) -> Result<(), Failure> {
+    fn run_sync(&self, job: &mut Job) -> Result<(), Failure> {
         loop {
             let result = self.call(job, 0);
-            if let Some(done) = self.went(job, result) {
+            if let Some(done) = self.on_completion(job, result) {
                 return done;
             }
         }
     }
 
     /// All requests at a time, alone. What the host has at hand is done at once, everything else by the ring.
-    fn serve_many(&self, mut ring: Ring) -> ! {
+    fn serve_io_uring(&self, mut ring: IoUring) -> ! {
         /// Of the wait for requests; the others are those of requests.
         const WAIT: u64 = REQUESTS as u64;
         let queue = self.queue;
@@ -327,7 +327,7 @@ impl Worker {
                 }
                 let job = &mut jobs[id];
                 let done = match self.plan(&queue.requests[id], job) {
-                    Ok(()) => self.try_at_once(job, busy != 0),
+                    Ok(()) => self.try_without_waiting(job, busy != 0),
                     Err(failure) => Some(Err(failure)),
                 };
                 match done {
@@ -352,13 +352,13 @@ impl Worker {
                 let seen = queue.calls.load(SeqCst);
                 queue.sleepers.fetch_add(1, SeqCst);
                 waits = true;
-                ring.push(Entry::Wait(&queue.calls, seen), WAIT);
+                ring.push(Submission::Wait(&queue.calls, seen), WAIT);
             }
             let least = if queue.waiting.load(SeqCst) == 0 { 1 } else { 0 };
             match ring.wait(least) {
                 Err(error) if error.0 != errno::EINTR as i32 => {
                     let disk = self.number;
-                    report::say(format_args!("disk {disk}: cannot wait for io_uring: {error}"));
+                    report::warn(format_args!("disk {disk}: cannot wait for io_uring: {error}"));
                     sys::exit(HOST)
                 }
                 _ => {}
@@ -369,11 +369,11 @@ impl Worker {
                     queue.sleepers.fetch_sub(1, SeqCst);
                     continue;
                 };
-                match self.went(job, result) {
+                match self.on_completion(job, result) {
                     Some(mut done) => {
                         if job.kind == Kind::Flush {
                             flushes.is_under_way = false;
-                            done = self.loss.judge(done);
+                            done = self.errors.flush_result(done);
                         }
                         busy &= !(1 << id);
                         self.finish(id as usize, done);
@@ -385,14 +385,14 @@ impl Worker {
     }
 
     /// Gives the ring the next flush, if it has none. After one has failed, ends all others; these are the bits of the result.
-    fn begin_flush(&self, flushes: &mut Flushes, ring: &mut Ring) -> u64 {
+    fn begin_flush(&self, flushes: &mut Flushes, ring: &mut IoUring) -> u64 {
         let mut ended = 0;
         while flushes.waiting != 0 && !flushes.is_under_way {
             let id = flushes.waiting.trailing_zeros();
             flushes.waiting &= flushes.waiting - 1;
-            match self.loss.check() {
+            match self.errors.check() {
                 Ok(()) => {
-                    ring.push(Entry::Flush, id.into());
+                    ring.push(Submission::Flush, id.into());
                     flushes.is_under_way = true;
                 }
                 failed => {
@@ -406,7 +406,7 @@ impl Worker {
 
     /// Does what does not wait: reads of what the host has in memory; what it has not said of itself, and writes, if nothing else is to be done meanwhile.
     /// `None`: it is for the ring.
-    fn try_at_once(&self, job: &mut Job, is_busy: bool) -> Option<Result<(), Failure>> {
+    fn try_without_waiting(&self, job: &mut Job, is_busy: bool) -> Option<Result<(), Failure>> {
         const AGAIN: i32 = errno::EAGAIN as i32;
         const UNKNOWN: i32 = errno::EOPNOTSUPP as i32;
         let is_alone = !is_busy && self.queue.waiting.load(SeqCst) == 0;
@@ -420,26 +420,26 @@ impl Worker {
             Kind::Write if is_alone => self.call(job, 0),
             _ => return None,
         };
-        self.went(job, result)
+        self.on_completion(job, result)
     }
 
     /// A request has ended.
     fn finish(&self, id: usize, done: Result<(), Failure>) {
         let status = match done {
             Ok(()) => status::DONE,
-            Err(Failure::Nonsense) => status::FAILED,
+            Err(Failure::Invalid) => status::FAILED,
             Err(Failure::Host(Errno(number))) if number == errno::EOPNOTSUPP as i32 => {
                 status::UNSUPPORTED
             }
             Err(Failure::Host(error)) => {
-                self.tell(error);
+                self.warn_once(error);
                 status::FAILED
             }
         };
         if self.queue.end(id, status) {
             sys::wake(&self.queue.answers);
         }
-        device::tell(0, event::DISK);
+        device::raise_event(0, event::DISK);
     }
 
     /// Makes a job of a request, each value of which is read once.
@@ -449,7 +449,7 @@ impl Worker {
         let op = request.op.load(Relaxed);
         let writes = !matches!(op, op::READ | op::FLUSH);
         if writes && self.disk.read_only {
-            return Err(Failure::Nonsense);
+            return Err(Failure::Invalid);
         }
         let allocate = |mode, or_zeros| Kind::Allocate(mode | linux::FALLOC_FL_KEEP_SIZE, or_zeros);
         (job.first, job.used) = (0, 0);
@@ -460,31 +460,31 @@ impl Worker {
             op::DISCARD => allocate(linux::FALLOC_FL_PUNCH_HOLE, false),
             op::UNMAP => allocate(linux::FALLOC_FL_PUNCH_HOLE, true),
             op::ZERO => allocate(linux::FALLOC_FL_ZERO_RANGE, true),
-            _ => return Err(Failure::Nonsense),
+            _ => return Err(Failure::Invalid),
         };
         job.left = match job.kind {
             Kind::Flush => return Ok(()),
             Kind::Allocate(..) => u64::from(count) * u64::from(SECTOR),
             Kind::Read | Kind::Write => self.take_parts(request, job)?,
         };
-        job.at = self.place(sector, job.left)?;
+        job.at = self.file_offset(sector, job.left)?;
         Ok(())
     }
 
     /// Where data is in this process; gives its length.
     fn take_parts(&self, request: &Request, job: &mut Job) -> Result<u64, Failure> {
         let used = request.used.load(Relaxed) as usize;
-        let parts = request.parts.get(..used).ok_or(Failure::Nonsense)?;
+        let parts = request.parts.get(..used).ok_or(Failure::Invalid)?;
         let mut length = 0;
         for (vector, part) in job.vectors.iter_mut().zip(parts) {
             let address = part.address.load(Relaxed);
             let bytes = u64::from(part.length.load(Relaxed));
-            self.ram.offset(address).filter(|&(_, most)| most >= bytes).ok_or(Failure::Nonsense)?;
+            self.ram.offset(address).filter(|&(_, most)| most >= bytes).ok_or(Failure::Invalid)?;
             *vector = Vector { address: layout::DIRECT + address, length: bytes };
             length += bytes;
         }
         if length == 0 || !length.is_multiple_of(SECTOR.into()) {
-            return Err(Failure::Nonsense);
+            return Err(Failure::Invalid);
         }
         job.used = used;
         Ok(length)
@@ -509,7 +509,11 @@ impl Worker {
     }
 
     /// What the host has answered; `None`: there is more to do.
-    fn went(&self, job: &mut Job, result: Result<u64, Errno>) -> Option<Result<(), Failure>> {
+    fn on_completion(
+        &self,
+        job: &mut Job,
+        result: Result<u64, Errno>,
+    ) -> Option<Result<(), Failure>> {
         match (job.kind, result) {
             (_, Err(Errno(number))) if number == errno::EINTR as i32 => None,
             (Kind::Read | Kind::Write, Ok(0)) => Some(Err(Errno(errno::EIO as i32).into())),
@@ -524,11 +528,11 @@ impl Worker {
     }
 
     /// Where sectors begin in the file.
-    fn place(&self, sector: u64, bytes: u64) -> Result<u64, Failure> {
+    fn file_offset(&self, sector: u64, bytes: u64) -> Result<u64, Failure> {
         let count = bytes.div_ceil(SECTOR.into());
         match sector.checked_add(count) {
             Some(end) if end <= self.disk.sectors => Ok(sector * u64::from(SECTOR)),
-            _ => Err(Failure::Nonsense),
+            _ => Err(Failure::Invalid),
         }
     }
 
@@ -549,10 +553,10 @@ impl Worker {
     }
 
     /// Says once for each disk that the host has failed; the guest gets an error each time.
-    fn tell(&self, error: Errno) {
-        if self.queue.told.swap(1, SeqCst) == 0 {
+    fn warn_once(&self, error: Errno) {
+        if self.queue.warned.swap(1, SeqCst) == 0 {
             let number = self.number;
-            report::say(format_args!("disk {number}: the host refuses a request: {error}"));
+            report::warn(format_args!("disk {number}: the host refuses a request: {error}"));
         }
     }
 }

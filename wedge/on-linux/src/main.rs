@@ -7,38 +7,38 @@
 #![no_std]
 #![no_main]
 
-mod apart;
+mod backend;
 mod balloon;
-mod calls;
 mod clock;
-mod code;
 mod compat;
 mod config;
 mod counters;
+mod cpu_affinity;
 mod debug;
 mod device;
 mod disk;
-mod extended;
+mod exec_scan;
 mod frames;
 mod guest;
 mod idle;
-mod keys;
+mod io_uring;
 mod memory;
 mod monitor;
 mod net;
-mod outside;
-mod place;
+mod pkeys;
 mod processes;
 mod profile;
 mod report;
-mod ring;
 mod sandbox;
 mod setup;
 mod shared;
 mod signal;
 mod sites;
-mod steal;
+mod steal_time;
 mod sys;
+mod syscall_patch;
+mod user_process;
+mod xstate;
 
 use core::arch::naked_asm;
 use core::sync::atomic::Ordering::Relaxed;
@@ -48,7 +48,7 @@ use linux_raw_sys::prctl;
 use proto::wedge::{Start, layout, log, option};
 
 use crate::config::{Config, config};
-use crate::device::Device;
+use crate::device::DeviceServer;
 use crate::memory::Ram;
 use crate::sandbox::Signals;
 use crate::shared::PRIVATE_LENGTH;
@@ -75,9 +75,9 @@ extern "C" fn begin() -> ! {
         }
         Err((what, error)) => {
             match error {
-                None => report::say_at(log::ERROR, format_args!("{what}")),
+                None => report::print_line(log::ERROR, format_args!("{what}")),
                 // The host's memory is what is most often missing.
-                Some(error) => report::say_at(log::ERROR, format_args!("{what}: {error}")),
+                Some(error) => report::print_line(log::ERROR, format_args!("{what}: {error}")),
             }
             sys::exit(report::HOST)
         }
@@ -88,7 +88,7 @@ extern "C" fn begin() -> ! {
 ///
 /// # Errors
 /// What cannot be done, and the host's error if it is the host that refuses.
-fn set_up() -> Result<Device, (&'static str, Option<Errno>)> {
+fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
     let cannot = |what| move |error| (what, Some(error));
     let data = linux::PROT_READ | linux::PROT_WRITE;
     let shared = Backing::Shared(layout::SHARED_FD, 0);
@@ -104,9 +104,9 @@ fn set_up() -> Result<Device, (&'static str, Option<Errno>)> {
         return Err(("the loader's record is of another version", None));
     }
     let Config { start, .. } = config();
-    if keys::are_on() {
-        keys::set_up().map_err(cannot("cannot allocate protection keys"))?;
-        keys::close_shared().map_err(cannot("cannot protect the wedge's memory"))?;
+    if pkeys::is_enabled() {
+        pkeys::allocate().map_err(cannot("cannot allocate protection keys"))?;
+        pkeys::protect_shared().map_err(cannot("cannot protect the wedge's memory"))?;
     }
     let ram = Ram::new(start);
     ram.map().map_err(cannot("cannot map guest memory"))?;
@@ -129,7 +129,7 @@ fn set_up() -> Result<Device, (&'static str, Option<Errno>)> {
     }
     // What the host lets its users have of networks, it may not let them have in an empty namespace.
     net::open_taps(start).map_err(cannot("cannot open a tap device"))?;
-    give_up(start);
+    enter_sandbox(start);
     sandbox::drop_capabilities().map_err(cannot("cannot drop capabilities"))?;
     config::seal().map_err(cannot("cannot protect the wedge's memory"))?;
     let nets = net::make_workers(start, &config().filters)
@@ -141,22 +141,22 @@ fn set_up() -> Result<Device, (&'static str, Option<Errno>)> {
     sys::close(layout::DISKS_FD, layout::CONTROL_FD - 1)
         .and_then(|()| sys::close(last + 1, u32::MAX))
         .map_err(cannot("cannot close inherited descriptors"))?;
-    let mut device = Device::new(ram, disks, nets);
+    let mut device = DeviceServer::new(ram, disks, nets);
     for vcpu in 0..config::vcpu_count() {
-        device.make(vcpu, 0).map_err(cannot("cannot create a guest process"))?;
+        device.create_guest(vcpu, 0).map_err(cannot("cannot create a guest process"))?;
     }
-    processes::begin(0, guest::main);
+    processes::start_vcpu(0, guest::main);
     Ok(device)
 }
 
 /// Enters the sandbox, if the loader wants that; ends the process if it wants all of it and the host refuses some.
-fn give_up(start: &Start) {
+fn enter_sandbox(start: &Start) {
     if start.options & option::SANDBOX == 0 {
         return;
     }
     let (refused, signals) = sandbox::enter();
-    config().kicks.store(signals != Signals::Open, Relaxed);
-    if signals == Signals::Numbered {
+    config().kicks.store(signals != Signals::Unconfined, Relaxed);
+    if signals == Signals::PidNamespace {
         config().device.store(0, Relaxed);
         setup::words().first.store(processes::first::AWAITED, Relaxed);
     }
@@ -166,7 +166,7 @@ fn give_up(start: &Start) {
     let is_needed = start.options & option::STRICT != 0;
     if is_needed || start.log >= log::INFO {
         let level = if is_needed { log::ERROR } else { log::INFO };
-        report::say_at(level, format_args!("the host refuses {refused}"));
+        report::print_line(level, format_args!("the host refuses {refused}"));
     }
     if is_needed {
         sys::exit(report::UNAVAILABLE);

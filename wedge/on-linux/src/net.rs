@@ -7,18 +7,18 @@
 //! In a ring each frame is behind its length as 32 bits, big-endian. That is what goes over a stream, which processes therefore need not
 //! look into: they move as many bytes at once as there are. Of a tap device each call of the host moves one frame, behind its offload header.
 //!
-//! Invariants: a ring has one process that puts and one that takes, each of which believes only its own position; what the other says is
+//! Invariants: a ring has one process that puts and one that offloads, each of which believes only its own position; what the other says is
 //! checked against the ring's size, for the guest can change all of it. Nobody waits for anything that is not announced:
 //! who waits says so first and looks once more.
 //!
-//! Packets of vsock go the same way ([`crate::vsock`]): one more network, behind all others.
+//! VsockEndpoint of vsock go the same way ([`crate::vsock`]): one more network, behind all others.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::{errno, if_tun, ioctl};
-use proto::wedge::{Filters, MAX_NETS, Net as Record, Start, layout};
+use proto::wedge::{Filters, MAX_NETS, NetRecord as Record, Start, layout};
 use vmm_bus::frames::{Card, Frames, Port as Connection, Sockets};
 use vmm_bus::outside::{Data, MAX_FRAME, Offload, Takes};
 use vmm_mem::Transfer;
@@ -27,7 +27,7 @@ use crate::shared::{event, shared};
 use crate::sys::{self, Errno, Vector};
 use crate::{device, processes, report};
 
-/// Bytes of a ring. What comes in has more room: a sender outside does not wait when it is full.
+/// Bytes of a ring. What comes in has more room: a sender outside does not wait when it is producer_waiting.
 const OUT: u32 = 1 << 19;
 const IN: u32 = 1 << 20;
 /// Bytes of a frame's length.
@@ -43,22 +43,22 @@ pub const MAX_WORKERS: usize = 2 * (VSOCK + 1);
 
 /// A ring of frames, with `SIZE` bytes.
 #[repr(C)]
-struct Ring<const SIZE: usize> {
+struct FrameRing<const SIZE: usize> {
     /// Bytes ever put.
     head: AtomicU32,
     /// Bytes ever taken.
     tail: AtomicU32,
     /// Who takes waits for [`Self::head`].
-    hungry: AtomicU32,
+    consumer_waiting: AtomicU32,
     /// Who puts waits for [`Self::tail`].
-    full: AtomicU32,
+    producer_waiting: AtomicU32,
     bytes: UnsafeCell<[u8; SIZE]>,
 }
 
 // SAFETY: the bytes are only used by address, and all values of theirs are allowed.
-unsafe impl<const SIZE: usize> Sync for Ring<SIZE> {}
+unsafe impl<const SIZE: usize> Sync for FrameRing<SIZE> {}
 
-impl<const SIZE: usize> Ring<SIZE> {
+impl<const SIZE: usize> FrameRing<SIZE> {
     const SIZE: u32 = SIZE as u32;
 
     /// Bytes that wait, for who takes from `tail` on. More than the ring has: nonsense.
@@ -72,7 +72,7 @@ impl<const SIZE: usize> Ring<SIZE> {
     }
 
     /// There is so much room that who waits for some is told; for who takes from `tail` on.
-    fn has_enough_room(&self, tail: u32) -> bool {
+    fn wakes_producer(&self, tail: u32) -> bool {
         self.used(tail) <= Self::SIZE / 2
     }
 
@@ -90,14 +90,14 @@ impl<const SIZE: usize> Ring<SIZE> {
     /// Copies between `length` bytes at a position, at most all of the ring, and memory at `address`.
     ///
     /// # Safety
-    /// There are as many bytes of memory without Rust objects, which may be read, or written if `way` is [`Way::Out`].
-    unsafe fn exchange(&self, way: Way, at: u32, address: *mut u8, length: u32) {
+    /// There are as many bytes of memory without Rust objects, which may be read, or written if `direction` is [`Direction::Out`].
+    unsafe fn exchange(&self, direction: Direction, at: u32, address: *mut u8, length: u32) {
         let mut address = address;
         for piece in self.pieces(at, length) {
             let (ours, length) = (piece.address as *mut u8, piece.length as usize);
-            let (from, to) = match way {
-                Way::In => (address, ours),
-                Way::Out => (ours, address),
+            let (from, to) = match direction {
+                Direction::In => (address, ours),
+                Direction::Out => (ours, address),
             };
             // SAFETY: the pieces are in the ring; the caller vouches for the other side.
             unsafe { core::ptr::copy_nonoverlapping(from, to, length) };
@@ -108,28 +108,32 @@ impl<const SIZE: usize> Ring<SIZE> {
     /// Puts bytes at a position.
     fn put(&self, at: u32, bytes: &[u8]) {
         // SAFETY: the bytes are read.
-        unsafe { self.exchange(Way::In, at, bytes.as_ptr().cast_mut(), bytes.len() as u32) };
+        unsafe { self.exchange(Direction::In, at, bytes.as_ptr().cast_mut(), bytes.len() as u32) };
     }
 
     /// Bytes at a position.
     fn get<const N: usize>(&self, at: u32) -> [u8; N] {
         let mut bytes = [0; N];
         // SAFETY: the array is this function's.
-        unsafe { self.exchange(Way::Out, at, bytes.as_mut_ptr(), N as u32) };
+        unsafe { self.exchange(Direction::Out, at, bytes.as_mut_ptr(), N as u32) };
         bytes
     }
 
     /// Copies between the ring and guest memory until the data ends.
-    fn exchange_with_guest(&self, way: Way, at: u32, data: &mut Data<'_>) {
+    fn exchange_with_guest(&self, direction: Direction, at: u32, data: &mut Data<'_>) {
         let mut at = at;
         while let Some(part) = data.part(u32::MAX) {
             let (address, length) = (part.address, part.length.into());
-            let copied =
-                data.memory().for_each_part(way.of_guest(), address, length, |guest, length| {
+            let copied = data.memory().for_each_part(
+                direction.of_guest(),
+                address,
+                length,
+                |guest, length| {
                     // SAFETY: it is guest memory of this length, which is mapped and where no Rust object is.
-                    unsafe { self.exchange(way, at, guest, length as u32) };
+                    unsafe { self.exchange(direction, at, guest, length as u32) };
                     at = at.wrapping_add(length as u32);
-                });
+                },
+            );
             if copied.is_err() {
                 return;
             }
@@ -139,12 +143,12 @@ impl<const SIZE: usize> Ring<SIZE> {
 
 /// Direction of a copy, as the ring has it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum Direction {
     In,
     Out,
 }
 
-impl Way {
+impl Direction {
     /// As guest memory has it, if that is the other side.
     fn of_guest(self) -> Transfer {
         match self {
@@ -156,27 +160,27 @@ impl Way {
 
 /// What a machine shares with the processes of a network.
 #[repr(C)]
-pub struct Port {
-    /// From the guest. Its `hungry` is about [`Self::calls`].
-    out: Ring<{ OUT as usize }>,
+pub struct NetQueues {
+    /// From the guest. Its `consumer_waiting` is about [`Self::calls`].
+    out: FrameRing<{ OUT as usize }>,
     /// To the guest.
-    inward: Ring<{ IN as usize }>,
+    inward: FrameRing<{ IN as usize }>,
     /// Counts up whenever there is something for the sender.
     calls: AtomicU32,
-    /// What frames the guest takes: `TUN_F_CSUM` and its neighbours.
-    takes: AtomicU32,
+    /// What frames the guest offloads: `TUN_F_CSUM` and its neighbours.
+    offloads: AtomicU32,
     /// The other side has gone.
     is_down: AtomicU32,
 }
 
 /// The networks of a machine.
-pub type Ports = [Port; MAX_NETS];
+pub type AllNetQueues = [NetQueues; MAX_NETS];
 
 /// A network as the guest's card has it.
-pub type Link = Card<Rings>;
+pub type NetEndpoint = Card<Rings>;
 
-/// Packets of vsock as the guest's device has them.
-pub type Packets = Sockets<Rings>;
+/// VsockEndpoint of vsock as the guest's device has them.
+pub type VsockEndpoint = Sockets<Rings>;
 
 /// The rings of a network, on the virtual CPU's side.
 pub struct Rings {
@@ -187,12 +191,12 @@ pub struct Rings {
 }
 
 /// The network with this number.
-pub fn link(number: usize, record: &Record) -> Link {
+pub fn link(number: usize, record: &Record) -> NetEndpoint {
     Card::new(Rings::new(number), record)
 }
 
 /// The rings of vsock.
-pub fn packets() -> Packets {
+pub fn packets() -> VsockEndpoint {
     Sockets::new(Rings::new(VSOCK))
 }
 
@@ -201,14 +205,14 @@ impl Rings {
         Self { number, head: 0, tail: 0 }
     }
 
-    fn port(&self) -> &'static Port {
+    fn port(&self) -> &'static NetQueues {
         port(self.number)
     }
 
     fn call(&self) {
         let port = self.port();
         port.calls.fetch_add(1, SeqCst);
-        if port.out.hungry.load(SeqCst) != 0 {
+        if port.out.consumer_waiting.load(SeqCst) != 0 {
             sys::wake(&port.calls);
         }
     }
@@ -230,7 +234,7 @@ impl Rings {
         let ring = &self.port().inward;
         self.tail = self.tail.wrapping_add(length);
         ring.tail.store(self.tail, SeqCst);
-        if ring.full.load(SeqCst) != 0 && ring.has_enough_room(self.tail) {
+        if ring.producer_waiting.load(SeqCst) != 0 && ring.wakes_producer(self.tail) {
             sys::wake(&ring.tail);
         }
     }
@@ -242,16 +246,16 @@ impl Frames for Rings {
         let length = before.len() as u32 + data.left();
         let all = LENGTH + length;
         if ring.room(self.head) < all {
-            ring.full.store(1, SeqCst);
+            ring.producer_waiting.store(1, SeqCst);
             if ring.room(self.head) < all {
                 return false;
             }
-            ring.full.store(0, SeqCst);
+            ring.producer_waiting.store(0, SeqCst);
         }
         ring.put(self.head, &length.to_be_bytes());
         let at = self.head.wrapping_add(LENGTH);
         ring.put(at, before);
-        ring.exchange_with_guest(Way::In, at.wrapping_add(before.len() as u32), data);
+        ring.exchange_with_guest(Direction::In, at.wrapping_add(before.len() as u32), data);
         self.head = self.head.wrapping_add(all);
         ring.head.store(self.head, SeqCst);
         self.call();
@@ -265,11 +269,11 @@ impl Frames for Rings {
                 return Some(length);
             }
             let seen = ring.head.load(SeqCst);
-            ring.hungry.store(1, SeqCst);
+            ring.consumer_waiting.store(1, SeqCst);
             if ring.head.load(SeqCst) == seen && self.first_length().is_none() {
                 return None;
             }
-            ring.hungry.store(0, SeqCst);
+            ring.consumer_waiting.store(0, SeqCst);
         }
     }
 
@@ -277,7 +281,7 @@ impl Frames for Rings {
         let Some(length) = self.first_length() else { return };
         to.truncate(length.saturating_sub(before));
         let at = self.tail.wrapping_add(LENGTH).wrapping_add(before);
-        self.port().inward.exchange_with_guest(Way::Out, at, to);
+        self.port().inward.exchange_with_guest(Direction::Out, at, to);
     }
 
     fn first_bytes<const N: usize>(&self, before: u32) -> Option<[u8; N]> {
@@ -303,7 +307,7 @@ impl Connection for Rings {
         let bits = bit(takes.csum, if_tun::TUN_F_CSUM)
             | bit(takes.tcp4, if_tun::TUN_F_TSO4)
             | bit(takes.tcp6, if_tun::TUN_F_TSO6);
-        if self.port().takes.swap(bits, SeqCst) != bits {
+        if self.port().offloads.swap(bits, SeqCst) != bits {
             self.call();
         }
     }
@@ -342,7 +346,7 @@ fn descriptor(number: usize) -> u32 {
     layout::NETS_FD + number as u32
 }
 
-fn port(number: usize) -> &'static Port {
+fn port(number: usize) -> &'static NetQueues {
     shared().nets.get(number).unwrap_or_else(|| crate::shared::vsock())
 }
 
@@ -371,7 +375,7 @@ fn work(index: usize, is_tap: bool, filters: &Filters) -> ! {
         processes::become_worker(descriptor(number), || Ok(()), filters, Filters::NET)
     });
     if let Err(error) = alone {
-        report::say(format_args!("cannot set up a process of network {number}: {error}"));
+        report::warn(format_args!("cannot set up a process of network {number}: {error}"));
         sys::exit(report::HOST);
     }
     let worker = Worker { number, is_tap, port: port(number) };
@@ -381,27 +385,27 @@ fn work(index: usize, is_tap: bool, filters: &Filters) -> ! {
 struct Worker {
     number: usize,
     is_tap: bool,
-    port: &'static Port,
+    port: &'static NetQueues,
 }
 
 impl Worker {
     fn send(&self) -> ! {
-        let Port { out, calls, takes, .. } = self.port;
+        let NetQueues { out, calls, offloads, .. } = self.port;
         let (mut tail, mut taken) = (0_u32, 0);
         loop {
             let seen = calls.load(SeqCst);
-            let wanted = takes.load(SeqCst);
+            let wanted = offloads.load(SeqCst);
             if wanted != taken {
                 taken = wanted;
                 self.set_takes(wanted);
             }
             let used = out.used(tail);
             if used == 0 {
-                out.hungry.store(1, SeqCst);
-                if out.used(tail) == 0 && takes.load(SeqCst) == taken {
+                out.consumer_waiting.store(1, SeqCst);
+                if out.used(tail) == 0 && offloads.load(SeqCst) == taken {
                     sys::wait(calls, seen, None);
                 }
-                out.hungry.store(0, SeqCst);
+                out.consumer_waiting.store(0, SeqCst);
                 continue;
             }
             let done = match used {
@@ -413,11 +417,11 @@ impl Worker {
             };
             tail = tail.wrapping_add(done);
             out.tail.store(tail, SeqCst);
-            if out.full.load(SeqCst) != 0
-                && out.has_enough_room(tail)
-                && out.full.swap(0, SeqCst) != 0
+            if out.producer_waiting.load(SeqCst) != 0
+                && out.wakes_producer(tail)
+                && out.producer_waiting.swap(0, SeqCst) != 0
             {
-                device::tell(0, event::NET);
+                device::raise_event(0, event::NET);
             }
         }
     }
@@ -445,17 +449,17 @@ impl Worker {
             Ok(done) => Some((done as u32).min(length)),
             Err(error) => {
                 if !self.is_tap {
-                    self.end_of_stream(Some(error));
+                    self.set_link_down(Some(error));
                 }
                 None
             }
         }
     }
 
-    fn set_takes(&self, takes: u32) {
+    fn set_takes(&self, offloads: u32) {
         if self.is_tap {
             let fd = descriptor(self.number);
-            let arguments = [fd.into(), ioctl::TUNSETOFFLOAD.into(), takes.into(), 0, 0, 0];
+            let arguments = [fd.into(), ioctl::TUNSETOFFLOAD.into(), offloads.into(), 0, 0, 0];
             // SAFETY: no memory is touched. If it fails, the card drops what the guest does not take.
             let _ = unsafe { sys::call(linux::__NR_ioctl, arguments) };
         }
@@ -472,26 +476,27 @@ impl Worker {
             let seen = ring.tail.load(SeqCst);
             let room = ring.room(head);
             if room < least {
-                ring.full.store(1, SeqCst);
+                ring.producer_waiting.store(1, SeqCst);
                 if ring.room(head) < least {
                     sys::wait(&ring.tail, seen, None);
                 }
-                ring.full.store(0, SeqCst);
+                ring.producer_waiting.store(0, SeqCst);
                 continue;
             }
             let vectors = ring.pieces(head.wrapping_add(before), (room - before).min(PIECE));
             // SAFETY: the vectors are in the ring.
             let done = match unsafe { self.transfer(linux::__NR_readv, &vectors) } {
                 Ok(done) if done != 0 => done as u32,
-                end => self.end_of_input(end.err()),
+                end => self.stop_receiving(end.err()),
             };
             if self.is_tap {
                 ring.put(head, &done.to_be_bytes());
             }
             head = head.wrapping_add(before + done);
             ring.head.store(head, SeqCst);
-            if ring.hungry.load(SeqCst) != 0 && ring.hungry.swap(0, SeqCst) != 0 {
-                device::tell(0, event::NET);
+            if ring.consumer_waiting.load(SeqCst) != 0 && ring.consumer_waiting.swap(0, SeqCst) != 0
+            {
+                device::raise_event(0, event::NET);
             }
         }
     }
@@ -514,26 +519,26 @@ impl Worker {
     }
 
     /// Nothing will come any more.
-    fn end_of_input(&self, error: Option<Errno>) -> ! {
-        self.end_of_stream(error);
+    fn stop_receiving(&self, error: Option<Errno>) -> ! {
+        self.set_link_down(error);
         loop {
             sys::wait(&self.port.is_down, 1, None);
         }
     }
 
     /// The guest is told that its cable is out.
-    fn end_of_stream(&self, error: Option<Errno>) {
+    fn set_link_down(&self, error: Option<Errno>) {
         if self.port.is_down.swap(1, SeqCst) == 0 {
             let number = self.number;
             match error {
                 Some(error) => {
-                    report::say(format_args!("network {number}: the other side has gone: {error}"))
+                    report::warn(format_args!("network {number}: the other side has gone: {error}"))
                 }
-                None => report::say(format_args!(
+                None => report::warn(format_args!(
                     "network {number}: the other side has gone: it closed its socket"
                 )),
             }
-            device::tell(0, event::NET);
+            device::raise_event(0, event::NET);
         }
     }
 }

@@ -20,11 +20,11 @@ use crate::memory::{self, Ram};
 use crate::report::HOST;
 use crate::setup::{self, Kind};
 use crate::shared::{
-    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, VCPU_LENGTH, Vcpu, cell, count, mine, shared,
-    stack_top, started, vcpu, vcpu_offset, vcpus,
+    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SharedVcpu, VCPU_LENGTH, cell, count, counter,
+    mine, shared, stack_top, started, vcpu, vcpu_offset, vcpus,
 };
 use crate::sys::{self, Backing, Errno};
-use crate::{apart, extended, keys, monitor, place, report, signal, steal};
+use crate::{cpu_affinity, monitor, pkeys, report, signal, steal_time, user_process, xstate};
 
 /// Signal by which the device process tells of events.
 pub const KICK: u32 = layout::KICK_SIGNAL;
@@ -36,30 +36,30 @@ pub const SENT: u64 = 1 << (KICK - 1) | 1 << (TIMER - 1);
 pub const ALL_SIGNALS: u64 = u64::MAX;
 
 /// The process of the guest-machine that runs on: its virtual CPU goes to the process of this slot, which goes on in this function.
-pub fn move_to(number: usize) {
+pub fn switch_to_slot(number: usize) {
     let vcpu = vcpu();
     if number == vcpu.running.load(Relaxed) as usize {
         return;
     }
-    count(count::SWITCHES);
+    count(counter::SWITCHES);
     let slot = &vcpu.slots[number];
     if slot.process.load(SeqCst) == 0 {
         vcpu.wanted.store(number as u32 + 1, SeqCst);
-        ring();
+        notify();
         while slot.process.load(SeqCst) == 0 {
             sys::wait(&slot.process, 0, None);
         }
     }
-    save(vcpu);
-    place::give();
-    steal::give();
+    save_cpu_state(vcpu);
+    cpu_affinity::on_hand_over();
+    steal_time::on_hand_over();
     vcpu.running.store(number as u32, SeqCst);
     // SAFETY: the stack is the virtual CPU's, and the process that takes it has been told its number.
     unsafe { hand_over() };
     // Another process now.
-    place::take();
-    steal::take();
-    restore(vcpu);
+    cpu_affinity::on_take_over();
+    steal_time::on_take_over();
+    restore_cpu_state(vcpu);
     memory::follow();
     signal::arm();
 }
@@ -79,11 +79,11 @@ unsafe extern "sysv64" fn hand_over() {
         "push r15",
         "mov [{rsp}], rsp",
         "mov rsp, {private}",
-        "call {give_and_wait}",
+        "call {wake_next_and_wait}",
         "jmp {take}",
         rsp = const RSP,
         private = const PRIVATE_STACK_TOP,
-        give_and_wait = sym give_and_wait,
+        wake_next_and_wait = sym wake_next_and_wait,
         take = sym take,
     )
 }
@@ -107,18 +107,18 @@ unsafe extern "sysv64" fn take() {
     )
 }
 
-const RSP: u64 = OWN_VCPU + offset_of!(Vcpu, rsp) as u64;
+const RSP: u64 = OWN_VCPU + offset_of!(SharedVcpu, rsp) as u64;
 
-extern "sysv64" fn give_and_wait() {
+extern "sysv64" fn wake_next_and_wait() {
     let vcpu = vcpu();
     let next = &vcpu.slots[vcpu.running.load(Relaxed) as usize];
-    let turn = mine_turn();
+    let turn = own_turn();
     next.turn.fetch_add(1, SeqCst);
     sys::wake(&next.turn);
     wait_for_turn(turn);
 }
 
-fn mine_turn() -> u32 {
+fn own_turn() -> u32 {
     memory::slot().turn.load(SeqCst)
 }
 
@@ -131,12 +131,12 @@ fn wait_for_turn(seen: u32) {
 }
 
 /// Puts what the host's processor holds into shared memory.
-fn save(vcpu: &Vcpu) {
+fn save_cpu_state(vcpu: &SharedVcpu) {
     let (fs, gs): (u64, u64);
     // SAFETY: the area is large enough for all extended state of today (`shared::EXTENDED_STATE`; `main` checks) and aligned; the host lets
     // programs read the bases (`main` checks).
     unsafe {
-        extended::save(vcpu.extended.0.at() as u64, u64::MAX);
+        xstate::save(vcpu.xsave.0.at() as u64, u64::MAX);
         asm!("rdfsbase {}", out(reg) fs, options(nomem, nostack));
         asm!("rdgsbase {}", out(reg) gs, options(nomem, nostack));
     }
@@ -144,19 +144,19 @@ fn save(vcpu: &Vcpu) {
     vcpu.gs_base.set(gs);
 }
 
-fn restore(vcpu: &Vcpu) {
-    // SAFETY: `save` has filled the area; the bases are the guest's, and this program uses neither.
+fn restore_cpu_state(vcpu: &SharedVcpu) {
+    // SAFETY: `save_cpu_state` has filled the area; the bases are the guest's, and this program uses neither.
     unsafe {
-        extended::load(vcpu.extended.0.at() as u64, u64::MAX);
+        xstate::load(vcpu.xsave.0.at() as u64, u64::MAX);
         asm!("wrfsbase {}", in(reg) vcpu.fs_base.get(), options(nomem, nostack));
         asm!("wrgsbase {}", in(reg) vcpu.gs_base.get(), options(nomem, nostack));
     }
 }
 
 /// Wakes the device process.
-pub fn ring() {
+pub fn notify() {
     let shared = shared();
-    if shared.rung.swap(1, SeqCst) == 0 {
+    if shared.pending.swap(1, SeqCst) == 0 {
         let one = 1_u64.to_ne_bytes();
         // The counter of the descriptor cannot overflow: one is added for each time that it was taken.
         let _ = sys::write(layout::DOORBELL_FD, &one);
@@ -167,19 +167,19 @@ pub fn ring() {
 pub fn await_start() {
     let word = &shared().started;
     word.store(started::READY, SeqCst);
-    ring();
+    notify();
     while word.load(SeqCst) == started::READY {
         sys::wait(word, started::READY, None);
     }
 }
 
 /// Ends the machine with an exit code.
-pub fn finish(code: u8) -> ! {
+pub fn end_vm(code: u8) -> ! {
     let shared = shared();
     // The first to say so is right.
     let _ = shared.ended.compare_exchange(0, u32::from(code) + 1, SeqCst, SeqCst);
-    shared.rung.store(0, SeqCst);
-    ring();
+    shared.pending.store(0, SeqCst);
+    notify();
     // The device process ends all the others.
     loop {
         sys::wait(&shared.ended, shared.ended.load(SeqCst), None);
@@ -187,7 +187,7 @@ pub fn finish(code: u8) -> ! {
 }
 
 /// Makes the process of slot `number` of a virtual CPU; gives its id. For the device process.
-pub fn make(vcpu: usize, number: usize, ram: Ram) -> Result<u32, Errno> {
+pub fn create(vcpu: usize, number: usize, ram: Ram) -> Result<u32, Errno> {
     // Its first turn may come before it has looked.
     let turn = vcpus()[vcpu].slots[number].turn.load(SeqCst);
     setup::words().confined(Kind::Guest, vcpu, number).store(false, SeqCst);
@@ -199,7 +199,7 @@ pub fn make(vcpu: usize, number: usize, ram: Ram) -> Result<u32, Errno> {
     match parent.and_then(|parent| become_guest(vcpu, number, turn, parent, ram)) {
         Ok(never) => match never {},
         Err(error) => {
-            report::say(format_args!("cannot set up a guest process: {error}"));
+            report::warn(format_args!("cannot set up a guest process: {error}"));
             sys::exit(HOST)
         }
     }
@@ -225,16 +225,16 @@ fn become_guest(
         let stubs = Backing::Shared(layout::SHARED_FD, layout::STUBS - layout::SHARED);
         sys::map(layout::STUBS, layout::STUBS_LENGTH, rights | linux::PROT_EXEC, stubs)?;
     }
-    keys::close_own()?;
+    pkeys::protect_own()?;
     ram.map_image(&config().start)?;
     ram.map_copies(index)?;
-    if apart::are() {
-        apart::map_gate(index, number)?;
+    if user_process::is_enabled() {
+        user_process::map_mailbox(index, number)?;
     }
-    extended::learn();
+    xstate::detect();
     mine().slot.store(number as u32, Relaxed);
     mine().vcpu.store(index as u32, Relaxed);
-    crate::calls::set_up()?;
+    crate::syscall_patch::set_up()?;
     die_with_parent(parent)?;
     signal::set_up()?;
     for (first, last) in [
@@ -247,7 +247,7 @@ fn become_guest(
     let slot = memory::slot();
     // SAFETY: no memory is touched.
     let id = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
-    confine(&config().filters, kicking(Filters::GUEST))?;
+    confine(&config().filters, filter_index(Filters::GUEST))?;
     setup::finish(Kind::Guest, index, number)?;
     // From here on everything may be the guest's doing.
     sys::set_signal_mask(0)?;
@@ -279,7 +279,7 @@ extern "sysv64" fn first_turn(seen: u64, id: u64) {
 }
 
 /// Prepares a virtual CPU's stack so that the first process to take it runs `main`, and lets it.
-pub fn begin(index: usize, main: extern "sysv64" fn() -> !) {
+pub fn start_vcpu(index: usize, main: extern "sysv64" fn() -> !) {
     let vcpu = &vcpus()[index];
     // Six registers, the address to go to, and alignment as after a call.
     let frame = stack_top(index) - 8 * 8;
@@ -319,7 +319,7 @@ pub mod first {
 const PATIENCE: u64 = 10_000_000_000;
 
 /// The filter of a kind of process that tells virtual CPUs of events.
-fn kicking(which: usize) -> usize {
+fn filter_index(which: usize) -> usize {
     which + if config::kicks() { Filters::KICKS } else { 0 }
 }
 
@@ -388,20 +388,20 @@ pub fn become_worker<T>(
         }
     }
     let made = make()?;
-    confine(filters, kicking(which))?;
+    confine(filters, filter_index(which))?;
     Ok(made)
 }
 
 /// Goes to the guest until it stops.
 pub fn enter(ram: &Ram) -> Cause {
-    if keys::are_on() {
+    if pkeys::is_enabled() {
         // The kernel goes on to programs without the wedge.
         signal::scrub();
     }
     // SAFETY: this process has the virtual CPU, and the guest does not run.
     let is_program = unsafe { (*cell()).cpu.cpl == 3 };
-    if is_program && apart::are() {
-        return apart::run();
+    if is_program && user_process::is_enabled() {
+        return user_process::run_user();
     }
     let is_closed = is_program && has(option::REMAP);
     let check = |result| {

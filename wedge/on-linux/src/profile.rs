@@ -18,7 +18,7 @@ use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 
 use crate::memory::PAGE;
-use crate::report::{fatal, say_at};
+use crate::report::{fatal, print_line};
 use crate::shared::Slot;
 use crate::sys;
 
@@ -34,7 +34,7 @@ const AT: u64 = layout::STUBS + layout::STUBS_LENGTH;
 /// What a page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
-pub enum What {
+pub enum Watched {
     /// A page table.
     PageTable,
     /// Part of a descriptor table or a task-state segment.
@@ -47,9 +47,9 @@ pub enum What {
 const ROOT: u64 = 1;
 const DESCRIPTORS: u64 = 2;
 
-struct Place {
+struct Instruction {
     rip: AtomicU64,
-    /// By [`What`].
+    /// By [`Watched`].
     counts: [AtomicU64; 3],
     annotated: AtomicU64,
 }
@@ -66,7 +66,7 @@ struct Tables {
     doubtful: AtomicU64,
     rip: AtomicU64,
     list: [AtomicU64; LIST],
-    places: [Place; PLACES],
+    places: [Instruction; PLACES],
 }
 
 const _: () = assert!(AT + size_of::<Tables>() as u64 <= layout::SHARED + layout::VSOCK);
@@ -168,8 +168,8 @@ pub fn write_fault(
     let Some(watched) = tables.watched.get((address / PAGE) as usize) else { return false };
     let how = watched.load(Relaxed);
     let what = match how {
-        DESCRIPTORS => What::Descriptors,
-        _ => What::PageTable,
+        DESCRIPTORS => Watched::Descriptors,
+        _ => Watched::PageTable,
     };
     let leads_here = |at: u64| {
         memory
@@ -215,7 +215,7 @@ pub fn stepped(cpu: &mut VirtualCpu, memory: &GuestMemory) {
             tables.watched[(at / PAGE) as usize].store(0, Relaxed);
             return;
         }
-        count(rip, What::PageTable, || false);
+        count(rip, Watched::PageTable, || false);
     }
     protect(page - 1, false);
 }
@@ -230,7 +230,7 @@ fn leads_to_table(value: u64, memory: &GuestMemory) -> bool {
 }
 
 /// Counts an access by the instruction at `rip`; whether that is annotated is asked once.
-pub fn count(rip: u64, what: What, is_annotated: impl FnOnce() -> bool) {
+pub fn count(rip: u64, what: Watched, is_annotated: impl FnOnce() -> bool) {
     let tables = tables();
     let first = (rip ^ rip >> 13) as usize;
     for step in 0..PLACES {
@@ -261,7 +261,7 @@ pub fn print() {
             let [page_tables, descriptors, devices] =
                 [0, 1, 2].map(|what: usize| place.counts[what].load(Relaxed));
             let annotated = place.annotated.load(Relaxed);
-            say_at(
+            print_line(
                 log::INFO,
                 format_args!("profile {rip:#x} {annotated} {page_tables} {descriptors} {devices}"),
             );

@@ -29,12 +29,12 @@ impl Write for Line {
 }
 
 /// Prints one line of something that is not as it should be.
-pub fn say(text: fmt::Arguments<'_>) {
-    say_at(log::WARN, text);
+pub fn warn(text: fmt::Arguments<'_>) {
+    print_line(log::WARN, text);
 }
 
 /// Prints one line, of a level of [`log`].
-pub fn say_at(level: u64, text: fmt::Arguments<'_>) {
+pub fn print_line(level: u64, text: fmt::Arguments<'_>) {
     let mut line = Line { bytes: [0; 512], used: 0 };
     // It never fails; a line that is too long is cut.
     let _ = writeln!(line, "<{level}>{text}");
@@ -45,8 +45,8 @@ pub fn say_at(level: u64, text: fmt::Arguments<'_>) {
 /// Prints why the machine cannot go on, and ends it.
 #[cold]
 pub fn fatal(text: fmt::Arguments<'_>) -> ! {
-    say_at(log::ERROR, text);
-    crate::processes::finish(INTERNAL)
+    print_line(log::ERROR, text);
+    crate::processes::end_vm(INTERNAL)
 }
 
 #[panic_handler]

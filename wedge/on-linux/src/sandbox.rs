@@ -24,11 +24,11 @@ const NAMESPACES: u32 = linux::CLONE_NEWUSER
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Signals {
     /// Nothing.
-    Open,
+    Unconfined,
     /// Landlock.
-    Scoped,
+    Landlock,
     /// A namespace of processes, which begins with the next one that this one makes.
-    Numbered,
+    PidNamespace,
 }
 
 /// What the host has refused.
@@ -60,13 +60,13 @@ impl fmt::Display for Refused {
 
 /// Gives up everything that the host lets this process give up.
 pub fn enter() -> (Refused, Signals) {
-    let mut signals = Signals::Open;
+    let mut signals = Signals::Unconfined;
     // Landlock forbids mounts, which namespaces need.
-    let namespaces = leave_namespaces(&mut signals).err();
-    let landlock = lock_files();
+    let namespaces = enter_empty_namespaces(&mut signals).err();
+    let landlock = restrict_with_landlock();
     // A process that traces is told of signals first.
-    if landlock == Ok(true) && signals == Signals::Open && !has(option::TRACED) {
-        signals = Signals::Scoped;
+    if landlock == Ok(true) && signals == Signals::Unconfined && !has(option::TRACED) {
+        signals = Signals::Landlock;
     }
     (Refused { namespaces, landlock: landlock.err() }, signals)
 }
@@ -77,7 +77,7 @@ fn unshare(namespaces: u32) -> Result<(), Errno> {
     unsafe { sys::call(linux::__NR_unshare, arguments).map(drop) }
 }
 
-fn leave_namespaces(signals: &mut Signals) -> Result<(), Errno> {
+fn enter_empty_namespaces(signals: &mut Signals) -> Result<(), Errno> {
     const EMPTY: &core::ffi::CStr = c"/proc";
     let flags = linux::MS_RDONLY | linux::MS_NOSUID | linux::MS_NODEV | linux::MS_NOEXEC;
     let (type_name, empty) = (c"tmpfs".as_ptr() as u64, EMPTY.as_ptr() as u64);
@@ -86,7 +86,7 @@ fn leave_namespaces(signals: &mut Signals) -> Result<(), Errno> {
     unshare(NAMESPACES)?;
     // It may be refused alone, and may have been had when what follows is refused.
     if !has(option::TRACED) && unshare(linux::CLONE_NEWPID).is_ok() {
-        *signals = Signals::Numbered;
+        *signals = Signals::PidNamespace;
     }
     let calls = [
         (linux::__NR_mount, [0, root, 0, private, 0, 0]),
@@ -113,7 +113,7 @@ pub fn drop_capabilities() -> Result<(), Errno> {
 }
 
 /// Forbids everything that the host's Landlock knows (landlock(7)): files, ports, sockets without a file, signals to others. Gives whether it knows these.
-fn lock_files() -> Result<bool, Errno> {
+fn restrict_with_landlock() -> Result<bool, Errno> {
     const FIRST_FILES: u64 = landlock::LANDLOCK_ACCESS_FS_MAKE_SYM as u64 * 2 - 1;
     let query = [0, 0, landlock::LANDLOCK_CREATE_RULESET_VERSION.into(), 0, 0, 0];
     // SAFETY: no memory is touched.

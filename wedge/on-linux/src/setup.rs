@@ -32,7 +32,7 @@ pub enum Kind {
     /// The guest's kernel and the wedge, and guest user mode if that has no process of its own.
     Guest,
     /// Guest user mode alone.
-    Program,
+    User,
 }
 
 /// Maps them. For the device process, before there is any other one.

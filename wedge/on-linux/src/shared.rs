@@ -1,15 +1,16 @@
 //! Memory that all processes of a machine share, what belongs to each virtual CPU, and what each process has for itself.
 //!
-//! A process is one of one virtual CPU's, for ever. That one's [`Vcpu`] is mapped once more at a fixed address, where entry code reaches it.
-//! One process at a time has the virtual CPU ([`Vcpu::running`]); only that one uses what is not atomic.
+//! A process is one of one virtual CPU's, for ever. That one's [`SharedVcpu`] is mapped once more at a fixed address, where entry code reaches it.
+//! One process at a time has the virtual CPU ([`SharedVcpu::running`]); only that one uses what is not atomic.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
-pub use proto::wedge::count;
+pub use proto::wedge::counter;
 pub use proto::wedge::layout::SLOTS;
 use proto::wedge::{
-    Disk, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, Statistics, layout,
+    DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start,
+    VcpuStatistics, layout,
 };
 use vmm_cpu::MAX_VCPUS;
 use wedge_core::mapped::Mapped;
@@ -17,7 +18,7 @@ use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
 
 pub use crate::config::has;
 use crate::config::{self, config};
-use crate::net::Port;
+use crate::net::NetQueues;
 
 /// Bytes of a ring of the console.
 pub const RING: usize = 1 << 16;
@@ -32,8 +33,8 @@ const STACK_LENGTH: u64 = 1 << 20;
 const STACKS: u64 = STACKS_TOP - MAX_VCPUS as u64 * STACK_LENGTH;
 /// Where all processes see what belongs to each virtual CPU.
 const VCPUS: u64 = STACKS - MAX_VCPUS as u64 * VCPU_LENGTH;
-/// Length of a [`Vcpu`], whole pages.
-pub const VCPU_LENGTH: u64 = size_of::<Vcpu>() as u64;
+/// Length of a [`SharedVcpu`], whole pages.
+pub const VCPU_LENGTH: u64 = size_of::<SharedVcpu>() as u64;
 /// Where a process sees what belongs to its own virtual CPU.
 pub const OWN_VCPU: u64 = CELL;
 const SHARED_STRUCT: u64 = OWN_VCPU + VCPU_LENGTH;
@@ -50,7 +51,7 @@ pub const PRIVATE_LENGTH: u64 = 0x5_0000;
 
 const _: () = assert!(CELL == layout::SHARED + 0x1000 && PRIVATE == layout::PRIVATE);
 const _: () = assert!(SHARED_STRUCT + size_of::<Shared>() as u64 <= VCPUS);
-const _: () = assert!(layout::VSOCK + size_of::<Port>() as u64 <= layout::QUEUES);
+const _: () = assert!(layout::VSOCK + size_of::<NetQueues>() as u64 <= layout::QUEUES);
 
 /// Bits of [`Cell::events`].
 pub mod event {
@@ -152,7 +153,7 @@ macro_rules! shared_words {
 }
 
 shared_words! {
-    "slot", OWN_VCPU + core::mem::offset_of!(Vcpu, slots) as u64;
+    "slot", OWN_VCPU + core::mem::offset_of!(SharedVcpu, slots) as u64;
     /// A process that has an address space of the guest.
     #[repr(C)]
     pub struct Slot {
@@ -179,7 +180,7 @@ shared_words! {
 
 /// Bytes from one process to another.
 #[repr(C)]
-pub struct Ring {
+pub struct ByteRing {
     /// Bytes ever put.
     pub head: AtomicU32,
     /// Bytes ever taken.
@@ -187,7 +188,7 @@ pub struct Ring {
     bytes: [AtomicU8; RING],
 }
 
-impl Ring {
+impl ByteRing {
     /// Puts a byte; `false`: there is no room.
     pub fn put(&self, byte: u8) -> bool {
         use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -223,17 +224,17 @@ impl Ring {
 
 /// Room for extended state, aligned as `XSAVE` wants it.
 #[repr(C, align(64))]
-pub struct Extended(pub Owned<[u8; EXTENDED_STATE]>);
+pub struct XsaveArea(pub Owned<[u8; EXTENDED_STATE]>);
 
 shared_words! {
     "vcpu", OWN_VCPU;
     /// What belongs to one virtual CPU. All zero in the beginning.
     #[repr(C, align(4096))]
-    pub struct Vcpu {
+    pub struct SharedVcpu {
         /// What entry code uses.
         cell: UnsafeCell<Cell>,
-        /// Extended state on its way to another process.
-        pub extended: Extended,
+        /// XsaveArea state on its way to another process.
+        pub xsave: XsaveArea,
         /// Stack pointer of the virtual CPU on its way.
         pub rsp: Owned<u64>,
         /// Bases of `FS` and `GS` on their way.
@@ -247,15 +248,15 @@ shared_words! {
         /// The slot that wants a process, plus 1.
         pub wanted: AtomicU32,
         /// The slot whose programs want a process, plus 1; 0: they have one.
-        pub program: AtomicU32,
+        pub user_wanted: AtomicU32,
         /// How often the device process was asked to make a program stop, and how often it has told it to.
-        pub stops: AtomicU32,
+        pub stop_requests: AtomicU32,
         /// See above.
-        pub stopped: AtomicU32,
+        pub stops_sent: AtomicU32,
         /// Whether the virtual CPU waits for events: see [`crate::idle::state`].
         pub idle: AtomicU32,
         /// For how long it looks for them itself at first, in ticks of the time-stamp counter.
-        pub looks: Owned<u64>,
+        pub poll_ticks: Owned<u64>,
         /// Time-stamp counter at which the virtual CPU wants to be told.
         pub deadline: AtomicU64,
         /// Changes of the kernel's mappings so far.
@@ -267,22 +268,22 @@ shared_words! {
         /// The last of them: offsets in the descriptor of guest memory.
         pub renewed: [AtomicU64; FLUSHES],
         /// Where on the host it runs.
-        pub place: crate::place::Place,
+        pub placement: crate::cpu_affinity::VcpuPlacement,
         /// Changes of the table of copied frames that the vCPU has applied.
         pub frames_applied: AtomicU32,
         /// Those that it had seen in the guest's kernel with interrupts disabled, and applies before user mode.
         pub frames_seen: AtomicU32,
         /// What the host has not let it run.
-        pub steal: Owned<crate::steal::Steal>,
+        pub steal: Owned<crate::steal_time::StealState>,
         /// The processes.
         pub slots: [Slot; SLOTS],
     }
 }
 
 // SAFETY: the cell is used by entry code and by the process that has the virtual CPU; of the others, all use what is atomic in it only.
-unsafe impl Sync for Vcpu {}
+unsafe impl Sync for SharedVcpu {}
 
-impl Vcpu {
+impl SharedVcpu {
     /// Events for it.
     pub fn events(&self) -> &AtomicU32 {
         // SAFETY: the word is atomic, and nobody makes a reference to the whole cell.
@@ -306,7 +307,7 @@ shared_words! {
         /// The machine has ended with this code, plus 1.
         pub ended: AtomicU32,
         /// The device process has been rung for.
-        pub rung: AtomicU32,
+        pub pending: AtomicU32,
         /// It shall interrupt these virtual CPUs: a bit for each.
         pub kick: AtomicU32,
         /// Whether the guest may run: see [`started`].
@@ -314,19 +315,19 @@ shared_words! {
         /// The kernel's code has been looked at, and may be executed beside programs.
         pub closed: AtomicBool,
         /// Frames that guest processes have copies of.
-        pub frames: crate::frames::Table,
+        pub frames: crate::frames::CopiedFrames,
         /// From the guest.
-        pub output: Ring,
+        pub output: ByteRing,
         /// To the guest.
-        pub input: Ring,
+        pub input: ByteRing,
         /// The same of the virtio console.
-        pub console_output: Ring,
+        pub console_output: ByteRing,
         /// See above.
-        pub console_input: Ring,
+        pub console_input: ByteRing,
         /// Frames of networks.
-        pub nets: crate::net::Ports,
+        pub nets: crate::net::AllNetQueues,
         /// The balloon.
-        pub balloon: crate::balloon::State,
+        pub balloon: crate::balloon::BalloonState,
     }
 }
 
@@ -351,7 +352,7 @@ core::arch::global_asm!(
     length = const VCPU_LENGTH,
 );
 
-/// In [`Vcpu::changed`]: all of the kernel's mappings.
+/// In [`SharedVcpu::changed`]: all of the kernel's mappings.
 pub const EVERYTHING: u64 = u64::MAX;
 
 /// The shared memory.
@@ -362,9 +363,9 @@ pub fn shared() -> &'static Shared {
 }
 
 /// The virtual CPUs of the machine.
-pub fn vcpus() -> &'static [Vcpu] {
+pub fn vcpus() -> &'static [SharedVcpu] {
     // SAFETY: as `shared`; there is room for so many.
-    unsafe { core::slice::from_raw_parts(VCPUS as *const Vcpu, config::vcpu_count()) }
+    unsafe { core::slice::from_raw_parts(VCPUS as *const SharedVcpu, config::vcpu_count()) }
 }
 
 /// Where what belongs to a virtual CPU is in the descriptor of the shared memory.
@@ -378,21 +379,21 @@ pub fn stack_top(index: usize) -> u64 {
 }
 
 /// What belongs to this process's virtual CPU. Not for the device process, nor for disks'.
-pub fn vcpu() -> &'static Vcpu {
+pub fn vcpu() -> &'static SharedVcpu {
     // SAFETY: a process of the guest has mapped it before anything else; for what is not atomic, as `shared`.
-    unsafe { &*(OWN_VCPU as *const Vcpu) }
+    unsafe { &*(OWN_VCPU as *const SharedVcpu) }
 }
 
 /// What the wedge counts of a virtual CPU.
-pub fn statistics(vcpu: usize) -> &'static Statistics {
+pub fn statistics(vcpu: usize) -> &'static VcpuStatistics {
     // SAFETY: as `shared`; all of it is atomic.
     let all =
-        unsafe { &*((layout::SHARED + layout::STATISTICS) as *const [Statistics; MAX_VCPUS]) };
+        unsafe { &*((layout::SHARED + layout::STATISTICS) as *const [VcpuStatistics; MAX_VCPUS]) };
     &all[vcpu % MAX_VCPUS]
 }
 
 /// Of the one that this process is of.
-pub fn own_statistics() -> &'static Statistics {
+pub fn own_statistics() -> &'static VcpuStatistics {
     statistics(mine().vcpu.load(core::sync::atomic::Ordering::Relaxed) as usize)
 }
 
@@ -414,7 +415,9 @@ pub fn count(counter: usize) {
 /// What the loader has left in shared memory. The guest can change it: [`config::load`] reads it, once, before
 /// there is a guest, and nothing else does.
 pub mod loaded {
-    use super::{Disk, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, layout};
+    use super::{
+        DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout,
+    };
 
     /// A copy of what is at this offset.
     ///
@@ -438,24 +441,24 @@ pub mod loaded {
     }
 
     /// All disks.
-    pub fn disks() -> [Disk; MAX_DISKS] {
+    pub fn disks() -> [DiskRecord; MAX_DISKS] {
         // SAFETY: as above.
-        let records: [[u64; Disk::WORDS]; MAX_DISKS] = unsafe { at(layout::DISKS) };
-        records.each_ref().map(Disk::from_words)
+        let records: [[u64; DiskRecord::WORDS]; MAX_DISKS] = unsafe { at(layout::DISKS) };
+        records.each_ref().map(DiskRecord::from_words)
     }
 
     /// All networks.
-    pub fn nets() -> [Net; MAX_NETS] {
+    pub fn nets() -> [NetRecord; MAX_NETS] {
         // SAFETY: as above.
-        let records: [[u64; Net::WORDS]; MAX_NETS] = unsafe { at(layout::NETS) };
-        records.each_ref().map(Net::from_words)
+        let records: [[u64; NetRecord::WORDS]; MAX_NETS] = unsafe { at(layout::NETS) };
+        records.each_ref().map(NetRecord::from_words)
     }
 
     /// All shared directories.
-    pub fn shares() -> [Share; MAX_SHARES] {
+    pub fn shares() -> [ShareRecord; MAX_SHARES] {
         // SAFETY: as above.
-        let records: [[u64; Share::WORDS]; MAX_SHARES] = unsafe { at(layout::SHARES) };
-        records.each_ref().map(Share::from_words)
+        let records: [[u64; ShareRecord::WORDS]; MAX_SHARES] = unsafe { at(layout::SHARES) };
+        records.each_ref().map(ShareRecord::from_words)
     }
 }
 
@@ -465,23 +468,23 @@ pub fn start() -> Option<Start> {
 }
 
 /// What the loader says of a disk.
-pub fn disk(number: usize) -> Disk {
+pub fn disk(number: usize) -> DiskRecord {
     config().disks.get(number).copied().unwrap_or_default()
 }
 
 /// What the loader says of a network.
-pub fn net(number: usize) -> Net {
+pub fn net(number: usize) -> NetRecord {
     config().nets.get(number).copied().unwrap_or_default()
 }
 
 /// Packets of vsock on their way.
-pub fn vsock() -> &'static Port {
+pub fn vsock() -> &'static NetQueues {
     // SAFETY: as `shared`; there is room up to what follows.
-    unsafe { &*((layout::SHARED + layout::VSOCK) as *const Port) }
+    unsafe { &*((layout::SHARED + layout::VSOCK) as *const NetQueues) }
 }
 
 /// What the loader says of a shared directory.
-pub fn share(number: usize) -> Share {
+pub fn share(number: usize) -> ShareRecord {
     config().shares.get(number).copied().unwrap_or_default()
 }
 
@@ -499,7 +502,7 @@ pub struct Mine {
     /// Its timer.
     pub timer: AtomicU32,
     /// The CPU of the host that it keeps to.
-    pub bound: crate::place::Bound,
+    pub binding: crate::cpu_affinity::ProcessBinding,
     /// Something of the kernel's image can be executed beside its code.
     pub image: AtomicBool,
     /// Bytes of the signal stack, from its top on, that signals have used.
@@ -507,25 +510,25 @@ pub struct Mine {
     /// What of them the next program must not see: see `signal::scrub`.
     pub scrubs: AtomicU8,
     /// Its rewritten system calls.
-    pub calls: Owned<crate::calls::Calls>,
+    pub calls: Owned<crate::syscall_patch::Calls>,
     /// Frames that it has write-protected.
-    pub copied: Owned<crate::frames::Applied>,
+    pub copied: Owned<crate::frames::AppliedFrames>,
     /// What it has mapped for programs.
     pub mapped: Owned<Mapped<{ crate::memory::PIECES }>>,
     /// Its pages of code.
-    pub code: Owned<crate::code::Code>,
+    pub code: Owned<crate::exec_scan::Code>,
     /// How the host's processor lays out extended state.
-    pub parts: Owned<crate::extended::Parts>,
+    pub xsave_layout: Owned<crate::xstate::XsaveLayout>,
     /// Descriptors for thread-local storage that the host has for it.
     pub thread_local: Owned<crate::compat::ThreadLocal>,
     /// Its programs' own process.
-    pub peer: Owned<crate::apart::Peer>,
+    pub peer: Owned<crate::user_process::Peer>,
     /// That process has not been able to map or unmap something, and was given up.
     pub unmapped: AtomicBool,
     /// In a program process.
-    pub mapper: crate::apart::Mapper,
+    pub mapper: crate::user_process::Mapper,
     /// How long it has had the virtual CPU, and what it has had of the host's.
-    pub turns: Owned<crate::steal::Turns>,
+    pub turns: Owned<crate::steal_time::TurnTimes>,
 }
 
 /// The process's own memory.

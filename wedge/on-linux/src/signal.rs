@@ -16,10 +16,10 @@ use wedge_x86::{CODE_64, Unwound};
 use crate::config::config;
 use crate::processes::{KICK, TIMER};
 use crate::shared::{
-    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, event, events, mine, vcpu,
+    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, counter, event, events, mine, vcpu,
 };
 use crate::sys::{self, Errno};
-use crate::{extended, keys, report};
+use crate::{pkeys, report, xstate};
 
 /// `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/sigcontext.h`).
 #[repr(C)]
@@ -82,11 +82,11 @@ const DEBUG: u64 = 1;
 /// its seccomp filter: a handler would read what the guest can write.
 pub fn set_up() -> Result<(), Errno> {
     make_timer()?;
-    let stack = &STACKS[usize::from(keys::are_on())];
+    let stack = &STACKS[usize::from(pkeys::is_enabled())];
     // SAFETY: the stack is this process's own memory and used for nothing else.
     unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_NODEFER | linux::SA_RESTORER;
-    let handler = match keys::are_on() {
+    let handler = match pkeys::is_enabled() {
         true => wedge_x86::keyed_handler(),
         false => handler as *const () as u64,
     };
@@ -120,7 +120,7 @@ static STACKS: [[u64; 3]; 2] =
 unsafe fn leave() -> ! {
     // SAFETY: the guest was running; the stack is this process's own memory and used for nothing else.
     unsafe {
-        if keys::are_on() {
+        if pkeys::is_enabled() {
             wedge_x86::leave_after(linux::__NR_sigaltstack, STACKS[1].as_ptr() as u64)
         }
         wedge_x86::leave()
@@ -178,7 +178,7 @@ unsafe extern "sysv64" fn handler() {
 
 #[unsafe(export_name = "parador_wedge_signal")]
 extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
-    if keys::are_on() {
+    if pkeys::is_enabled() {
         note_frame(context as u64);
         mine().scrubs.fetch_max(KERNEL, Relaxed);
     }
@@ -209,7 +209,7 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     if !synchronous && cpu.cpl == 0 && cpu.held_flags & rflags::IF == 0 {
         // It could not be delivered; the guest looks when it turns interrupts on.
         cpu.attention = 1;
-        crate::frames::see();
+        crate::frames::note_interrupted_kernel();
         return;
     }
     for (value, place) in context.registers.iter().zip(ORDER) {
@@ -224,15 +224,15 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
         _ => context.vector,
     };
     vcpu.signal.set(Signal { number, vector, code, address });
-    extended::restore(context.extended as u64, u64::MAX);
+    xstate::restore(context.extended as u64, u64::MAX);
     // SAFETY: the guest was running.
     unsafe { leave() }
 }
 
 /// A signal that has found a program running, with keys: entry code is on a stack of its own. The program may also have jumped to the
 /// handler, with anything for a context; then what it says of itself must be nothing that it could not have done.
-#[unsafe(export_name = "parador_wedge_program_signal")]
-extern "sysv64" fn on_program_signal(number: u32, _: *const u8, context: *const Context) -> ! {
+#[unsafe(export_name = "parador_wedge_user_signal")]
+extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Context) -> ! {
     let vcpu = vcpu();
     // SAFETY: this process has the virtual CPU, and a program was running.
     let cpu = unsafe { &mut (*cell()).cpu };
@@ -280,11 +280,11 @@ extern "sysv64" fn on_program_signal(number: u32, _: *const u8, context: *const 
         signal.vector = unsafe { call_vector(at as *const Context) };
     }
     find_crossing(cpu, &mut signal);
-    cpu.frame.rflags = cpu.frame.rflags & u64::from(wedge_x86::PROGRAM_FLAGS) | rflags::IF | 2;
+    cpu.frame.rflags = cpu.frame.rflags & u64::from(wedge_x86::USER_FLAGS) | rflags::IF | 2;
     vcpu.signal.set(signal);
     let extended = context.extended as u64;
     if (at..end).contains(&extended) && extended.is_multiple_of(64) {
-        extended::restore(extended, end - extended);
+        xstate::restore(extended, end - extended);
     }
     // SAFETY: a program was running.
     unsafe { leave() }
@@ -344,7 +344,10 @@ fn find_crossing(cpu: &mut VirtualCpu, signal: &mut Signal) {
         (signal.number, signal.vector) = (linux::SIGSYS, 0);
         return;
     }
-    if signal.number == linux::SIGTRAP && signal.vector == DEBUG && crate::calls::is_stub(rip) {
+    if signal.number == linux::SIGTRAP
+        && signal.vector == DEBUG
+        && crate::syscall_patch::is_stub(rip)
+    {
         // A step goes through what is there instead of the system call.
         signal.number = KICK;
     }
@@ -367,7 +370,7 @@ fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut Vir
         context.rip = wedge_x86::abort();
         return false;
     }
-    let (start, end) = crate::apart::window();
+    let (start, end) = crate::user_process::wait_window();
     if (start..end).contains(&rip) {
         context.rip = end;
         return false;
@@ -396,18 +399,18 @@ fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut Vir
     }
     let Some((stub, offset)) = crate::sites::stub_at(rip) else { return false };
     match stub.unwind(offset) {
-        Unwound::Goes => false,
-        Unwound::At(site, pushed) => {
+        Unwound::Continue => false,
+        Unwound::Restart(site, pushed) => {
             context.rip = site;
             context.registers[STACK_POINTER] += pushed;
             true
         }
-        Unwound::Behind(resume) => {
+        Unwound::Resume(resume) => {
             context.rip = resume;
             cpu.held_flags |= rflags::IF;
             true
         }
-        Unwound::Returned => returned(context, cpu),
+        Unwound::Sysret => returned(context, cpu),
     }
 }
 
@@ -415,7 +418,7 @@ fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut Vir
 fn returned(context: &mut Context, cpu: &mut VirtualCpu) -> bool {
     let [rcx, r11] = [context.registers[14], context.registers[3]];
     (context.rip, context.rflags) = (rcx, r11);
-    cpu.enter_program();
+    cpu.enter_user();
     true
 }
 
@@ -424,7 +427,7 @@ fn leave_event(number: u32) {
         events().fetch_or(event::TIMER, SeqCst);
     } else {
         // Who sends it has said what it is.
-        count(count::KICKS);
+        count(counter::KICKS);
     }
 }
 

@@ -2,8 +2,8 @@
 
 use core::fmt;
 
-use crate::apart;
 use crate::memory::PAGE;
+use crate::user_process;
 use proto::wedge::{layout, option};
 use vmm_cpu::walk::Intent;
 use vmm_mem::GuestMemory;
@@ -24,7 +24,7 @@ const FUNCTION_BYTES: usize = 8;
 
 /// Why a table is refused.
 #[derive(Clone, Copy, Debug)]
-pub enum Problem {
+pub enum SiteError {
     /// It is not in memory.
     Unreadable(u64),
     /// It is not of the format.
@@ -35,7 +35,7 @@ pub enum Problem {
     Full,
 }
 
-impl fmt::Display for Problem {
+impl fmt::Display for SiteError {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unreadable(at) => write!(to, "no memory at {at:#x}"),
@@ -72,7 +72,7 @@ impl Sites {
         memory: &GuestMemory,
         table: u64,
         length: u64,
-    ) -> Result<(), Problem> {
+    ) -> Result<(), SiteError> {
         if self.table.1 == 0 {
             self.table = (table, length);
         }
@@ -90,9 +90,9 @@ impl Sites {
         cpu: &VirtualCpu,
         memory: &GuestMemory,
         at: u64,
-    ) -> Result<(), Problem> {
+    ) -> Result<(), SiteError> {
         let mut whole = [0; FUNCTION_BYTES];
-        cpu.read(memory, at, &mut whole).map_err(|_| Problem::Unreadable(at))?;
+        cpu.read(memory, at, &mut whole).map_err(|_| SiteError::Unreadable(at))?;
         self.put_stub(
             cpu,
             memory,
@@ -114,13 +114,13 @@ impl Sites {
         memory: &GuestMemory,
         table: u64,
         length: u64,
-        mut act: impl FnMut(&mut Self, &Site) -> Result<(), Problem>,
-    ) -> Result<(), Problem> {
+        mut act: impl FnMut(&mut Self, &Site) -> Result<(), SiteError>,
+    ) -> Result<(), SiteError> {
         for offset in (0..length).step_by(RECORD) {
             let at = table.wrapping_add(offset);
             let mut record = [0; RECORD];
-            cpu.read(memory, at, &mut record).map_err(|_| Problem::Unreadable(at))?;
-            let sites = wedge_sites::Sites::parse(&record, at).map_err(Problem::Format)?;
+            cpu.read(memory, at, &mut record).map_err(|_| SiteError::Unreadable(at))?;
+            let sites = wedge_sites::Sites::parse(&record, at).map_err(SiteError::Format)?;
             for site in sites.iter() {
                 act(self, &site)?;
             }
@@ -145,18 +145,18 @@ impl Sites {
         memory: &GuestMemory,
         site: &Site,
         check: bool,
-    ) -> Result<(), Problem> {
-        if !site.is_rewritable() || is_left_alone(site.kind) {
+    ) -> Result<(), SiteError> {
+        if !site.is_rewritable() || needs_no_patch(site.kind) {
             return Ok(());
         }
         let mut whole = [0; MAX_SITE];
         let whole = &mut whole[..usize::from(site.padded).min(MAX_SITE)];
-        cpu.read(memory, site.address, whole).map_err(|_| Problem::Unreadable(site.address))?;
-        let bytes = whole.get(..site.length.into()).ok_or(Problem::Instruction(site.address))?;
+        cpu.read(memory, site.address, whole).map_err(|_| SiteError::Unreadable(site.address))?;
+        let bytes = whole.get(..site.length.into()).ok_or(SiteError::Instruction(site.address))?;
         if check {
             return match decode_all(bytes) {
                 Ok(_) => Ok(()),
-                Err(_) => Err(Problem::Instruction(site.address)),
+                Err(_) => Err(SiteError::Instruction(site.address)),
             };
         }
         let target = Target {
@@ -167,7 +167,7 @@ impl Sites {
             kind: site.kind.number(),
             flags_dead: site.flags.contains(Flags::FLAGS_DEAD),
             // The way to a program that is elsewhere is the wedge's.
-            fast: self.fast && !(site.kind == Kind::Sysretq && apart::are()),
+            fast: self.fast && !(site.kind == Kind::Sysretq && user_process::is_enabled()),
         };
         self.put_stub(cpu, memory, &target)
     }
@@ -177,14 +177,15 @@ impl Sites {
         cpu: &VirtualCpu,
         memory: &GuestMemory,
         target: &Target<'_>,
-    ) -> Result<(), Problem> {
-        let number = self.free().ok_or(Problem::Full)?;
+    ) -> Result<(), SiteError> {
+        let number = self.free().ok_or(SiteError::Full)?;
         let place = Self::at(number);
         let made = Stub::new(place as u64, &wedge_x86::entries(), target);
-        let (stub, patch) = made.ok_or(Problem::Instruction(target.site))?;
+        let (stub, patch) = made.ok_or(SiteError::Instruction(target.site))?;
         // SAFETY: the place is in the part of the shared memory that is for stubs, and not in use.
         unsafe { place.write(stub) };
-        write_code(cpu, memory, target.site, patch.bytes()).ok_or(Problem::Unreadable(target.site))
+        write_code(cpu, memory, target.site, patch.bytes())
+            .ok_or(SiteError::Unreadable(target.site))
     }
 
     /// Number of a stub that is not in use.
@@ -205,7 +206,7 @@ impl Sites {
                 let stub = unsafe { &mut *Self::at(number) };
                 if stub.way != Way::Unused && stub.site == site.address {
                     stub.way = Way::Unused;
-                    put_back(stub, cpu, memory);
+                    restore_code(stub, cpu, memory);
                 }
             }
             Ok(())
@@ -226,7 +227,7 @@ impl Sites {
             Some(Kind::Announce) => {
                 let done = self.rewrite_table(cpu, memory, sites, length);
                 if let Err(problem) = done {
-                    crate::report::say(format_args!("a module is not rewritten: {problem}"));
+                    crate::report::warn(format_args!("a module is not rewritten: {problem}"));
                 }
             }
             Some(Kind::Retract) => self.retract(cpu, memory, sites, length),
@@ -237,7 +238,7 @@ impl Sites {
 }
 
 /// Makes what was replaced what it was.
-fn put_back(stub: &Stub, cpu: &VirtualCpu, memory: &GuestMemory) {
+fn restore_code(stub: &Stub, cpu: &VirtualCpu, memory: &GuestMemory) {
     // What is not mapped any longer need not be.
     let _ = write_code(cpu, memory, stub.site, stub.overwritten());
 }
@@ -275,6 +276,6 @@ pub fn stub_at(address: u64) -> Option<(&'static Stub, u64)> {
 }
 
 /// Page-table stores need nothing: the guest says when translations are to be forgotten.
-fn is_left_alone(kind: Kind) -> bool {
+fn needs_no_patch(kind: Kind) -> bool {
     matches!(kind, Kind::PageTable)
 }

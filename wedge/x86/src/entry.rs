@@ -4,11 +4,11 @@ use core::arch::{global_asm, naked_asm};
 use core::mem::offset_of;
 
 use vmm_cpu::backend::Segment;
-use wedge_core::{Frame, VirtualCpu};
+use wedge_core::{RegisterFrame, VirtualCpu};
 
 use crate::{
-    CELL, CODE_64, CROSSING, Cause, Cell, Crossing, Entries, HANDLER_STACK_TOP, PRIVATE,
-    PROGRAM_FLAGS, PROGRAM_RIGHTS, Private,
+    CELL, CODE_64, CROSSING, Cause, Cell, Crossing, Entries, HANDLER_STACK_TOP, PRIVATE, Private,
+    USER_FLAGS, USER_PKRU,
 };
 
 const FRAME: u64 = CELL + (offset_of!(Cell, cpu) + offset_of!(VirtualCpu, frame)) as u64;
@@ -16,8 +16,8 @@ const WEDGE_RSP: u64 = CELL + offset_of!(Cell, wedge_rsp) as u64;
 const EVENTS: u64 = CELL + offset_of!(Cell, events) as u64;
 const DISPATCH_NEXT: u64 = CELL + offset_of!(Cell, dispatch) as u64;
 const DISPATCH: u64 = PRIVATE + offset_of!(Private, dispatch) as u64;
-const RIP: u64 = FRAME + offset_of!(Frame, rip) as u64;
-const RFLAGS: u64 = FRAME + offset_of!(Frame, rflags) as u64;
+const RIP: u64 = FRAME + offset_of!(RegisterFrame, rip) as u64;
+const RFLAGS: u64 = FRAME + offset_of!(RegisterFrame, rflags) as u64;
 const CPU: u64 = CELL + offset_of!(Cell, cpu) as u64;
 const CPL: u64 = CPU + offset_of!(VirtualCpu, cpl) as u64;
 const LSTAR: u64 = CPU + offset_of!(VirtualCpu, lstar) as u64;
@@ -30,8 +30,8 @@ const ALWAYS_ON: u32 = 0x202;
 const DATA: u8 = 0x2b;
 /// `CS` and `SS`, which follow each other.
 const SEGMENTS: u64 = CPU + (offset_of!(VirtualCpu, segments) + size_of::<Segment>()) as u64;
-const PROGRAM: u64 = CELL + offset_of!(Cell, program) as u64;
-const KERNEL: u64 = CELL + offset_of!(Cell, kernel) as u64;
+const PROGRAM: u64 = CELL + offset_of!(Cell, user_segments) as u64;
+const KERNEL: u64 = CELL + offset_of!(Cell, kernel_segments) as u64;
 const CALLS: u64 = CELL + offset_of!(Cell, calls) as u64;
 const SCRATCH_TOP: u64 = CELL + (offset_of!(Cell, scratch) + size_of::<[u64; 16]>()) as u64;
 const KEYS: u64 = CELL + offset_of!(Cell, keys) as u64;
@@ -417,7 +417,7 @@ global_asm!(
     "push 2",
     "popfq",
     "mov rdx, r8",
-    "call parador_wedge_program_signal",
+    "call parador_wedge_user_signal",
     "2:",
     "push 2",
     "popfq",
@@ -433,7 +433,7 @@ global_asm!(
     "cmp eax, {rights}",
     "jne parador_wedge_wrong",
     "ud2",
-    rights = const PROGRAM_RIGHTS,
+    rights = const USER_PKRU,
     crossing = const CROSSING,
     rip = const CROSSING_RIP,
     flags = const CROSSING_FLAGS,
@@ -449,7 +449,7 @@ global_asm!(
     dispatch = const DISPATCH,
     calls = const CALLS,
     lstar = const LSTAR,
-    program_flags = const PROGRAM_FLAGS,
+    program_flags = const USER_FLAGS,
     always = const ALWAYS_ON,
     code_64 = const CODE_64,
     handler_stack = const HANDLER_STACK_TOP,
@@ -516,7 +516,7 @@ pub fn call_gate() -> [u64; 4] {
     ])
 }
 
-/// The handler of signals with keys: goes on in `parador_wedge_program_signal` if a program has been running, or pretends to be a signal,
+/// The handler of signals with keys: goes on in `parador_wedge_user_signal` if a program has been running, or pretends to be a signal,
 /// else in `parador_wedge_signal`, with the arguments of a handler.
 pub fn keyed_handler() -> u64 {
     parador_wedge_keyed_handler as *const () as u64

@@ -36,9 +36,9 @@ pub const CLOSED: u32 = 1;
 pub const READABLE: u32 = 2;
 /// `PKRU` while a program runs: key 0 is open, [`READABLE`] cannot be written, all others are closed. It is another value than the host's
 /// kernel gives to signal handlers.
-pub const PROGRAM_RIGHTS: u32 = !0b01_0011;
+pub const USER_PKRU: u32 = !0b01_0011;
 /// Flags that programs change: of arithmetic, direction, single step, alignment check, identification, resume, nested task.
-pub const PROGRAM_FLAGS: u32 = 0x0025_4dd5;
+pub const USER_FLAGS: u32 = 0x0025_4dd5;
 /// `__USER_CS`: the selector of 64-bit code of Linux' programs (`arch/x86/include/asm/segment.h`).
 pub const CODE_64: u8 = 0x33;
 /// `__USER32_CS`, that of 32-bit code.
@@ -83,9 +83,9 @@ pub struct Cell {
     /// [`Private::dispatch`] while the guest runs.
     pub dispatch: u8,
     /// `CS` and `SS` of programs and of the kernel, as `SYSRET` and `SYSCALL` load them.
-    pub program: [Segment; 2],
+    pub user_segments: [Segment; 2],
     /// See above.
-    pub kernel: [Segment; 2],
+    pub kernel_segments: [Segment; 2],
     /// System calls that came without a signal.
     pub calls: u64,
     /// Registers of the guest while a stub needs them.

@@ -8,7 +8,7 @@ use core::mem::offset_of;
 use vmm_cpu::backend::Segment;
 use wedge_core::cpu::rflags;
 use wedge_core::decode::{DecodeError, Instruction, Op, Operand, decode};
-use wedge_core::{Frame, VirtualCpu};
+use wedge_core::{RegisterFrame, VirtualCpu};
 
 use crate::{CELL, Cell, Entries};
 
@@ -103,17 +103,17 @@ pub struct Target<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unwound {
     /// It is nearly done, and the guest looks for what waits before it turns interrupts on.
-    Goes,
+    Continue,
     /// The guest is at the site, with this much to add to its stack pointer.
-    At(u64, u64),
+    Restart(u64, u64),
     /// The guest is behind the site, with interrupts on.
-    Behind(u64),
+    Resume(u64),
     /// The guest is where `SYSRET` goes.
-    Returned,
+    Sysret,
 }
 
 const CPU: u64 = CELL + offset_of!(Cell, cpu) as u64;
-const RSP: u64 = CPU + offset_of!(Frame, gpr) as u64 + 4 * 8;
+const RSP: u64 = CPU + offset_of!(RegisterFrame, gpr) as u64 + 4 * 8;
 const HELD_FLAGS: u64 = CPU + offset_of!(VirtualCpu, held_flags) as u64;
 const ATTENTION: u64 = CPU + offset_of!(VirtualCpu, attention) as u64;
 const SEGMENTS: u64 = CPU + offset_of!(VirtualCpu, segments) as u64;
@@ -247,14 +247,14 @@ impl Stub {
     /// What to make of a signal at `offset` in this stub.
     pub fn unwind(&self, offset: u64) -> Unwound {
         if offset >= self.general.into() {
-            return Unwound::Goes;
+            return Unwound::Continue;
         }
         match self.way {
-            Way::Sti => Unwound::Behind(self.resume()),
+            Way::Sti => Unwound::Resume(self.resume()),
             // After PUSHF and before POP the flags are on the stack.
-            Way::SaveFlags => Unwound::At(self.site, if offset == 1 { 8 } else { 0 }),
-            Way::Sysret => Unwound::Returned,
-            _ => Unwound::Goes,
+            Way::SaveFlags => Unwound::Restart(self.site, if offset == 1 { 8 } else { 0 }),
+            Way::Sysret => Unwound::Sysret,
+            _ => Unwound::Continue,
         }
     }
 }
@@ -461,13 +461,13 @@ mod tests {
     #[test]
     fn signals_find_the_guest() {
         let unwind = |original, offset| new(original, 16, true).unwrap().0.unwind(offset);
-        assert_eq!(unwind(&[0xfb], 8), Unwound::Behind(SITE + 16));
-        assert_eq!(unwind(&[0xfb], 60), Unwound::Goes);
-        assert_eq!(unwind(&[0x9c, 0x58], 0), Unwound::At(SITE, 0));
-        assert_eq!(unwind(&[0x9c, 0x58], 1), Unwound::At(SITE, 8));
-        assert_eq!(unwind(&[0x9c, 0x58], 2), Unwound::At(SITE, 0));
-        assert_eq!(unwind(&[0x48, 0x0f, 0x07], 9), Unwound::Returned);
-        assert_eq!(unwind(&[0x0f, 0xa2], 0), Unwound::Goes);
+        assert_eq!(unwind(&[0xfb], 8), Unwound::Resume(SITE + 16));
+        assert_eq!(unwind(&[0xfb], 60), Unwound::Continue);
+        assert_eq!(unwind(&[0x9c, 0x58], 0), Unwound::Restart(SITE, 0));
+        assert_eq!(unwind(&[0x9c, 0x58], 1), Unwound::Restart(SITE, 8));
+        assert_eq!(unwind(&[0x9c, 0x58], 2), Unwound::Restart(SITE, 0));
+        assert_eq!(unwind(&[0x48, 0x0f, 0x07], 9), Unwound::Sysret);
+        assert_eq!(unwind(&[0x0f, 0xa2], 0), Unwound::Continue);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Who wakes a process by a futex cannot say that it is about to wait itself, so the host looks for an idle CPU, which has to be woken and has
 //! nothing of the virtual CPU in its caches. A process that finds itself on another CPU than the one before it therefore binds itself to that
 //! CPU. It is free again when the virtual CPU stays with it, waits for events, or had to wait for a CPU that others use: then it goes on where
-//! the host puts it, and the others follow. Where there is but one CPU nothing is bound.
+//! the host puts it, and the others follow. Where there is but one CPU nothing is binding.
 
 use core::arch::x86_64::{__cpuid, __rdtscp};
 use hw_x86::cpuid::leaf;
@@ -24,35 +24,35 @@ const _: () =
     assert!((layout::CPU_SET_CPUS + 1) * layout::CPU_SET_LENGTH <= layout::CPU_SETS_LENGTH);
 
 /// A process that had to wait longer than this for its turn has waited for a CPU, in microseconds. Others' time slices are longer.
-const LONG: u64 = 1_000;
+const LONG_WAIT: u64 = 1_000;
 /// For so long it is left where the host puts it, in microseconds.
-const FREE: u64 = 20_000;
+const UNBOUND_TIME: u64 = 20_000;
 
 /// What a virtual CPU remembers.
 #[repr(C)]
-pub struct Place {
+pub struct VcpuPlacement {
     /// CPU on which it was when it was handed over.
     cpu: Owned<u32>,
     /// Time-stamp counter then.
-    given: Owned<u64>,
+    handed_over: Owned<u64>,
     /// Until then it goes where the host puts it.
-    free_until: Owned<u64>,
+    unbound_until: Owned<u64>,
 }
 
 /// What a process remembers.
 #[repr(C)]
-pub struct Bound {
+pub struct ProcessBinding {
     /// The CPU that it is bound to, plus 1.
     cpu: Owned<u32>,
-    /// [`Place::given`] at the last tick of the guest's clock.
-    seen: Owned<u64>,
+    /// [`VcpuPlacement::handed_over`] at the last tick of the guest's clock.
+    seen_hand_over: Owned<u64>,
     /// When it was last set free.
-    freed: Owned<u64>,
+    unbound_at: Owned<u64>,
 }
 
 /// Finds out which CPUs there are, and writes the sets of them that the VM's processes may choose; `false`: there is but one, or
 /// a process cannot tell on which it is. For the device process, before there are others, with [`layout::CPU_SETS`] mapped.
-pub fn learn() -> bool {
+pub fn detect() -> bool {
     /// `RDTSCP` (APM vol. 3, CPUID Fn8000_0001_EDX).
     const RDTSCP: u32 = 1 << 27;
     let mut all: Cpus = [0; WORDS];
@@ -84,94 +84,96 @@ fn address_of(number: u64) -> u64 {
 }
 
 /// Whether the VM was started on several CPUs, and a process can tell on which it is.
-pub fn are_several() -> bool {
+pub fn has_several_cpus() -> bool {
     config().has_cpu_sets
 }
 
 /// The time-stamp counter, and the CPU, which Linux has in the low bits of `TSC_AUX`.
 fn now() -> (u64, u32) {
     let mut aux = 0;
-    // SAFETY: the processor has it (`learn`).
+    // SAFETY: the processor has it (`detect`).
     let tsc = unsafe { __rdtscp(&raw mut aux) };
     (tsc, aux & 0xfff)
 }
 
 /// The CPU that this process is on, if there are several.
-pub fn cpu() -> Option<u32> {
-    are_several().then(|| now().1)
+pub fn current_cpu() -> Option<u32> {
+    has_several_cpus().then(|| now().1)
 }
 
 /// Address of the set of one CPU, for sched_setaffinity(2); of an empty one, which the host refuses, if the VM was not
 /// started on it.
-pub fn only(cpu: u32) -> u64 {
+pub fn set_of_cpu(cpu: u32) -> u64 {
     // The set of all is not one CPU's.
     address_of(u64::from(cpu).min(layout::CPU_SET_CPUS - 1))
 }
 
 /// This process is about to hand the virtual CPU over.
-pub fn give() {
-    if !are_several() {
+pub fn on_hand_over() {
+    if !has_several_cpus() {
         return;
     }
-    let place = &vcpu().place;
+    let placement = &vcpu().placement;
     let (tsc, cpu) = now();
-    place.given.set(tsc);
-    place.cpu.set(cpu);
+    placement.handed_over.set(tsc);
+    placement.cpu.set(cpu);
 }
 
 /// This process has got it.
-pub fn take() {
-    if !are_several() {
+pub fn on_take_over() {
+    if !has_several_cpus() {
         return;
     }
-    let (place, bound) = (&vcpu().place, &mine().bound);
+    let (placement, binding) = (&vcpu().placement, &mine().binding);
     let (tsc, cpu) = now();
-    if cpu != place.cpu.get() {
-        if bound.cpu.get() != 0 || tsc >= place.free_until.get() {
-            bind(place.cpu.get());
+    if cpu != placement.cpu.get() {
+        if binding.cpu.get() != 0 || tsc >= placement.unbound_until.get() {
+            bind(placement.cpu.get());
         }
-    } else if bound.cpu.get() != 0 && tsc.saturating_sub(place.given.get()) > clock::ticks(LONG) {
-        place.free_until.set(tsc + clock::ticks(FREE));
-        free(tsc);
+    } else if binding.cpu.get() != 0
+        && tsc.saturating_sub(placement.handed_over.get()) > clock::ticks(LONG_WAIT)
+    {
+        placement.unbound_until.set(tsc + clock::ticks(UNBOUND_TIME));
+        unbind(tsc);
     }
 }
 
-/// The guest's clock ticks: a virtual CPU that has stayed with this process since the last time is no longer bound.
-pub fn tick() {
-    let bound = &mine().bound;
-    if bound.cpu.get() == 0 {
+/// The guest's clock ticks: a virtual CPU that has stayed with this process since the last time is no longer binding.
+pub fn on_timer_tick() {
+    let binding = &mine().binding;
+    if binding.cpu.get() == 0 {
         return;
     }
-    let given = vcpu().place.given.get();
-    if bound.seen.get() == given {
-        free(now().0);
+    let handed_over = vcpu().placement.handed_over.get();
+    if binding.seen_hand_over.get() == handed_over {
+        unbind(now().0);
     }
-    bound.seen.set(given);
+    binding.seen_hand_over.set(handed_over);
 }
 
 /// The virtual CPU is about to wait for events: it may be that its CPU is another's when it goes on. Not each time, since it is a call of the
 /// host.
-pub fn idle() {
-    let bound = &mine().bound;
-    if bound.cpu.get() == 0 {
+pub fn on_idle() {
+    let binding = &mine().binding;
+    if binding.cpu.get() == 0 {
         return;
     }
     let (tsc, _) = now();
-    if tsc.saturating_sub(bound.freed.get()) > clock::ticks(FREE) {
-        free(tsc);
+    if tsc.saturating_sub(binding.unbound_at.get()) > clock::ticks(UNBOUND_TIME) {
+        unbind(tsc);
     }
 }
 
 fn bind(cpu: u32) {
-    if set_affinity(only(cpu)) {
-        mine().bound.cpu.set(cpu + 1);
+    if set_affinity(set_of_cpu(cpu)) {
+        mine().binding.cpu.set(cpu + 1);
     }
 }
 
-fn free(tsc: u64) {
-    let bound = &mine().bound;
-    bound.freed.set(tsc);
-    bound.cpu.set(0);
+fn unbind(tsc: u64) {
+    let binding = &mine().binding;
+    binding.unbound_at.set(tsc);
+    binding.cpu.set(0);
     let _ = set_affinity(address_of(layout::CPU_SET_CPUS));
 }
 

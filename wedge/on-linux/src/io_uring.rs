@@ -38,7 +38,7 @@ const FLAGS: u32 = uring::IORING_SETUP_R_DISABLED
 
 /// A request to the host.
 #[derive(Clone, Copy, Debug)]
-pub enum Entry<'a> {
+pub enum Submission<'a> {
     /// Reads from this place of the file on.
     Read(&'a [Vector], u64),
     /// Writes.
@@ -51,7 +51,7 @@ pub enum Entry<'a> {
     Wait(&'a AtomicU32, u32),
 }
 
-impl Entry<'_> {
+impl Submission<'_> {
     /// `struct io_uring_sqe`.
     fn words(&self, id: u64) -> [u64; 8] {
         let (operation, fd, offset, address, length, flags, third) = match *self {
@@ -81,7 +81,7 @@ impl Entry<'_> {
 
 /// A ring.
 #[derive(Debug)]
-pub struct Ring {
+pub struct IoUring {
     /// Addresses.
     sqes: u64,
     sq_tail: u64,
@@ -96,7 +96,7 @@ pub struct Ring {
     unsubmitted: u32,
 }
 
-impl Ring {
+impl IoUring {
     /// Whether the host lets this process have rings that do all that is needed here.
     pub fn is_possible() -> bool {
         let Ok((fd, _)) = set_up() else { return false };
@@ -166,7 +166,7 @@ impl Ring {
     }
 
     /// Adds a request, which [`Self::wait`] hands to the host. There are never more at a time than entries.
-    pub fn push(&mut self, entry: Entry<'_>, id: u64) {
+    pub fn push(&mut self, entry: Submission<'_>, id: u64) {
         let at = self.sqes + u64::from(self.tail & self.mask) * 64;
         // SAFETY: it is one of the entries, which the kernel reads when it is called only.
         unsafe { (at as *mut [u64; 8]).write_volatile(entry.words(id)) };

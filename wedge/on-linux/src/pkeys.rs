@@ -2,7 +2,7 @@
 //! all of it is mapped in the same process.
 //!
 //! What programs may use has key 0. All else has [`CLOSED`], or [`READABLE`] where the host's kernel or the processor reads with a program's rights: the
-//! selector of dispatched system calls, and the slots of rewritten ones. Keys do not stop fetches: what is executable is `crate::code`'s
+//! selector of dispatched system calls, and the slots of rewritten ones. Keys do not stop fetches: what is executable is `crate::exec_scan`'s
 //! concern. `docs/design/0013-protection-keys.md` has the whole argument.
 
 use linux_raw_sys::general as linux;
@@ -17,12 +17,12 @@ const PAGE: u64 = 4096;
 const DATA: u32 = linux::PROT_READ | linux::PROT_WRITE;
 
 /// Whether they are used.
-pub fn are_on() -> bool {
+pub fn is_enabled() -> bool {
     has(option::KEYS)
 }
 
 /// Takes two keys of the host, for this process and those that it makes.
-pub fn set_up() -> Result<(), Errno> {
+pub fn allocate() -> Result<(), Errno> {
     /// `EBUSY`.
     const OTHERS: Errno = Errno(16);
     for key in [CLOSED, READABLE] {
@@ -36,8 +36,8 @@ pub fn set_up() -> Result<(), Errno> {
 }
 
 /// Gives memory its key and rights, if keys are used.
-pub fn close(start: u64, length: u64, rights: u32, key: u32) -> Result<(), Errno> {
-    if !are_on() || length == 0 {
+pub fn protect(start: u64, length: u64, rights: u32, key: u32) -> Result<(), Errno> {
+    if !is_enabled() || length == 0 {
         return Ok(());
     }
     let arguments = [start, length, rights.into(), key.into(), 0, 0];
@@ -46,19 +46,19 @@ pub fn close(start: u64, length: u64, rights: u32, key: u32) -> Result<(), Errno
 }
 
 /// Closes the memory that the processes of a machine share.
-pub fn close_shared() -> Result<(), Errno> {
-    close(layout::SHARED, layout::SHARED_LENGTH, DATA, CLOSED)
+pub fn protect_shared() -> Result<(), Errno> {
+    protect(layout::SHARED, layout::SHARED_LENGTH, DATA, CLOSED)
 }
 
 /// Closes a process's own memory and that of its virtual CPU, but for the page of registers and the stacks of signals, to which the host writes with a program's rights and
 /// with those that it gives to handlers.
-pub fn close_own() -> Result<(), Errno> {
-    close(PRIVATE, PAGE, DATA, READABLE)?;
-    close(PRIVATE + PAGE, SIGNAL_STACK - PRIVATE - PAGE, DATA, CLOSED)?;
+pub fn protect_own() -> Result<(), Errno> {
+    protect(PRIVATE, PAGE, DATA, READABLE)?;
+    protect(PRIVATE + PAGE, SIGNAL_STACK - PRIVATE - PAGE, DATA, CLOSED)?;
     // Mapped once more, so they have lost their key.
-    close(OWN_VCPU, VCPU_LENGTH, DATA, CLOSED)?;
-    close(layout::STUBS, layout::STUBS_LENGTH, DATA | linux::PROT_EXEC, CLOSED)?;
+    protect(OWN_VCPU, VCPU_LENGTH, DATA, CLOSED)?;
+    protect(layout::STUBS, layout::STUBS_LENGTH, DATA | linux::PROT_EXEC, CLOSED)?;
     // SAFETY: the cell is the same in all processes of a virtual CPU, and the byte has this value in each.
-    unsafe { (*cell()).keys = are_on().into() };
+    unsafe { (*cell()).keys = is_enabled().into() };
     Ok(())
 }

@@ -21,7 +21,7 @@ const HEADER: usize = 512;
 
 /// Where components are in an area.
 #[derive(Clone, Copy, Debug)]
-pub struct Parts {
+pub struct XsaveLayout {
     /// What the host has enabled (`XCR0`).
     enabled: u64,
     /// It has the compacted format (`XSAVEC`).
@@ -36,7 +36,7 @@ pub struct Parts {
 const COMPONENTS: usize = 9;
 
 /// Asks the processor. To be called before anything is restored.
-pub fn learn() {
+pub fn detect() {
     let (low, high): (u32, u32);
     // SAFETY: the loader has checked that programs may use it.
     unsafe {
@@ -53,7 +53,7 @@ pub fn learn() {
     let enabled = u64::from(high) << 32 | u64::from(low);
     let length = __cpuid_count(LEAF, 0).ebx.into();
     let is_compacting = __cpuid_count(LEAF, 1).eax & 2 != 0;
-    mine().parts.set(Parts { enabled, is_compacting, length, each });
+    mine().xsave_layout.set(XsaveLayout { enabled, is_compacting, length, each });
 }
 
 /// `XSAVE` of the components `features` to `area`, whatever was there: the instruction itself leaves the header's `XCOMP_BV` and
@@ -106,8 +106,8 @@ pub fn restore(area: u64, left: u64) {
             let features = bytes.add(AT + 8).cast::<u64>().read_unaligned();
             let header = bytes.add(HEADER).cast::<[u64; 8]>().read_unaligned();
             let control = bytes.add(24).cast::<u32>().read_unaligned();
-            let parts = mine().parts.get();
-            if is_sound(&header, control, parts.enabled) && left >= parts.length {
+            let parts = mine().xsave_layout.get();
+            if is_valid(&header, control, parts.enabled) && left >= parts.length {
                 load(area, features);
             }
         } else if bytes.add(24).cast::<u32>().read_unaligned() >> 16 == 0 {
@@ -117,13 +117,13 @@ pub fn restore(area: u64, left: u64) {
 }
 
 /// Whether `XRSTOR` takes an area with this header and `MXCSR` (SDM vol. 1, 13.8), on a processor with these features.
-fn is_sound(header: &[u64; 8], control: u32, known: u64) -> bool {
+fn is_valid(header: &[u64; 8], control: u32, known: u64) -> bool {
     const COMPACT: u64 = 1 << 63;
     let [present, layout, rest @ ..] = *header;
     let parts = match layout {
         0 => present & !known == 0,
         _ => {
-            mine().parts.get().is_compacting
+            mine().xsave_layout.get().is_compacting
                 && layout & COMPACT != 0
                 && layout & !COMPACT & !known == 0
                 && present & !(layout & !COMPACT) == 0
@@ -134,7 +134,7 @@ fn is_sound(header: &[u64; 8], control: u32, known: u64) -> bool {
 
 /// Why the guest's `XRSTOR` is not carried out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Refused {
+pub enum XrstorError {
     /// The area is not readable.
     Fault(vmm_cpu::walk::PageFault),
     /// It is not sound.
@@ -142,17 +142,17 @@ pub enum Refused {
 }
 
 /// Carries out the guest's `XRSTOR` from a linear address.
-pub fn carry_out(
+pub fn emulate_xrstor(
     cpu: &VirtualCpu,
     memory: &GuestMemory,
     linear: u64,
     xcr0: u64,
-) -> Result<(), Refused> {
+) -> Result<(), XrstorError> {
     if !linear.is_multiple_of(64) {
-        return Err(Refused::Protection);
+        return Err(XrstorError::Protection);
     }
     let wanted = (cpu.frame.gpr[2] << 32 | cpu.frame.gpr[0] & 0xffff_ffff) & xcr0;
-    let at = vcpu().extended.0.at();
+    let at = vcpu().xsave.0.at();
     // SAFETY: only a change of the process uses it otherwise, which is not now.
     let area = unsafe { &mut *at };
     let read = |from: usize, to: &mut [u8]| {
@@ -162,7 +162,7 @@ pub fn carry_out(
             // With the rights of who asks for it.
             let found = cpu.paging(at, cpu.cpl == 3).translate(memory, at, Intent::Read, true);
             let (part, rest) = left.split_at_mut(length);
-            if memory.read_slice(found.map_err(Refused::Fault)?.0, part).is_err() {
+            if memory.read_slice(found.map_err(XrstorError::Fault)?.0, part).is_err() {
                 // As of memory that is not there.
                 part.fill(0xff);
             }
@@ -178,8 +178,8 @@ pub fn carry_out(
     };
     let header: [u64; 8] = core::array::from_fn(|index| word(HEADER + 8 * index));
     let control = word(24) as u32;
-    if !is_sound(&header, control, xcr0) {
-        return Err(Refused::Protection);
+    if !is_valid(&header, control, xcr0) {
+        return Err(XrstorError::Protection);
     }
     let end = length(&header, wanted);
     let end = usize::try_from(end).unwrap_or(EXTENDED_STATE).min(EXTENDED_STATE);
@@ -197,7 +197,7 @@ fn length(header: &[u64; 8], wanted: u64) -> u64 {
     let compact = layout >> 63 != 0;
     let mut end = LEAST;
     let mut next = LEAST;
-    let parts = mine().parts.get().each;
+    let parts = mine().xsave_layout.get().each;
     for (component, &(offset, length, aligned)) in parts.iter().enumerate().skip(2) {
         let bit = 1 << component;
         let is_read = present & wanted & bit != 0;

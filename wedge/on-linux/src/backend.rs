@@ -9,7 +9,7 @@ use vmm_bus::outside::BlockInfo;
 use vmm_bus::{Balloon, Block, Messages, Net, Packets};
 use vmm_machine::{Host, Level, Model, Outside, Slots};
 
-use crate::shared::{self, Ring, event, shared};
+use crate::shared::{self, ByteRing, event, shared};
 use crate::{balloon, device, disk, net, processes, report, sys};
 
 /// The outside as the virtual CPU reaches it.
@@ -39,28 +39,28 @@ impl Host for LinuxHost {
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
         if level.number() <= self.log {
-            report::say_at(level.number(), text);
+            report::print_line(level.number(), text);
         }
     }
 
     fn kick(&mut self, index: usize) {
-        device::tell(index, event::KICK);
+        device::raise_event(index, event::KICK);
     }
 }
 
 /// Puts a byte for the device process.
-fn put(ring: &Ring, byte: u8) -> bool {
+fn put(ring: &ByteRing, byte: u8) -> bool {
     let put = ring.put(byte);
-    processes::ring();
+    processes::notify();
     put
 }
 
 /// Takes a byte of the device process.
-fn take(ring: &Ring) -> Option<u8> {
+fn take(ring: &ByteRing) -> Option<u8> {
     let byte = ring.take();
     if byte.is_none() {
         // There may be more, now that there is room.
-        processes::ring();
+        processes::notify();
     }
     byte
 }
@@ -70,24 +70,24 @@ fn take(ring: &Ring) -> Option<u8> {
 pub const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + 4 + MAX_NETS;
 
 /// What a PCI function is connected to.
-pub enum Link {
+pub enum HostEndpoint {
     /// A file.
-    Disk(disk::Link),
+    Disk(disk::RequestEndpoint),
     /// The host's random numbers.
     Entropy,
     /// The host's memory.
-    Balloon(balloon::Link),
+    Balloon(balloon::BalloonEndpoint),
     /// A stream of frames, or a tap device.
-    Net(net::Link),
+    Net(net::NetEndpoint),
     /// A server of files.
-    Share(disk::Link),
+    Share(disk::RequestEndpoint),
     /// Sockets of the host.
-    Vsock(net::Packets),
+    Vsock(net::VsockEndpoint),
     /// The device process.
     Console,
 }
 
-impl Outside for Link {
+impl Outside for HostEndpoint {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
@@ -137,7 +137,7 @@ impl Outside for Link {
 }
 
 /// Slots of functions that events are about.
-pub struct Filled {
+pub struct DeviceSlots {
     /// Of disks.
     pub disks: Range<usize>,
     /// Of shared directories.
@@ -151,37 +151,43 @@ pub struct Filled {
 }
 
 /// Fills the slots of the bus.
-pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start) -> Filled {
+pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start) -> DeviceSlots {
     let disks = (start.disks as usize).min(MAX_DISKS);
     let shares = (start.shares as usize).min(MAX_SHARES);
     let nets = (start.nets as usize).min(MAX_NETS);
     for number in 0..disks {
         let record = shared::disk(number);
-        let make = if record.is_elsewhere { disk::Link::elsewhere } else { disk::Link::new };
-        let link = Link::Disk(make(disk::queue(number)));
+        let make = if record.is_external {
+            disk::RequestEndpoint::elsewhere
+        } else {
+            disk::RequestEndpoint::new
+        };
+        let link = HostEndpoint::Disk(make(disk::queue(number)));
         // There are as many slots.
         let _ = slots.add(Model::Block(BlockInfo::of_file(&record)), link);
     }
     for number in 0..shares {
         let tag = shared::share(number).tag;
-        let link = disk::Link::elsewhere(disk::queue(MAX_DISKS + number));
-        let _ = slots.add(Model::P9(tag), Link::Share(link));
+        let link = disk::RequestEndpoint::elsewhere(disk::queue(MAX_DISKS + number));
+        let _ = slots.add(Model::P9(tag), HostEndpoint::Share(link));
     }
-    let _ = slots.add(Model::Entropy, Link::Entropy);
+    let _ = slots.add(Model::Entropy, HostEndpoint::Entropy);
     for number in 0..nets {
         let record = shared::net(number);
-        let link = Link::Net(net::link(number, &record));
+        let link = HostEndpoint::Net(net::link(number, &record));
         let _ = slots.add(Model::Net(frames::info(&record)), link);
     }
     if start.vsock != 0 {
-        let _ = slots.add(Model::Vsock(start.vsock), Link::Vsock(net::packets()));
+        let _ = slots.add(Model::Vsock(start.vsock), HostEndpoint::Vsock(net::packets()));
     }
-    let balloon = balloon::Link::new(start);
-    let balloon = balloon.and_then(|link| slots.add(Model::Balloon, Link::Balloon(link)).ok());
+    let balloon = balloon::BalloonEndpoint::new(start);
+    let balloon =
+        balloon.and_then(|link| slots.add(Model::Balloon, HostEndpoint::Balloon(link)).ok());
     let has_console = start.console != 0;
-    let console = has_console.then(|| slots.add(Model::Console, Link::Console).ok()).flatten();
+    let console =
+        has_console.then(|| slots.add(Model::Console, HostEndpoint::Console).ok()).flatten();
     let first_net = disks + shares + 1;
-    Filled {
+    DeviceSlots {
         disks: 0..disks,
         shares: disks..disks + shares,
         nets: first_net..first_net + nets + usize::from(start.vsock != 0),

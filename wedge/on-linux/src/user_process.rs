@@ -2,19 +2,19 @@
 //! programs may use and nothing else (`docs/design/0018-programs-apart.md`).
 //!
 //! The first process, where the guest's kernel and the wedge are, is the same as without all this. When it would go to a program it lets the
-//! *program process* go on instead, and waits until that has stopped. They share the [`Gate`]: what the first one writes ([`Orders`]) the other one
+//! *program process* go on instead, and waits until that has stopped. They share the [`Mailbox`]: what the first one writes ([`Request`]) the other one
 //! can only read.
 //!
 //! The program process has two threads. One runs programs, and after each signal the code here ("gate"), from which no way leads back but
 //! `rt_sigreturn` with what the first process has written. The other one maps, since the filter of the first thread lets it only wait, wake
-//! and return from signals; its code uses no memory but the orders, so a program that can write everything else in the process cannot lead it astray.
+//! and return from signals; its code uses no memory but the request, so a program that can write everything else in the process cannot lead it astray.
 //!
-//! Invariant: the first process goes on only when the host's kernel says that the program's thread waits for the orders ([`is_stopped`]).
+//! Invariant: the first process goes on only when the host's kernel says that the program's thread waits for the request ([`is_stopped`]).
 //! Whatever a program has done to its process, it does not run then, and goes on in the gate. So changes of its mappings are collected until
 //! it is to run again.
 //!
 //! Invariant: the program's thread goes on only when the host's kernel says that the mapper thread waits for the next batch, having
-//! completed each call of this one ([`await_mapper`]). No word of [`Reports`] is evidence of either.
+//! completed each call of this one ([`await_mapper`]). No word of [`Response`] is evidence of either.
 
 use core::arch::naked_asm;
 use core::convert::Infallible;
@@ -36,25 +36,25 @@ use crate::setup::{self, Kind};
 use crate::shared::{Mine, PRIVATE_LENGTH, cell, events, export_words, mine, vcpu};
 use crate::signal::{self, Context};
 use crate::sys::{self, Backing, Errno};
-use crate::{clock, compat, extended, guest, place, steal};
+use crate::{clock, compat, cpu_affinity, guest, steal_time, xstate};
 
 /// Changes of mappings that are collected.
-const COMMANDS: usize = 256;
+const MAX_COMMANDS: usize = 256;
 /// Bytes of the stack of the program's thread for signals, on which it always has one.
 const STACK: usize = 0x8000;
-/// How often it is waited at most, each time for [`SHORT`]: a program that does not stop until then does not want to. Time alone says nothing, since
+/// How often it is waited at most, each time for [`WAIT_TIME`]: a program that does not stop until then does not want to. Time alone says nothing, since
 /// the machine may be paused meanwhile.
-const PATIENCE: u32 = 10_000;
+const MAX_WAITS: u32 = 10_000;
 /// Nanoseconds.
-const SHORT: u64 = 1_000_000;
+const WAIT_TIME: u64 = 1_000_000;
 /// Processes in a row of which the host has refused to map or unmap something, before the machine ends.
-const FAILURES: u32 = 16;
+const MAX_FAILURES: u32 = 16;
 /// From saying that it has stopped to waiting, the program's thread takes less than that, in microseconds, unless others have its CPU.
-const WAY: u64 = 200;
+const SETTLE_TIME: u64 = 200;
 
 /// What the first process tells. Programs can read it: nothing here is a secret.
 #[repr(C, align(4096))]
-pub struct Orders {
+pub struct Request {
     /// Counts up when the program's thread is to go on.
     turn: AtomicU32,
     /// Where that waits when the first process has seen that it waits. Never changed.
@@ -82,15 +82,15 @@ pub struct Orders {
     /// Bases of `FS` and `GS`.
     bases: [AtomicU64; 2],
     /// Number of a system call and its arguments.
-    commands: [[AtomicU64; 7]; COMMANDS],
+    commands: [[AtomicU64; 7]; MAX_COMMANDS],
 }
 
 /// What the program process tells. Programs can write anything there.
 #[repr(C, align(4096))]
-pub struct Reports {
-    /// [`Orders::turn`] of the last stop. A hint: see [`is_stopped`].
+pub struct Response {
+    /// [`Request::turn`] of the last stop. A hint: see [`is_stopped`].
     turn: AtomicU32,
-    /// [`Orders::batch`] that has ended. A hint of when to ask the host kernel: see [`await_mapper`].
+    /// [`Request::batch`] that has ended. A hint of when to ask the host kernel: see [`await_mapper`].
     batch: AtomicU32,
     /// The signal.
     number: AtomicU32,
@@ -108,17 +108,17 @@ pub struct Reports {
 
 /// What both processes of a slot share.
 #[repr(C)]
-pub struct Gate {
-    orders: Orders,
-    reports: Reports,
+pub struct Mailbox {
+    request: Request,
+    response: Response,
 }
 
-const _: () = assert!(size_of::<Gate>() as u64 <= layout::GATE_LENGTH);
-const ORDERS: u64 = layout::GATE;
-const REPORTS: u64 = layout::GATE + offset_of!(Gate, reports) as u64;
+const _: () = assert!(size_of::<Mailbox>() as u64 <= layout::MAILBOX_LENGTH);
+const REQUEST: u64 = layout::MAILBOX;
+const RESPONSE: u64 = layout::MAILBOX + offset_of!(Mailbox, response) as u64;
 
-export_words!("orders", ORDERS, Orders; batch used commands);
-export_words!("reports", REPORTS, Reports; batch);
+export_words!("mailbox_request", REQUEST, Request; batch used commands);
+export_words!("mailbox_response", RESPONSE, Response; batch);
 
 /// What the first process knows of the other one.
 #[derive(Clone, Copy, Debug)]
@@ -142,32 +142,32 @@ pub struct Peer {
 }
 
 /// Whether programs have processes of their own.
-pub fn are() -> bool {
-    has(option::APART)
+pub fn is_enabled() -> bool {
+    has(option::USER_PROCESS)
 }
 
-fn gate() -> &'static Gate {
+fn mailbox() -> &'static Mailbox {
     // SAFETY: each process of the guest has mapped it before anything else if there is one; all of it is atomic, but for the stack, which is
     // used by address only.
-    unsafe { &*(layout::GATE as *const Gate) }
+    unsafe { &*(layout::MAILBOX as *const Mailbox) }
 }
 
 /// Maps a slot's gate, for the first process.
-pub fn map_gate(vcpu: usize, slot: usize) -> Result<(), Errno> {
+pub fn map_mailbox(vcpu: usize, slot: usize) -> Result<(), Errno> {
     let rights = linux::PROT_READ | linux::PROT_WRITE;
-    let gate = Backing::Shared(layout::SHARED_FD, layout::gate(vcpu, slot));
+    let mailbox = Backing::Shared(layout::SHARED_FD, layout::mailbox(vcpu, slot));
     // SAFETY: nothing is there.
-    unsafe { sys::map(layout::GATE, layout::GATE_LENGTH, rights, gate) }
+    unsafe { sys::map(layout::MAILBOX, layout::MAILBOX_LENGTH, rights, mailbox) }
 }
 
 /// Makes a slot's program process; gives its number. For the device process.
-pub fn make(vcpu: usize, slot: usize, filters: &Filters) -> Result<u32, Errno> {
-    setup::words().confined(Kind::Program, vcpu, slot).store(false, SeqCst);
+pub fn create(vcpu: usize, slot: usize, filters: &Filters) -> Result<u32, Errno> {
+    setup::words().confined(Kind::User, vcpu, slot).store(false, SeqCst);
     let child = processes::fork()?;
     if child != 0 {
         return Ok(child);
     }
-    match become_programs(vcpu, slot, filters) {
+    match become_user_process(vcpu, slot, filters) {
         Ok(never) => match never {},
         Err(_) => sys::exit(HOST),
     }
@@ -175,7 +175,7 @@ pub fn make(vcpu: usize, slot: usize, filters: &Filters) -> Result<u32, Errno> {
 
 /// Sets this new process up: two threads, in each its own part of the gate. It gets no signal until it has its filter, but for the one that
 /// it causes itself then: the handler goes on with what the first process has written, which is the guest's.
-fn become_programs(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infallible, Errno> {
+fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infallible, Errno> {
     sys::set_signal_mask(processes::ALL_SIGNALS & !(1 << (linux::SIGILL - 1)))?;
     processes::die_with_parent(processes::device())?;
     // It lasts when the configuration is unmapped.
@@ -183,46 +183,46 @@ fn become_programs(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infall
     // SAFETY: no memory is touched.
     let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
     let rights = linux::PROT_READ | linux::PROT_WRITE;
-    let orders = REPORTS - ORDERS;
-    let at = layout::gate(vcpu, slot);
-    setup::finish(Kind::Program, vcpu, slot)?;
+    let request = RESPONSE - REQUEST;
+    let at = layout::mailbox(vcpu, slot);
+    setup::finish(Kind::User, vcpu, slot)?;
     // SAFETY: what the child inherited was the device process's, and is not used here any longer; neither the wedge's own code nor the stack of
     // this function is in what is unmapped.
     unsafe {
         let shared = |offset| Backing::Shared(layout::SHARED_FD, offset);
-        sys::map(ORDERS, orders, linux::PROT_READ, shared(at))?;
-        sys::map(REPORTS, layout::GATE_LENGTH - orders, rights, shared(at + orders))?;
+        sys::map(REQUEST, request, linux::PROT_READ, shared(at))?;
+        sys::map(RESPONSE, layout::MAILBOX_LENGTH - request, rights, shared(at + request))?;
         sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;
         for (from, to) in [
             (PAGE, layout::WEDGE),
             (layout::SHARED, layout::PRIVATE),
-            (layout::PRIVATE + PRIVATE_LENGTH, layout::GATE),
-            (layout::GATE + layout::GATE_LENGTH, layout::HOST),
+            (layout::PRIVATE + PRIVATE_LENGTH, layout::MAILBOX),
+            (layout::MAILBOX + layout::MAILBOX_LENGTH, layout::HOST),
             (layout::CONFIG, layout::CPU_SETS),
         ] {
             sys::unmap(from, to - from)?;
         }
     }
     // SAFETY: the process that was there has ended, and this one has not begun to use it. What programs have left is others'.
-    unsafe { core::ptr::write_bytes(REPORTS as *mut u8, 0, size_of::<Reports>()) };
-    gate().reports.process.store(own, Relaxed);
+    unsafe { core::ptr::write_bytes(RESPONSE as *mut u8, 0, size_of::<Response>()) };
+    mailbox().response.process.store(own, Relaxed);
     sys::close(layout::INPUT_FD, layout::MEMORY_FD - 1)?;
     sys::close(layout::MEMORY_FD + 1, u32::MAX)?;
     start_mapper(&filters)?;
     sys::close(layout::MEMORY_FD, layout::MEMORY_FD)?;
-    let stack = [REPORTS + offset_of!(Reports, stack) as u64, 0, STACK as u64];
+    let stack = [RESPONSE + offset_of!(Response, stack) as u64, 0, STACK as u64];
     // SAFETY: the stack is used for nothing else.
     unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
     // No signal interrupts another one.
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_RESTORER;
-    let handler = stopped as *const () as u64;
+    let handler = stop_handler as *const () as u64;
     let action = [handler, flags.into(), handler, u64::MAX];
     for number in signal::SYNCHRONOUS.into_iter().chain([KICK]) {
         let arguments = [number.into(), action.as_ptr() as u64, 0, 8, 0, 0];
         // SAFETY: the handler uses the gate only.
         unsafe { sys::call(linux::__NR_rt_sigaction, arguments) }?;
     }
-    let start = stopped as *const () as u64;
+    let start = stop_handler as *const () as u64;
     let on = [
         prctl::PR_SET_SYSCALL_USER_DISPATCH.into(),
         prctl::PR_SYS_DISPATCH_ON.into(),
@@ -234,7 +234,7 @@ fn become_programs(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infall
     ];
     // SAFETY: no memory is touched.
     unsafe { sys::call(linux::__NR_prctl, on) }?;
-    let [length, instructions @ ..] = &filters.programs[Filters::PROGRAM];
+    let [length, instructions @ ..] = &filters.programs[Filters::USER_THREAD];
     // `struct sock_fprog`.
     let program = [(*length).min(instructions.len() as u64), instructions.as_ptr() as u64];
     // SAFETY: the program is read, and has this length.
@@ -298,7 +298,7 @@ extern "sysv64" fn begin_mapper(filters: *const Filters) -> ! {
         sys::exit(HOST);
     }
     // SAFETY: nothing of this stack is needed any longer.
-    unsafe { await_start() }
+    unsafe { mapper_main() }
 }
 
 const CONFINED: u64 =
@@ -311,7 +311,7 @@ const MAY_MAP: u64 =
 /// # Safety
 /// The caller's stack is given up.
 #[unsafe(naked)]
-unsafe extern "sysv64" fn await_start() -> ! {
+unsafe extern "sysv64" fn mapper_main() -> ! {
     naked_asm!(
         "mov dword ptr [{confined}], 1",
         "mov edi, {confined}",
@@ -343,20 +343,20 @@ unsafe extern "sysv64" fn await_start() -> ! {
         wake = const linux::FUTEX_WAKE,
         wait = const linux::FUTEX_WAIT,
         futex = const linux::__NR_futex,
-        map = sym map_for_ever,
+        map = sym mapper_loop,
     )
 }
 
-const BATCH: u64 = ORDERS + offset_of!(Orders, batch) as u64;
-const DONE: u64 = REPORTS + offset_of!(Reports, batch) as u64;
+const BATCH: u64 = REQUEST + offset_of!(Request, batch) as u64;
+const DONE: u64 = RESPONSE + offset_of!(Response, batch) as u64;
 
 /// Carries the batches out, without a stack. After the last call of a batch it waits for `batch` to change; after a failed one it waits on
-/// `failed` for ever. It waits on nothing else, and reads nothing but the orders, so a program cannot make it wait on the wrong one.
+/// `failed` for ever. It waits on nothing else, and reads nothing but the request, so a program cannot make it wait on the wrong one.
 ///
 /// # Safety
 /// The caller's stack is given up.
 #[unsafe(naked)]
-unsafe extern "sysv64" fn map_for_ever() -> ! {
+unsafe extern "sysv64" fn mapper_loop() -> ! {
     naked_asm!(
         // The first batch is number 1: none, to say that it is ready.
         "mov ebx, 1",
@@ -429,12 +429,12 @@ unsafe extern "sysv64" fn map_for_ever() -> ! {
         "jmp 9b",
         done = const DONE,
         batch = const BATCH,
-        failed = const ORDERS + offset_of!(Orders, failed) as u64,
+        failed = const REQUEST + offset_of!(Request, failed) as u64,
         mprotect = const linux::__NR_mprotect,
         munmap = const linux::__NR_munmap,
         set_affinity = const linux::__NR_sched_setaffinity,
-        used = const ORDERS + offset_of!(Orders, used) as u64,
-        commands = const ORDERS + offset_of!(Orders, commands) as u64,
+        used = const REQUEST + offset_of!(Request, used) as u64,
+        commands = const REQUEST + offset_of!(Request, commands) as u64,
         wake = const linux::FUTEX_WAKE,
         wait = const linux::FUTEX_WAIT,
         futex = const linux::__NR_futex,
@@ -442,13 +442,13 @@ unsafe extern "sysv64" fn map_for_ever() -> ! {
 }
 
 /// The gate: handler of all signals of the program's thread. A program can jump to any instruction here, with any registers, and make any call
-/// of the host that its filter allows: it waits, wakes, or returns from a signal. It goes on with what the orders say, or with what it has written
+/// of the host that its filter allows: it waits, wakes, or returns from a signal. It goes on with what the request say, or with what it has written
 /// itself, in its own process and with its own rights.
 ///
 /// # Safety
 /// Never called.
 #[unsafe(naked)]
-unsafe extern "sysv64" fn stopped() -> ! {
+unsafe extern "sysv64" fn stop_handler() -> ! {
     naked_asm!(
         "mov [{number}], edi",
         "mov [{context}], rdx",
@@ -520,8 +520,8 @@ unsafe extern "sysv64" fn stopped() -> ! {
         "syscall",
         "ud2",
         // [`confine_and_stop`]: its argument is in RDX.
-        ".globl parador_wedge_apart_confine",
-        "parador_wedge_apart_confine:",
+        ".globl parador_wedge_user_confine",
+        "parador_wedge_user_confine:",
         "mov edi, 1",
         "xor esi, esi",
         "mov eax, {seccomp}",
@@ -541,21 +541,21 @@ unsafe extern "sysv64" fn stopped() -> ! {
         "mov eax, {exit}",
         "syscall",
         "ud2",
-        ".globl parador_wedge_apart_end",
-        "parador_wedge_apart_end:",
-        number = const REPORTS + offset_of!(Reports, number) as u64,
-        context = const REPORTS + offset_of!(Reports, context) as u64,
-        bases = const REPORTS + offset_of!(Reports, bases) as u64,
-        selectors = const REPORTS + offset_of!(Reports, selectors) as u64,
-        stopped = const REPORTS + offset_of!(Reports, turn) as u64,
-        turn = const ORDERS + offset_of!(Orders, turn) as u64,
-        is_compat = const ORDERS + offset_of!(Orders, is_compat) as u64,
-        areas = const ORDERS + offset_of!(Orders, areas) as u64,
-        selectors_now = const ORDERS + offset_of!(Orders, selectors) as u64,
-        bases_now = const ORDERS + offset_of!(Orders, bases) as u64,
-        context_now = const ORDERS + offset_of!(Orders, context) as u64,
+        ".globl parador_wedge_user_end",
+        "parador_wedge_user_end:",
+        number = const RESPONSE + offset_of!(Response, number) as u64,
+        context = const RESPONSE + offset_of!(Response, context) as u64,
+        bases = const RESPONSE + offset_of!(Response, bases) as u64,
+        selectors = const RESPONSE + offset_of!(Response, selectors) as u64,
+        stopped = const RESPONSE + offset_of!(Response, turn) as u64,
+        turn = const REQUEST + offset_of!(Request, turn) as u64,
+        is_compat = const REQUEST + offset_of!(Request, is_compat) as u64,
+        areas = const REQUEST + offset_of!(Request, areas) as u64,
+        selectors_now = const REQUEST + offset_of!(Request, selectors) as u64,
+        bases_now = const REQUEST + offset_of!(Request, bases) as u64,
+        context_now = const REQUEST + offset_of!(Request, context) as u64,
         set_thread_area = const compat::SET_THREAD_AREA,
-        cpu_set = const ORDERS + offset_of!(Orders, cpu_set) as u64,
+        cpu_set = const REQUEST + offset_of!(Request, cpu_set) as u64,
         set_length = const layout::CPU_SET_LENGTH,
         set_affinity = const linux::__NR_sched_setaffinity,
         wake = const linux::FUTEX_WAKE,
@@ -575,23 +575,23 @@ unsafe extern "sysv64" fn stopped() -> ! {
 /// The filter is as long as it says.
 #[unsafe(naked)]
 unsafe extern "sysv64" fn confine_and_stop(program: *const u64) -> ! {
-    naked_asm!("mov rdx, rdi", "jmp parador_wedge_apart_confine")
+    naked_asm!("mov rdx, rdi", "jmp parador_wedge_user_confine")
 }
 
 fn gate_end() -> u64 {
     unsafe extern "C" {
-        static parador_wedge_apart_end: u8;
+        static parador_wedge_user_end: u8;
     }
-    &raw const parador_wedge_apart_end as u64
+    &raw const parador_wedge_user_end as u64
 }
 
 /// Addresses between which a signal keeps the first process from waiting: the first of them, and where that goes on.
-pub fn window() -> (u64, u64) {
+pub fn wait_window() -> (u64, u64) {
     unsafe extern "C" {
-        static parador_wedge_apart_window: u8;
-        static parador_wedge_apart_window_end: u8;
+        static parador_wedge_user_window: u8;
+        static parador_wedge_user_window_end: u8;
     }
-    (&raw const parador_wedge_apart_window as u64, &raw const parador_wedge_apart_window_end as u64)
+    (&raw const parador_wedge_user_window as u64, &raw const parador_wedge_user_window_end as u64)
 }
 
 /// Waits until `word` is not `seen` any longer, unless there are events. A signal, which leaves some, ends it.
@@ -606,13 +606,13 @@ unsafe extern "sysv64" fn wait_unless(events: *const u32, word: *const u32, seen
         "mov esi, {wait}",
         "xor r10d, r10d",
         "mov eax, {futex}",
-        ".globl parador_wedge_apart_window",
-        "parador_wedge_apart_window:",
+        ".globl parador_wedge_user_window",
+        "parador_wedge_user_window:",
         "cmp dword ptr [r8], 0",
         "jne 2f",
         "syscall",
-        ".globl parador_wedge_apart_window_end",
-        "parador_wedge_apart_window_end:",
+        ".globl parador_wedge_user_window_end",
+        "parador_wedge_user_window_end:",
         "2:",
         "ret",
         wait = const linux::FUTEX_WAIT,
@@ -637,16 +637,16 @@ fn is_waiting(word: &AtomicU32, parked: &AtomicU32, value: u32) -> bool {
     moved == Ok(1)
 }
 
-/// Whether the program's thread waits for the orders, by what the host's kernel says; it waits for [`Orders::parked`] then, without having been
+/// Whether the program's thread waits for the request, by what the host's kernel says; it waits for [`Request::parked`] then, without having been
 /// woken.
 fn is_stopped() -> bool {
-    let Orders { turn, parked, .. } = &gate().orders;
+    let Request { turn, parked, .. } = &mailbox().request;
     is_waiting(turn, parked, turn.load(SeqCst))
 }
 
 /// Lets the program's thread go on.
-fn go_on() {
-    let Orders { turn, parked, .. } = &gate().orders;
+fn resume_thread() {
+    let Request { turn, parked, .. } = &mailbox().request;
     turn.fetch_add(1, SeqCst);
     let arguments = [parked.as_ptr() as u64, linux::FUTEX_WAKE.into(), 1, 0, 0, 0];
     // SAFETY: nothing is changed.
@@ -662,41 +662,41 @@ fn peer() -> &'static mut Peer {
 }
 
 /// Has a new process made for programs, waits for its first stop, before any program, and notes how the host's kernel lays out what it leaves.
-fn meet() {
+fn connect() {
     /// Where `struct _fpx_sw_bytes` is in the extended state, and the size of that in it.
     const LAYOUT: u64 = 464;
-    let orders = &gate().orders;
+    let request = &mailbox().request;
     // The mapper waits for another value, and takes neither this one nor 1 for the number of a batch.
-    orders.batch.store(0, SeqCst);
-    orders.used.store(0, Relaxed);
-    let wanted = &vcpu().program;
+    request.batch.store(0, SeqCst);
+    request.used.store(0, Relaxed);
+    let wanted = &vcpu().user_wanted;
     wanted.store(1 + mine().slot.load(Relaxed), SeqCst);
-    processes::ring();
+    processes::notify();
     let mut times = 0;
     while let number @ 1.. = wanted.load(SeqCst) {
-        wait_patiently(wanted, number, &mut times);
+        wait_limited(wanted, number, &mut times);
     }
-    let reports = &gate().reports;
+    let response = &mailbox().response;
     while !is_stopped() {
-        if reports.context.load(Relaxed) == 0 {
-            wait_patiently(&reports.turn, reports.turn.load(SeqCst), &mut times);
+        if response.context.load(Relaxed) == 0 {
+            wait_limited(&response.turn, response.turn.load(SeqCst), &mut times);
         } else {
             // On its way to where it waits.
             sys::yield_now();
         }
     }
     // Before any program runs the mapper has unmapped the memory that both threads have used.
-    let until = guest::tsc() + clock::ticks(WAY);
-    while !is_waiting(&orders.batch, &orders.batch_parked, 0) {
+    let until = guest::tsc() + clock::ticks(SETTLE_TIME);
+    while !is_waiting(&request.batch, &request.batch_parked, 0) {
         if guest::tsc() < until {
             sys::yield_now();
         } else {
-            wait_patiently(&reports.turn, reports.turn.load(SeqCst), &mut times);
+            wait_limited(&response.turn, response.turn.load(SeqCst), &mut times);
         }
     }
     let peer = peer();
-    peer.context = reports.context.load(Relaxed);
-    let stack = REPORTS + offset_of!(Reports, stack) as u64;
+    peer.context = response.context.load(Relaxed);
+    let stack = RESPONSE + offset_of!(Response, stack) as u64;
     let stack = stack..stack + STACK as u64;
     // SAFETY: a context that the host's kernel has written is whole.
     let is_whole = stack.contains(&peer.context)
@@ -714,18 +714,18 @@ fn meet() {
     if !is_whole || peer.end as usize > crate::shared::EXTENDED_STATE {
         report::fatal(format_args!("the host's signals are not understood"));
     }
-    peer.process = reports.process.load(Relaxed) as u32;
+    peer.process = response.process.load(Relaxed) as u32;
     peer.cpu = 0;
-    orders.batch.store(1, SeqCst);
+    request.batch.store(1, SeqCst);
 }
 
 /// Waits until a word is not `seen` any longer, for a short time; the machine ends if that has been too often.
-fn wait_patiently(word: &AtomicU32, seen: u32, times: &mut u32) {
+fn wait_limited(word: &AtomicU32, seen: u32, times: &mut u32) {
     *times += 1;
-    if *times > PATIENCE {
+    if *times > MAX_WAITS {
         report::fatal(format_args!("a program's process does not stop"));
     }
-    sys::wait(word, seen, Some(SHORT));
+    sys::wait(word, seen, Some(WAIT_TIME));
 }
 
 /// Index of the address of the extended state in a context.
@@ -739,35 +739,35 @@ fn push(command: [u64; 7]) {
         // The next one has nothing mapped.
         return;
     }
-    let orders = &gate().orders;
-    if orders.used.load(Relaxed) as usize >= COMMANDS {
+    let request = &mailbox().request;
+    if request.used.load(Relaxed) as usize >= MAX_COMMANDS {
         commit();
     }
-    let used = orders.used.load(Relaxed);
-    let Some(place) = orders.commands.get(used as usize) else { return };
+    let used = request.used.load(Relaxed);
+    let Some(place) = request.commands.get(used as usize) else { return };
     for (to, word) in place.iter().zip(command) {
         to.store(word, Relaxed);
     }
-    orders.used.store(used + 1, Relaxed);
+    request.used.store(used + 1, Relaxed);
 }
 
 /// Has the mapper carry out what was collected. Programs do not run. If the host kernel does not say that each call has succeeded, the process
-/// is given up: what it has mapped is not known, so no program runs in it any more, and [`run`] replaces it.
+/// is given up: what it has mapped is not known, so no program runs in it any more, and [`run_user`] replaces it.
 fn commit() {
-    let orders = &gate().orders;
-    if orders.used.load(Relaxed) == 0 {
+    let request = &mailbox().request;
+    if request.used.load(Relaxed) == 0 {
         return;
     }
     // Neither the number of none nor that of being ready.
-    let batch = orders.batch.load(Relaxed).checked_add(1).unwrap_or(2);
-    orders.batch.store(batch, SeqCst);
+    let batch = request.batch.load(Relaxed).checked_add(1).unwrap_or(2);
+    request.batch.store(batch, SeqCst);
     // Both, whether the first one wakes it or not: who waits on `batch` from here on has read its new value.
-    sys::wake(&orders.batch_parked);
-    sys::wake(&orders.batch);
+    sys::wake(&request.batch_parked);
+    sys::wake(&request.batch);
     let is_done = await_mapper(batch);
-    orders.used.store(0, Relaxed);
+    request.used.store(0, Relaxed);
     if !is_done {
-        renew();
+        replace_process();
         mine().unmapped.store(true, Relaxed);
     }
 }
@@ -778,23 +778,23 @@ fn commit() {
 /// the mapper does so only when it has completed the batch of this number, and who has entered before was woken by [`commit`]. The program's
 /// thread cannot be there instead: it waits for its turn.
 fn await_mapper(batch: u32) -> bool {
-    let Gate { orders, reports } = gate();
-    let (mut times, mut on_its_way) = (0, None);
+    let Mailbox { request, response } = mailbox();
+    let (mut times, mut settled_by) = (0, None);
     loop {
         // Only a hint: programs can write it. What is forged makes the host kernel be asked too early, or a little later.
-        let seen = reports.batch.load(SeqCst);
-        if seen != batch || on_its_way.is_some_and(|until| guest::tsc() >= until) {
-            sys::wait(&reports.batch, seen, Some(SHORT));
+        let seen = response.batch.load(SeqCst);
+        if seen != batch || settled_by.is_some_and(|until| guest::tsc() >= until) {
+            sys::wait(&response.batch, seen, Some(WAIT_TIME));
             times += 1;
         }
-        if is_waiting(&orders.batch, &orders.batch_parked, batch) {
+        if is_waiting(&request.batch, &request.batch_parked, batch) {
             return true;
         }
-        if times > PATIENCE || is_waiting(&orders.failed, &orders.failed_parked, 0) {
+        if times > MAX_WAITS || is_waiting(&request.failed, &request.failed_parked, 0) {
             return false;
         }
         if seen == batch {
-            on_its_way.get_or_insert_with(|| guest::tsc() + clock::ticks(WAY));
+            settled_by.get_or_insert_with(|| guest::tsc() + clock::ticks(SETTLE_TIME));
             // It may need this CPU.
             sys::yield_now();
         }
@@ -819,30 +819,30 @@ pub fn narrow(start: u64, end: u64, rights: u32) {
 }
 
 fn call(number: u32, [a, b, c, d, e, f]: [u64; 6]) {
-    if are() {
+    if is_enabled() {
         push([number.into(), a, b, c, d, e, f]);
     }
 }
 
 /// The next program is of another address space: it gets a process of its own.
-pub fn renew() {
+pub fn replace_process() {
     peer().process = 0;
 }
 
 /// Lets a program go on until it stops, by a signal or for events.
-pub fn run() -> Cause {
+pub fn run_user() -> Cause {
     peer().selectors = compat::selectors();
     if peer().process == 0 {
-        meet();
+        connect();
     }
-    follow();
+    follow_cpu();
     commit();
     if mine().unmapped.swap(false, Relaxed) {
         // The host has had no room. The next process has nothing mapped, and everything can be filled in again.
         peer().failures += 1;
-        if peer().failures > FAILURES {
+        if peer().failures > MAX_FAILURES {
             report::fatal(format_args!(
-                "the host refuses to map or unmap a program's memory in {FAILURES} processes in a row"
+                "the host refuses to map or unmap a program's memory in {MAX_FAILURES} processes in a row"
             ));
         }
         crate::memory::drop_programs();
@@ -851,25 +851,25 @@ pub fn run() -> Cause {
     if events().load(SeqCst) != 0 {
         return Cause::Events;
     }
-    give();
-    place::give();
-    steal::rest();
+    write_context();
+    cpu_affinity::on_hand_over();
+    steal_time::on_idle();
     peer().failures = 0;
-    go_on();
+    resume_thread();
     wait();
-    steal::go_on();
-    place::take();
-    take();
+    steal_time::on_resume();
+    cpu_affinity::on_take_over();
+    read_context();
     Cause::Signal
 }
 
 /// Makes the other process come to this one's CPU: a change to another one costs several times as much.
-fn follow() {
-    let Some(cpu) = place::cpu() else { return };
-    let (peer, orders) = (peer(), &gate().orders);
+fn follow_cpu() {
+    let Some(cpu) = cpu_affinity::current_cpu() else { return };
+    let (peer, request) = (peer(), &mailbox().request);
     let is_elsewhere = peer.cpu != cpu + 1;
-    let set = if is_elsewhere { place::only(cpu) } else { 0 };
-    orders.cpu_set.store(set, Relaxed);
+    let set = if is_elsewhere { cpu_affinity::set_of_cpu(cpu) } else { 0 };
+    request.cpu_set.store(set, Relaxed);
     if is_elsewhere {
         peer.cpu = cpu + 1;
         call(linux::__NR_sched_setaffinity, [0, layout::CPU_SET_LENGTH, set, 0, 0, 0]);
@@ -878,55 +878,55 @@ fn follow() {
 
 /// Waits until the program has stopped.
 fn wait() {
-    let Gate { orders, reports } = gate();
-    let turn = orders.turn.load(Relaxed);
+    let Mailbox { request, response } = mailbox();
+    let turn = request.turn.load(Relaxed);
     // How often it was told to stop; until when it may be on its way to the place where it waits.
-    let (mut times, mut on_its_way) = (0, None);
-    let mut is_told = false;
+    let (mut times, mut settled_by) = (0, None);
+    let mut is_stop_requested = false;
     loop {
-        let seen = reports.turn.load(SeqCst);
+        let seen = response.turn.load(SeqCst);
         if seen == turn && is_stopped() {
-            if !is_told {
+            if !is_stop_requested {
                 return;
             }
             // A program that has gone to the gate by itself may still get the signal, which writes to memory: not when it waits once more.
-            is_told = false;
-            wait_until_told();
-            sys::wake(&orders.parked);
-            on_its_way = Some(guest::tsc() + clock::ticks(WAY));
+            is_stop_requested = false;
+            wait_until_stop_sent();
+            sys::wake(&request.parked);
+            settled_by = Some(guest::tsc() + clock::ticks(SETTLE_TIME));
             continue;
         }
         if seen == turn {
-            let until = *on_its_way.get_or_insert_with(|| guest::tsc() + clock::ticks(WAY));
+            let until = *settled_by.get_or_insert_with(|| guest::tsc() + clock::ticks(SETTLE_TIME));
             if guest::tsc() < until {
                 // It may need this CPU.
                 sys::yield_now();
                 continue;
             }
         }
-        if seen != turn && !is_told && events().load(SeqCst) == 0 {
+        if seen != turn && !is_stop_requested && events().load(SeqCst) == 0 {
             // SAFETY: both words are shared memory.
-            unsafe { wait_unless(events().as_ptr(), reports.turn.as_ptr(), seen) }
+            unsafe { wait_unless(events().as_ptr(), response.turn.as_ptr(), seen) }
             continue;
         }
         // For events, or since it has said what is not true.
-        is_told = true;
+        is_stop_requested = true;
         stop();
-        wait_patiently(&reports.turn, seen, &mut times);
+        wait_limited(&response.turn, seen, &mut times);
     }
 }
 
 /// Waits until the device process has told the program to stop, if it was asked to.
-fn wait_until_told() {
+fn wait_until_stop_sent() {
     let vcpu = vcpu();
-    let asked = vcpu.stops.load(SeqCst);
+    let asked = vcpu.stop_requests.load(SeqCst);
     let mut times = 0;
     loop {
-        let told = vcpu.stopped.load(SeqCst);
+        let told = vcpu.stops_sent.load(SeqCst);
         if told == asked {
             break;
         }
-        wait_patiently(&vcpu.stopped, told, &mut times);
+        wait_limited(&vcpu.stops_sent, told, &mut times);
     }
 }
 
@@ -936,17 +936,17 @@ fn stop() {
         sys::kill(peer().process, KICK);
     } else {
         let vcpu = vcpu();
-        if vcpu.stopped.load(SeqCst) == vcpu.stops.load(SeqCst) {
-            vcpu.stops.fetch_add(1, SeqCst);
-            processes::ring();
+        if vcpu.stops_sent.load(SeqCst) == vcpu.stop_requests.load(SeqCst) {
+            vcpu.stop_requests.fetch_add(1, SeqCst);
+            processes::notify();
         }
     }
 }
 
 /// Gives the program's thread what the virtual CPU consists of. All of the context is written, whatever a program has made of it.
-fn give() {
+fn write_context() {
     let peer = peer();
-    let orders = &gate().orders;
+    let request = &mailbox().request;
     // SAFETY: this process has the virtual CPU, and the guest does not run.
     let (cpu, code) = unsafe { (&(*cell()).cpu, (*cell()).code) };
     let mut words = peer.template;
@@ -957,68 +957,68 @@ fn give() {
     words[22] = cpu.frame.rflags;
     words[23] = words[23] & !0xffff | code;
     let area = words[EXTENDED];
-    let features = peer.layout[1] & !extended::PKRU;
-    // SAFETY: `meet` has looked where they are, in memory that is used for nothing else; the thread waits.
+    let features = peer.layout[1] & !xstate::PKRU;
+    // SAFETY: `connect` has looked where they are, in memory that is used for nothing else; the thread waits.
     unsafe {
         (peer.context as *mut [u64; 38]).write_volatile(words);
         ((area + 464) as *mut [u64; 6]).write_volatile(peer.layout);
         ((area + u64::from(peer.end)) as *mut u32).write_unaligned(MAGIC_2);
-        extended::save(area, features);
+        xstate::save(area, features);
     }
-    orders.context.store(peer.context, Relaxed);
+    request.context.store(peer.context, Relaxed);
     let (fs, gs) = compat::bases();
-    orders.bases[0].store(fs, Relaxed);
-    orders.bases[1].store(gs, Relaxed);
-    let is_compat = has(option::COMPAT) && compat::concerns(cpu);
+    request.bases[0].store(fs, Relaxed);
+    request.bases[1].store(gs, Relaxed);
+    let is_compat = has(option::COMPAT) && compat::has_selectors(cpu);
     if is_compat {
-        for (to, area) in orders.areas.iter().zip(compat::areas()) {
+        for (to, area) in request.areas.iter().zip(compat::areas()) {
             to.iter().zip(area).for_each(|(to, word)| to.store(word, Relaxed));
         }
-        for (to, selector) in orders.selectors.iter().zip(peer.selectors) {
+        for (to, selector) in request.selectors.iter().zip(peer.selectors) {
             to.store(selector.into(), Relaxed);
         }
     }
-    orders.is_compat.store(is_compat.into(), Relaxed);
+    request.is_compat.store(is_compat.into(), Relaxed);
 }
 
 /// `FP_XSTATE_MAGIC2`.
 const MAGIC_2: u32 = 0x4650_5845;
 
 /// Takes from a program's thread what it has made of it, as far as a program can have done that.
-fn take() {
-    let (peer, reports) = (peer(), &gate().reports);
+fn read_context() {
+    let (peer, response) = (peer(), &mailbox().response);
     let vcpu = vcpu();
     // SAFETY: this process has the virtual CPU, and the guest does not run.
     let cpu = unsafe { &mut (*cell()).cpu };
     let at = peer.context as *const Context;
-    // SAFETY: it is memory of this process's, which nobody writes while the thread waits; `meet` has looked where it is.
+    // SAFETY: it is memory of this process's, which nobody writes while the thread waits; `connect` has looked where it is.
     let context = unsafe { at.read_volatile() };
     for (value, place) in context.registers.iter().zip(signal::ORDER) {
         cpu.frame.gpr[place] = *value;
     }
     cpu.frame.rip = context.rip;
-    cpu.frame.rflags = context.rflags & u64::from(wedge_x86::PROGRAM_FLAGS) | rflags::IF | 2;
+    cpu.frame.rflags = context.rflags & u64::from(wedge_x86::USER_FLAGS) | rflags::IF | 2;
     cpu.found_in(context.is_64_bit());
-    let mut signal = signal::sound(reports.number.load(Relaxed), &context);
+    let mut signal = signal::sound(response.number.load(Relaxed), &context);
     if signal.number == linux::SIGSYS {
         // SAFETY: as above.
         signal.vector = unsafe { signal::call_vector(at) };
     }
     vcpu.signal.set(signal);
     peer.selectors =
-        core::array::from_fn(|index| match reports.selectors[index].load(Relaxed) as u16 {
+        core::array::from_fn(|index| match response.selectors[index].load(Relaxed) as u16 {
             none @ 0..4 => none,
             selector => selector | 3,
         });
-    let area = vcpu.extended.0.at();
+    let area = vcpu.xsave.0.at();
     // SAFETY: as above; the copy is as large as that, and only a change of the process uses it otherwise.
     unsafe {
         let from = peer.template[EXTENDED] as *const u8;
         core::ptr::copy_nonoverlapping(from, area.cast(), peer.end as usize);
     }
-    extended::restore(area as u64, crate::shared::EXTENDED_STATE as u64);
+    xstate::restore(area as u64, crate::shared::EXTENDED_STATE as u64);
     let base = |index: usize| {
-        let base = reports.bases[index].load(Relaxed);
+        let base = response.bases[index].load(Relaxed);
         // Programs have nothing above.
         if base < layout::TASK_SIZE { base } else { 0 }
     };
