@@ -97,7 +97,7 @@ impl Disk {
                     if !std::mem::replace(&mut state.told, true) {
                         let level = log::WARN;
                         let cause = Cause::new(error.raw_os_error(), &error);
-                        eprintln!("<{level}>disk {number}: the host refuses a request: {cause}");
+                        eprintln!("<{level}>disk {number}: request failed: {cause}");
                     }
                     BlockStatus::Failed
                 }

@@ -298,7 +298,7 @@ fn enter_sandbox(machine: &Machine) -> Result<(), Error> {
         return Err(Error::Sandbox(refused));
     }
     if machine.log >= log::INFO {
-        eprintln!("<{}>the host refuses {refused}", log::INFO);
+        eprintln!("<{}>cannot enter the sandbox: {refused}", log::INFO);
     }
     Ok(())
 }

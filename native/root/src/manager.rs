@@ -759,7 +759,7 @@ struct Counts<'s>(&'s VmmStatistics, u64, u64);
 impl fmt::Display for Counts<'_> {
     fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
         let Self(statistics, bytes, shared) = self;
-        write!(to, "entries={} settled={}", statistics.entries, statistics.settled)?;
+        write!(to, "entries={} settled={}", statistics.entries, statistics.handled_in_kernel)?;
         write!(to, " bytes={bytes} shared={shared}")?;
         for (name, count) in
             EXIT_NAMES.iter().zip(statistics.exits).filter(|(_, count)| *count != 0)

@@ -156,7 +156,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
         for vcpu in &guest.vcpus {
             let (entries, settled) = vcpu.lock().counts();
             statistics.entries += entries;
-            statistics.settled += settled;
+            statistics.handled_in_kernel += settled;
         }
         exit(exit_code(outcome), &statistics);
     }

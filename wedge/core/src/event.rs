@@ -1,4 +1,4 @@
-//! Interrupts and exceptions: delivery through the guest's table, and the way back.
+//! Interrupts and exceptions: delivery through the guest's IDT, and the return from handlers.
 
 use core::mem::offset_of;
 
@@ -10,30 +10,31 @@ use crate::cpu::{CS, SS, VirtualCpu, is_canonical, rflags};
 use crate::segment::{self, code_of};
 use crate::{Event, Exit, Interruption, Outcome, protection, vector};
 
-/// Types of gates (APM vol. 2, section 4.8.4).
+/// Gate types (APM vol. 2, section 4.8.4).
 const INTERRUPT_GATE: u8 = 0xe;
 const TRAP_GATE: u8 = 0xf;
-/// Error-code bits: the event was external; the code names an entry of the interrupt table.
+/// Error-code bits: external event; the code names an IDT entry.
 const EXTERNAL: u32 = 1;
 const IN_IDT: u32 = 2;
 
-/// How an event came about.
+/// Origin of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Source {
-    /// Exception of an instruction that is to be executed again.
+    /// Exception whose instruction is restarted.
     Fault,
     /// Interrupt, or another exception.
     Hardware,
-    /// `INT n`, `INT3`: the gate must be open to the caller.
+    /// `INT n`, `INT3`: the gate's DPL must admit the caller.
     Software,
 }
 
-/// Exceptions that make a double fault of a second one (APM vol. 2, table 8-3).
+/// Exceptions that cause a double fault in combination (APM vol. 2, table 8-3).
 fn is_contributory(vector: u8) -> bool {
     matches!(vector, 0 | 10..=13)
 }
 
-/// Where an event comes from. Faults are all exceptions but `#DB`, `#BP`, `#OF`, `#DF` and `#MC` (APM vol. 2, table 8-1).
+/// Returns the origin of an event. All exceptions except `#DB`, `#BP`, `#OF`, `#DF` and `#MC` are
+/// faults (APM vol. 2, table 8-1).
 fn source_of(event: Event) -> Source {
     match event.is_exception() && !matches!(event.vector(), 1 | 3 | 4 | 8 | 18) {
         true => Source::Fault,
@@ -42,10 +43,10 @@ fn source_of(event: Event) -> Source {
 }
 
 impl VirtualCpu {
-    /// Delivers an interrupt or exception: the guest goes on in its handler.
+    /// Delivers an interrupt or exception to the guest.
     ///
     /// # Errors
-    /// [`Exit::Shutdown`]: a fault while a double fault was delivered.
+    /// [`Exit::Shutdown`]: a fault during the delivery of a double fault.
     pub fn deliver(&mut self, memory: &GuestMemory, event: Event) -> Result<(), Exit> {
         let mut current = event;
         // The event, a fault of its delivery, the double fault.
@@ -79,7 +80,7 @@ impl VirtualCpu {
         Err(Exit::Shutdown)
     }
 
-    /// `INT n`: to be called with the instruction pointer at the instruction, which is `length` long.
+    /// Emulates `INT n`, which is `length` bytes long and at the instruction pointer.
     pub(crate) fn software_interrupt(
         &mut self,
         memory: &GuestMemory,
@@ -97,7 +98,8 @@ impl VirtualCpu {
         }
     }
 
-    /// An `INT n` or `INT3` that the host's processor has reported; the instruction pointer is behind it, the instruction `length` long.
+    /// Delivers an `INT n` or `INT3` that the host CPU has reported. The instruction is `length`
+    /// bytes long and ends at the instruction pointer.
     ///
     /// # Errors
     /// As [`VirtualCpu::deliver`].
@@ -118,7 +120,7 @@ impl VirtualCpu {
         }
     }
 
-    /// APM vol. 2, section 8.9: nothing is changed if it fails.
+    /// Delivers an event (APM vol. 2, section 8.9). No state changes on failure.
     fn through_gate(
         &mut self,
         memory: &GuestMemory,
@@ -158,7 +160,8 @@ impl VirtualCpu {
         } else {
             self.frame.gpr[4]
         };
-        // Behind a fault, an instruction breakpoint is not reported again (APM vol. 2, section 13.1.1).
+        // After a fault, an instruction breakpoint is not reported again (APM vol. 2, section
+        // 13.1.1).
         let again = if source == Source::Fault { rflags::RF } else { 0 };
         let mut words = [0_u64; 6];
         let frame = [
@@ -186,7 +189,7 @@ impl VirtualCpu {
         self.frame.rip = target;
         self.segments[CS] = code;
         if inward {
-            // The null selector of the new level.
+            // The null selector at the new privilege level.
             self.segments[SS] = segment::null();
             self.set_level(0);
         }
@@ -197,7 +200,8 @@ impl VirtualCpu {
         Ok(())
     }
 
-    /// The code segment of a gate. Gates of kernels go to the segment that `SYSCALL` goes to, which needs no look into the table.
+    /// Returns the code segment of a gate. Gates of kernels use the segment of `SYSCALL`, which
+    /// avoids reading the GDT.
     fn gate_code(
         &self,
         memory: &GuestMemory,
@@ -220,7 +224,7 @@ impl VirtualCpu {
         Ok(segment::kernel_code(selector))
     }
 
-    /// A word of the task-state segment.
+    /// Reads a word of the task-state segment.
     fn task_word(&self, memory: &GuestMemory, offset: u64) -> Result<u64, Interruption> {
         if offset + 7 > self.tr.limit.into() {
             let code = code_of(self.tr.selector);
@@ -229,7 +233,7 @@ impl VirtualCpu {
         Ok(self.read_value(memory, self.tr.base.wrapping_add(offset), 8)?)
     }
 
-    /// `IRETQ` (APM vol. 3): five words whatever the level it goes to.
+    /// Emulates `IRETQ` (APM vol. 3), which pops five words at every privilege level.
     pub(crate) fn interrupt_return(
         &mut self,
         memory: &GuestMemory,
@@ -262,7 +266,7 @@ impl VirtualCpu {
         self.frame.gpr[4] = rsp;
         self.segments[CS] = code;
         self.segments[SS] = stack;
-        // IOPL and IF may be changed at level 0 only.
+        // Only level 0 may change IOPL and IF.
         let kept = if self.cpl == 0 { 0 } else { rflags::IOPL | rflags::IF };
         let flags = flags & !kept | self.rflags() & kept;
         if outward {
@@ -273,7 +277,7 @@ impl VirtualCpu {
         Ok(Outcome::Jump)
     }
 
-    /// `LRETQ`, without parameters to drop.
+    /// Emulates `LRETQ`, without parameters to drop.
     pub(crate) fn far_return(
         &mut self,
         memory: &GuestMemory,
@@ -327,7 +331,8 @@ impl VirtualCpu {
         Ok(stack)
     }
 
-    /// On the way out, data segments of the inner level become null (APM vol. 2, section 8.9.3).
+    /// Nulls data segments of the inner level on a return to an outer level (APM vol. 2, section
+    /// 8.9.3).
     fn drop_inner_segments(&mut self) {
         for (number, segment) in self.segments.iter_mut().enumerate() {
             let data = number != CS && number != SS;
@@ -338,7 +343,7 @@ impl VirtualCpu {
     }
 }
 
-/// The fault of delivering something external: its error code says so.
+/// Marks a fault of the delivery of an external event in its error code.
 fn external(event: Event) -> Event {
     let selective = (10..=13).contains(&event.vector());
     if selective && event.0 & event::ERROR_VALID != 0 {

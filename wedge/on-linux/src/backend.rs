@@ -1,4 +1,5 @@
-//! The outside of the machine: the console's rings, the disks' requests, the networks' frames, and the device process.
+//! Back ends of the VM's devices: console rings, disk requests, network frames, and the device
+//! process.
 
 use core::fmt;
 use core::ops::Range;
@@ -12,13 +13,13 @@ use vmm_machine::{Host, Level, Model, Outside, Slots};
 use crate::shared::{self, ByteRing, event, shared};
 use crate::{balloon, device, disk, net, processes, report, sys};
 
-/// The outside as the virtual CPU reaches it.
+/// Host services of the device models, for one vCPU.
 pub struct LinuxHost {
     log: u64,
 }
 
 impl LinuxHost {
-    /// As the loader wants it.
+    /// Creates the services with the loader's log level.
     pub fn new(start: &Start) -> Self {
         Self { log: start.log }
     }
@@ -48,42 +49,42 @@ impl Host for LinuxHost {
     }
 }
 
-/// Puts a byte for the device process.
+/// Sends a byte to the device process.
 fn put(ring: &ByteRing, byte: u8) -> bool {
     let put = ring.put(byte);
     processes::notify();
     put
 }
 
-/// Takes a byte of the device process.
+/// Receives a byte from the device process.
 fn take(ring: &ByteRing) -> Option<u8> {
     let byte = ring.take();
     if byte.is_none() {
-        // There may be more, now that there is room.
+        // The ring has room: the device process may have more input.
         processes::notify();
     }
     byte
 }
 
-/// PCI functions of a machine: disks, then shared directories, the source of random numbers, networks, vsock, the balloon
-/// and the console.
+/// Largest number of PCI functions: disks, shared directories, entropy source, networks, vsock,
+/// balloon and console, in this order.
 pub const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + 4 + MAX_NETS;
 
-/// What a PCI function is connected to.
+/// Back end of a PCI function.
 pub enum HostEndpoint {
-    /// A file.
+    /// Disk workers, or a disk image process.
     Disk(disk::RequestEndpoint),
-    /// The host's random numbers.
+    /// The host's random number generator.
     Entropy,
-    /// The host's memory.
+    /// Host memory.
     Balloon(balloon::BalloonEndpoint),
-    /// A stream of frames, or a tap device.
+    /// Stream of frames, or a tap device.
     Net(net::NetEndpoint),
-    /// A server of files.
+    /// File server process.
     Share(disk::RequestEndpoint),
-    /// Sockets of the host.
+    /// Vsock process.
     Vsock(net::VsockEndpoint),
-    /// The device process.
+    /// Console socket, by the device process.
     Console,
 }
 
@@ -136,21 +137,21 @@ impl Outside for HostEndpoint {
     }
 }
 
-/// Slots of functions that events are about.
+/// Slots of the PCI functions that handle each event.
 pub struct DeviceSlots {
-    /// Of disks.
+    /// Disks.
     pub disks: Range<usize>,
-    /// Of shared directories.
+    /// Shared directories.
     pub shares: Range<usize>,
-    /// Of networks and vsock.
+    /// Networks and vsock.
     pub nets: Range<usize>,
-    /// Of the balloon.
+    /// Balloon.
     pub balloon: Range<usize>,
-    /// Of the console.
+    /// Console.
     pub console: Range<usize>,
 }
 
-/// Fills the slots of the bus.
+/// Adds all PCI functions to the bus.
 pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start) -> DeviceSlots {
     let disks = (start.disks as usize).min(MAX_DISKS);
     let shares = (start.shares as usize).min(MAX_SHARES);
@@ -163,7 +164,7 @@ pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start
             disk::RequestEndpoint::new
         };
         let link = HostEndpoint::Disk(make(disk::queue(number)));
-        // There are as many slots.
+        // The bus has as many slots.
         let _ = slots.add(Model::Block(BlockInfo::of_file(&record)), link);
     }
     for number in 0..shares {

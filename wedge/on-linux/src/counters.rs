@@ -1,4 +1,4 @@
-//! What the wedge has done, for reports.
+//! Output of the wedge's counters.
 
 use core::sync::atomic::Ordering::Relaxed;
 
@@ -9,8 +9,8 @@ use crate::report::print_line;
 use crate::shared::{SharedVcpu, counter, statistics, vcpus};
 use crate::sites::FUNCTION;
 
-/// Prints all counters that are not 0, if the loader asked for it: times that each kind of site came to the wedge (those that are done in
-/// place do not), and what happened otherwise.
+/// Prints the counters if the loader requests them: entries into the wedge by kind of patch site
+/// (without sites handled in place), and the remaining counters.
 pub fn print() {
     if !crate::shared::has(option::COUNTERS) {
         return;

@@ -1,9 +1,10 @@
-//! Where on the host a virtual CPU runs: all of its processes follow the one that has it.
+//! Host CPU of a vCPU: all of its processes follow the one that runs it.
 //!
-//! Who wakes a process by a futex cannot say that it is about to wait itself, so the host looks for an idle CPU, which has to be woken and has
-//! nothing of the virtual CPU in its caches. A process that finds itself on another CPU than the one before it therefore binds itself to that
-//! CPU. It is free again when the virtual CPU stays with it, waits for events, or had to wait for a CPU that others use: then it goes on where
-//! the host puts it, and the others follow. Where there is but one CPU nothing is binding.
+//! A futex wake does not indicate that the waker is about to sleep, so the host places the woken
+//! process on an idle CPU, which must be woken and has a cold cache. A process that finds itself on
+//! another CPU than its predecessor therefore binds itself to that CPU. It is unbound when the vCPU
+//! stays in this process, waits for events, or had to wait for a busy CPU: then it continues where
+//! the host places it, and the other processes follow. On a host with one CPU nothing is bound.
 
 use core::arch::x86_64::{__cpuid, __rdtscp};
 use hw_x86::cpuid::leaf;
@@ -14,57 +15,59 @@ use crate::config::config;
 use crate::shared::{Owned, mine, vcpu};
 use crate::{clock, sys};
 
-/// Words of a set of CPUs; `CPU_SETSIZE` of Linux' libraries is 1024.
+/// Words of a CPU set; `CPU_SETSIZE` of Linux's C libraries is 1024.
 const WORDS: usize = (layout::CPU_SET_LENGTH / 8) as usize;
-/// A set of CPUs, as bits.
+/// CPU set, one bit per CPU.
 type Cpus = [u64; WORDS];
 
 const _: () = assert!(layout::CPU_SET_CPUS == 64 * WORDS as u64);
 const _: () =
     assert!((layout::CPU_SET_CPUS + 1) * layout::CPU_SET_LENGTH <= layout::CPU_SETS_LENGTH);
 
-/// A process that had to wait longer than this for its turn has waited for a CPU, in microseconds. Others' time slices are longer.
+/// Time in microseconds after which a wait for the turn counts as a wait for a busy CPU. Time
+/// slices of other processes are longer.
 const LONG_WAIT: u64 = 1_000;
-/// For so long it is left where the host puts it, in microseconds.
+/// Time in microseconds during which the process then stays unbound.
 const UNBOUND_TIME: u64 = 20_000;
 
-/// What a virtual CPU remembers.
+/// Placement of a vCPU.
 #[repr(C)]
 pub struct VcpuPlacement {
-    /// CPU on which it was when it was handed over.
+    /// CPU at the last hand-over.
     cpu: Owned<u32>,
-    /// Time-stamp counter then.
+    /// TSC at the last hand-over.
     handed_over: Owned<u64>,
-    /// Until then it goes where the host puts it.
+    /// TSC until which it stays unbound.
     unbound_until: Owned<u64>,
 }
 
-/// What a process remembers.
+/// CPU binding of a process.
 #[repr(C)]
 pub struct ProcessBinding {
-    /// The CPU that it is bound to, plus 1.
+    /// CPU to which it is bound, plus 1; 0: none.
     cpu: Owned<u32>,
-    /// [`VcpuPlacement::handed_over`] at the last tick of the guest's clock.
+    /// [`VcpuPlacement::handed_over`] at the last timer tick of the guest.
     seen_hand_over: Owned<u64>,
-    /// When it was last set free.
+    /// TSC at which it was last unbound.
     unbound_at: Owned<u64>,
 }
 
-/// Finds out which CPUs there are, and writes the sets of them that the VM's processes may choose; `false`: there is but one, or
-/// a process cannot tell on which it is. For the device process, before there are others, with [`layout::CPU_SETS`] mapped.
+/// Detects the host CPUs and writes the CPU sets that the VM's processes may use. `false`: there is
+/// one CPU, or a process cannot determine its CPU. For the device process, before it forks, with
+/// [`layout::CPU_SETS`] mapped.
 pub fn detect() -> bool {
     /// `RDTSCP` (APM vol. 3, CPUID Fn8000_0001_EDX).
     const RDTSCP: u32 = 1 << 27;
     let mut all: Cpus = [0; WORDS];
     let arguments = [0, size_of_val(&all) as u64, all.as_mut_ptr() as u64, 0, 0, 0];
-    // SAFETY: the kernel writes the set. It fails if the host has more CPUs than that.
+    // SAFETY: the kernel writes the set. The call fails if the host has more CPUs than that.
     let known = unsafe { sys::call(linux::__NR_sched_getaffinity, arguments) }.is_ok();
     let several = all.iter().map(|word| word.count_ones()).sum::<u32>() > 1;
     if !known || !several || __cpuid(leaf::AMD_FEATURES).edx & RDTSCP == 0 {
         return false;
     }
     let write = |number: u64, set: Cpus| {
-        // SAFETY: there is room for as many sets, which nothing refers to yet.
+        // SAFETY: the area has room for all sets, and no reference to it exists yet.
         unsafe { (address_of(number) as *mut Cpus).write(set) }
     };
     write(layout::CPU_SET_CPUS, all);
@@ -78,37 +81,37 @@ pub fn detect() -> bool {
     true
 }
 
-/// Where a set is: that of one CPU by its number, behind these that of all.
+/// Returns the address of a CPU set: that of one CPU by its number, then that of all CPUs.
 fn address_of(number: u64) -> u64 {
     layout::CPU_SETS + number * layout::CPU_SET_LENGTH
 }
 
-/// Whether the VM was started on several CPUs, and a process can tell on which it is.
+/// Returns whether the VM was started on several CPUs, and a process can determine its CPU.
 pub fn has_several_cpus() -> bool {
     config().has_cpu_sets
 }
 
-/// The time-stamp counter, and the CPU, which Linux has in the low bits of `TSC_AUX`.
+/// Reads the TSC, and the CPU number from the low bits of `TSC_AUX`, where Linux stores it.
 fn now() -> (u64, u32) {
     let mut aux = 0;
-    // SAFETY: the processor has it (`detect`).
+    // SAFETY: the CPU supports RDTSCP (`detect`).
     let tsc = unsafe { __rdtscp(&raw mut aux) };
     (tsc, aux & 0xfff)
 }
 
-/// The CPU that this process is on, if there are several.
+/// Returns the CPU of this process, if there are several.
 pub fn current_cpu() -> Option<u32> {
     has_several_cpus().then(|| now().1)
 }
 
-/// Address of the set of one CPU, for sched_setaffinity(2); of an empty one, which the host refuses, if the VM was not
-/// started on it.
+/// Returns the address of the set of one CPU, for sched_setaffinity(2). The set is empty, and
+/// refused by the host, if the VM was not started on that CPU.
 pub fn set_of_cpu(cpu: u32) -> u64 {
-    // The set of all is not one CPU's.
+    // The last set is that of all CPUs.
     address_of(u64::from(cpu).min(layout::CPU_SET_CPUS - 1))
 }
 
-/// This process is about to hand the virtual CPU over.
+/// Records the CPU before the vCPU is handed over to another process.
 pub fn on_hand_over() {
     if !has_several_cpus() {
         return;
@@ -119,7 +122,7 @@ pub fn on_hand_over() {
     placement.cpu.set(cpu);
 }
 
-/// This process has got it.
+/// Follows the previous process after taking over the vCPU.
 pub fn on_take_over() {
     if !has_several_cpus() {
         return;
@@ -138,7 +141,7 @@ pub fn on_take_over() {
     }
 }
 
-/// The guest's clock ticks: a virtual CPU that has stayed with this process since the last time is no longer binding.
+/// Unbinds a vCPU that has stayed in this process since the last timer tick of the guest.
 pub fn on_timer_tick() {
     let binding = &mine().binding;
     if binding.cpu.get() == 0 {
@@ -151,8 +154,8 @@ pub fn on_timer_tick() {
     binding.seen_hand_over.set(handed_over);
 }
 
-/// The virtual CPU is about to wait for events: it may be that its CPU is another's when it goes on. Not each time, since it is a call of the
-/// host.
+/// Unbinds a vCPU that is about to wait for events, since its CPU may be busy when it resumes.
+/// Rate-limited, because it is a system call.
 pub fn on_idle() {
     let binding = &mine().binding;
     if binding.cpu.get() == 0 {
@@ -177,10 +180,10 @@ fn unbind(tsc: u64) {
     let _ = set_affinity(address_of(layout::CPU_SET_CPUS));
 }
 
-/// Says on which CPUs this process may run: the set at one of the addresses that its seccomp filter lets through. `false`: none
-/// of them is left to it, so that it stays where it may be.
+/// Binds this process to the CPU set at an address that its seccomp filter permits. `false`: the
+/// host permits none of these CPUs, and the process stays where it is.
 fn set_affinity(set: u64) -> bool {
     let arguments = [0, layout::CPU_SET_LENGTH, set, 0, 0, 0];
-    // SAFETY: the set is read.
+    // SAFETY: the set is only read.
     unsafe { sys::call(linux::__NR_sched_setaffinity, arguments) }.is_ok()
 }

@@ -1,4 +1,5 @@
-//! The device process: serves the console, makes processes for address spaces, and ends them all with the machine.
+//! Device process: serves the consoles, creates the guest processes, forwards notifications, and
+//! ends all processes with the VM.
 
 use core::fmt;
 use core::sync::atomic::Ordering::SeqCst;
@@ -16,33 +17,35 @@ use crate::shared::{ByteRing, RING, SLOTS, SharedVcpu, event, shared, started, v
 use crate::{debug, disk, idle, net, sys, user_process};
 
 const READABLE: u16 = linux::POLLIN as u16;
-/// How often, and after how many milliseconds, to look for the exit that may be why the host makes no process.
+/// Number and interval in milliseconds of the checks for a process exit that explains a failed
+/// fork.
 const EXIT_TRIES: u32 = 20;
 const EXIT_WAIT: u64 = 10;
 
-/// The device process. It believes nothing of what is in shared memory, which the guest can change: numbers of processes are its own.
+/// State of the device process. It trusts nothing in shared memory, which the guest can overwrite:
+/// process ids are its own copies.
 pub struct DeviceServer {
     ram: Ram,
-    /// By virtual CPU and slot; 0: none.
+    /// Guest process by vCPU and slot; 0: none.
     guests: [[u32; SLOTS]; MAX_VCPUS],
-    /// The same of processes for user_processes.
+    /// User process by vCPU and slot; 0: none.
     user_processes: [[u32; SLOTS]; MAX_VCPUS],
     disks: [u32; disk::MAX_WORKERS],
     nets: [u32; net::MAX_WORKERS],
-    /// The guest's first instruction has been allowed: what guest processes say from then on is the guest's word.
+    /// The guest may run: statements of guest processes are the guest's from then on.
     has_started: bool,
 }
 
-/// The serial line, and the virtio console: what is typed and printed.
+/// Serial port or virtio console.
 struct ConsoleLine {
-    /// Descriptors.
+    /// Descriptors for input and output.
     typed: u32,
     printed: u32,
     input: &'static ByteRing,
     output: &'static ByteRing,
 }
 
-/// The lines.
+/// Returns both consoles.
 fn lines() -> [ConsoleLine; 2] {
     let shared = shared();
     [
@@ -62,25 +65,26 @@ fn lines() -> [ConsoleLine; 2] {
 }
 
 impl DeviceServer {
-    /// With the processes of disks and networks, and without any of the guest.
+    /// Creates the state with the workers of disks and networks, and without guest processes.
     pub fn new(ram: Ram, disks: [u32; disk::MAX_WORKERS], nets: [u32; net::MAX_WORKERS]) -> Self {
         let none = [[0; SLOTS]; MAX_VCPUS];
         Self { ram, guests: none, user_processes: none, disks, nets, has_started: false }
     }
 
-    /// Makes the process of a slot of a virtual CPU, if it has none and there is such a slot.
+    /// Creates the process of a slot of a vCPU, if the slot exists and has none.
     pub fn create_guest(&mut self, vcpu: usize, number: usize) -> Result<(), sys::Errno> {
         let guests = self.guests.get_mut(vcpu);
         let guest = guests.and_then(|guests| guests[..config::slots()].get_mut(number));
         if let Some(guest) = guest.filter(|guest| **guest == 0) {
             *guest = processes::create(vcpu, number, self.ram)?;
-            // Nobody to tell if it cannot be written.
+            // An error of the control socket has no consequence.
             let _ = sys::write(layout::CONTROL_FD, &[control::PROCESS_CREATED]);
         }
         Ok(())
     }
 
-    /// Makes a process for programs of a slot, where one is wanted. The one before is gone then, with all that programs have made of it.
+    /// Creates a slot's user process if one is requested. The previous one is killed, with all
+    /// changes that user mode has made to it.
     fn create_user_process(&mut self, index: usize, vcpu: &SharedVcpu) -> Result<(), sys::Errno> {
         let number = vcpu.user_wanted.load(SeqCst).wrapping_sub(1) as usize;
         let user_processes = self.user_processes.get_mut(index);
@@ -97,7 +101,7 @@ impl DeviceServer {
         Ok(())
     }
 
-    /// Tells programs to stop, for virtual CPUs that may not do it themselves.
+    /// Stops user mode for vCPUs that may not send signals themselves.
     fn send_stops(&self) {
         for (index, vcpu) in vcpus().iter().enumerate() {
             let asked = vcpu.stop_requests.load(SeqCst);
@@ -112,18 +116,18 @@ impl DeviceServer {
         }
     }
 
-    /// Makes the process that a virtual CPU will want next, before it does: Linux takes the lowest identifier of address spaces that
-    /// nobody has.
+    /// Creates the process that a vCPU will need next, before it is needed: Linux uses the lowest
+    /// free PCID.
     fn create_next_guest(&mut self, vcpu: usize) -> Result<(), sys::Errno> {
         let guests = self.guests.get(vcpu);
         match guests.and_then(|guests| guests.iter().position(|guest| *guest == 0)) {
-            // The last one serves all that have no slot of their own.
+            // The last slot serves all address spaces without their own slot.
             Some(number) if number < config::slots() - 1 => self.create_guest(vcpu, number),
             _ => Ok(()),
         }
     }
 
-    /// Takes its filter of system calls and serves until the machine has ended; gives its exit code.
+    /// Installs the seccomp filter and serves until the VM ends; returns its exit code.
     pub fn serve(&mut self) -> u8 {
         if let Err(error) = processes::confine(&config().filters, Filters::DEVICE) {
             warn(format_args!("cannot install the seccomp filter of the device process: {error}"));
@@ -159,7 +163,7 @@ impl DeviceServer {
                 self.interrupt(index);
             }
             self.send_stops();
-            // Workers of other programs cannot tell the virtual CPU themselves.
+            // Workers outside of the VM's process tree cannot notify the vCPU themselves.
             for number in 0..MAX_QUEUES {
                 if disk::queue(number).pending.swap(0, SeqCst) != 0 {
                     self.raise_event(
@@ -173,7 +177,7 @@ impl DeviceServer {
             }
             if !self.has_started && shared.started.load(SeqCst) == started::READY {
                 self.has_started = true;
-                // Nobody to tell if it cannot be written.
+                // An error of the control socket has no consequence.
                 let _ = sys::write(layout::CONTROL_FD, &[control::STARTED]);
                 shared.started.store(started::ALLOWED, SeqCst);
                 sys::wake(&shared.started);
@@ -191,7 +195,7 @@ impl DeviceServer {
                 wanted(0),
                 wanted(1),
             ];
-            // Now and then it looks whether a process has died.
+            // The timeout bounds the time until a process exit is detected.
             let [rung, told, typed @ ..] = wait(descriptors, if has_more { 0 } else { 1000 });
             if told {
                 let mut byte = [0];
@@ -202,7 +206,7 @@ impl DeviceServer {
             }
             if rung {
                 let mut count = [0; 8];
-                // It has been readable, so there is something to take.
+                // poll(2) has reported it readable.
                 let _ = sys::read(layout::DOORBELL_FD, &mut count);
             }
             for (index, line) in lines.iter().enumerate().filter(|(index, _)| typed[*index]) {
@@ -211,7 +215,7 @@ impl DeviceServer {
                     Ok(0) | Err(_) => inputs[index] = false,
                     Ok(count) => {
                         for &byte in &bytes[..count] {
-                            // There is room: more than half of the ring.
+                            // The ring has room: more than half of it.
                             line.input.put(byte);
                         }
                         self.raise_event(0, event::CONSOLE);
@@ -221,19 +225,20 @@ impl DeviceServer {
         }
     }
 
-    /// Ends the VM because one of its processes has ended; gives the exit code.
+    /// Ends the VM because one of its processes has ended; returns the exit code.
     fn end_after(&self, exit: ChildExit) -> u8 {
         self.drain();
         let others = self.end_all();
-        // The end of a namespace's first process ends all, and comes to be known last.
+        // The exit of a namespace's first process kills the rest, and is reported last.
         let exit = if exit.is_killed() { others.unwrap_or(exit) } else { exit };
         let kind = self.kind_of(&exit);
         warn(format_args!("{kind} {exit}"));
         exit.code(kind)
     }
 
-    /// Ends the VM because the host makes no process; gives the exit code. A namespace whose first process was killed refuses
-    /// new ones a little before the others die: then that exit is the reason.
+    /// Ends the VM because fork has failed; returns the exit code. A PID namespace whose first
+    /// process was killed refuses new processes slightly before the others die: then that exit is
+    /// the cause.
     fn end_refused(&self, error: sys::Errno) -> u8 {
         for _ in 0..EXIT_TRIES {
             if let Some(exit) = ChildExit::next(linux::WNOHANG) {
@@ -246,21 +251,20 @@ impl DeviceServer {
         HOST
     }
 
-    /// The exit code for one that a guest process has given. From the guest there are those of `docs/spec/exit-codes.md` only: another
-    /// one is a fault. The wedge says what it likes before the guest's first instruction.
+    /// Returns the exit code for one requested by a guest process. A guest may only cause codes of
+    /// `docs/spec/exit-codes.md`; any other code is a fault. Before the guest's first instruction,
+    /// the wedge may use all codes.
     fn code_of_guest(&self, code: u32) -> u8 {
         match u8::try_from(code) {
             Ok(code) if !self.has_started || exit::is_guest_code(code) => code,
             _ => {
-                warn(format_args!(
-                    "the guest ends its VM with code {code}, which is not a guest's"
-                ));
+                warn(format_args!("the guest has requested exit code {code}, which is reserved"));
                 exit::FAULT
             }
         }
     }
 
-    /// Whose end this is.
+    /// Returns the kind of an ended process.
     fn kind_of(&self, exit: &ChildExit) -> ProcessKind {
         for (kind, processes) in [(Kind::Guest, &self.guests), (Kind::User, &self.user_processes)] {
             let place = processes.as_flattened().iter().position(|id| *id == exit.process);
@@ -271,10 +275,10 @@ impl DeviceServer {
         ProcessKind::Worker
     }
 
-    /// Does what the one who has started the machine wants, and says so.
+    /// Executes a command of the control socket and acknowledges it.
     fn control(&self, what: u8) {
         match what {
-            // By the host's kernel, whatever the guest does with its processes. Disks finish what they have begun.
+            // By the host kernel, independent of the guest. Disk workers finish their requests.
             control::PAUSE => self.signal_all(linux::SIGSTOP),
             control::RESUME => self.signal_all(linux::SIGCONT),
             control::POWER_BUTTON => self.raise_event(0, event::POWER_BUTTON),
@@ -285,7 +289,7 @@ impl DeviceServer {
         let _ = sys::write(layout::CONTROL_FD, &[what]);
     }
 
-    /// Sends a signal to all processes of the guest.
+    /// Sends a signal to all guest and user processes.
     fn signal_all(&self, signal: u32) {
         for &process in self.guest_processes().filter(|process| **process != 0) {
             sys::kill(process, signal);
@@ -296,9 +300,9 @@ impl DeviceServer {
         self.guests.as_flattened().iter().chain(self.user_processes.as_flattened())
     }
 
-    /// Tells a virtual CPU of an event.
+    /// Posts an event to a vCPU.
     fn raise_event(&self, index: usize, what: u32) {
-        // If somebody else has told it, it knows.
+        // If the event is pending already, the vCPU was notified before.
         if let Some(vcpu) = vcpus().get(index)
             && vcpu.events().fetch_or(what, SeqCst) & what == 0
         {
@@ -306,7 +310,7 @@ impl DeviceServer {
         }
     }
 
-    /// Stops the virtual CPUs that have not stopped yet, for the debugger.
+    /// Stops the vCPUs that have not stopped yet, for the debugger.
     fn halt(&self) {
         for (index, vcpu) in debug::shared().vcpus.iter().enumerate() {
             if vcpu.halted.load(SeqCst) == 0 {
@@ -315,7 +319,7 @@ impl DeviceServer {
         }
     }
 
-    /// Makes a virtual CPU look at its events.
+    /// Makes a vCPU check its events.
     fn interrupt(&self, index: usize) {
         let (Some(vcpu), Some(guests)) = (vcpus().get(index), self.guests.get(index)) else {
             return;
@@ -323,7 +327,8 @@ impl DeviceServer {
         if idle::wake(vcpu) {
             return;
         }
-        // If it is going from one process to another, or to one that does not listen yet, the next one looks.
+        // During a switch of the process, or before the process has its handler, the next process
+        // checks.
         let running = vcpu.running.load(SeqCst) as usize;
         if let (Some(&process @ 1..), Some(slot)) = (guests.get(running), vcpu.slots.get(running))
             && slot.process.load(SeqCst) != 0
@@ -332,10 +337,11 @@ impl DeviceServer {
         }
     }
 
-    /// Prints what the guest has put; whether there is more, which waits until other things have been looked at.
+    /// Prints the guest's output; returns whether more is pending, which waits for one round of the
+    /// main loop.
     fn drain(&self) -> bool {
         let count = 1 + usize::from(has_console());
-        // Each line has its turn.
+        // Each console has its turn.
         lines().iter().take(count).fold(false, |more, line| self.drain_line(line) | more)
     }
 
@@ -356,21 +362,21 @@ impl DeviceServer {
                 match sys::write(printed, rest) {
                     Ok(count) => rest = &rest[count..],
                     Err(sys::Errno(4 | 11)) => {}
-                    // Nobody listens any longer.
+                    // The reader has closed the descriptor.
                     Err(_) => return false,
                 }
             }
             if output.room() <= RING / 2 {
                 continue;
             }
-            // The serial line may have had to wait for room.
+            // The guest may wait for room.
             self.raise_event(0, event::CONSOLE);
         }
         true
     }
 
-    /// Ends all other processes, and waits until they are gone: whoever waits for this one finds nothing left, and no disk in use. Gives the first of
-    /// them that has ended by itself.
+    /// Kills all other processes and reaps them, so that no process and no user of a disk is left
+    /// when this process exits. Returns the first one that has exited by itself.
     fn end_all(&self) -> Option<ChildExit> {
         for &process in self.guest_processes().chain(&self.disks).chain(&self.nets) {
             if process != 0 {
@@ -387,7 +393,8 @@ impl DeviceServer {
     }
 }
 
-/// Tells a virtual CPU of an event, for other processes than the device process. Where they may not interrupt it themselves, that does.
+/// Posts an event to a vCPU, from processes other than the device process. Where these may not send
+/// signals, the device process does.
 pub fn raise_event(index: usize, what: u32) {
     let Some(vcpu) = vcpus().get(index) else { return };
     if vcpu.events().fetch_or(what, SeqCst) & what != 0 || idle::wake(vcpu) {
@@ -396,11 +403,12 @@ pub fn raise_event(index: usize, what: u32) {
     interrupt(index);
 }
 
-/// Interrupts a virtual CPU, or has the device process do it.
+/// Interrupts a vCPU, directly or by the device process.
 pub fn interrupt(index: usize) {
     let Some(vcpu) = vcpus().get(index) else { return };
     if config::kicks() {
-        // If it is going from one process to another, or to one that does not listen yet, the next one looks.
+        // During a switch of the process, or before the process has its handler, the next process
+        // checks.
         let slot = vcpu.slots.get(vcpu.running.load(SeqCst) as usize);
         let process = slot.map_or(0, |slot| slot.process.load(SeqCst));
         if process != 0 {
@@ -412,33 +420,34 @@ pub fn interrupt(index: usize) {
     processes::notify();
 }
 
-/// Waits until one of these descriptors can be read, for so many milliseconds at most: which of them can.
+/// Waits until one of the descriptors is readable, for `most` milliseconds at most; returns which
+/// are.
 fn wait<const COUNT: usize>(descriptors: [Option<u32>; COUNT], most: u64) -> [bool; COUNT] {
-    // `struct pollfd`; of a negative descriptor nothing is said.
+    // `struct pollfd`; poll(2) ignores negative descriptors.
     let entry = |fd: Option<u32>| u64::from(fd.unwrap_or(u32::MAX)) | u64::from(READABLE) << 32;
     let mut entries = descriptors.map(entry);
     let arguments = [entries.as_mut_ptr() as u64, COUNT as u64, most, 0, 0, 0];
-    // SAFETY: the kernel writes the entries' results.
+    // SAFETY: the kernel writes the results to the entries.
     match unsafe { sys::call(linux::__NR_poll, arguments) } {
         Ok(1..) => entries.map(|entry| entry >> 48 != 0),
         _ => [false; COUNT],
     }
 }
 
-/// The end of one of the machine's processes.
+/// Exit of a process of the VM.
 struct ChildExit {
     process: u32,
-    /// As wait4(2) gives it.
+    /// Status of wait4(2).
     status: u32,
 }
 
 impl ChildExit {
-    /// The next one; `None`: there is none yet (`WNOHANG`), or nobody left.
+    /// Returns the next exit; `None`: none yet (`WNOHANG`), or no children left.
     fn next(options: u32) -> Option<Self> {
         Self::wait(u64::MAX, options)
     }
 
-    /// Waits for that of one process.
+    /// Waits for the exit of one process.
     fn of(process: u32) -> Option<Self> {
         Self::wait(process.into(), 0)
     }
@@ -455,19 +464,19 @@ impl ChildExit {
         (self.status & 0x7f) as u8
     }
 
-    /// Somebody has ended it.
+    /// Returns whether it was killed by `SIGKILL`.
     fn is_killed(&self) -> bool {
         u32::from(self.signal()) == linux::SIGKILL
     }
 
-    /// Nobody has ended it: it exited, or was killed for what it did itself or by a signal that
-    /// processes of the VM send each other.
+    /// Returns whether the process has exited, or was killed for its own action or by a signal
+    /// between processes of the VM.
     fn is_self_inflicted(&self) -> bool {
         let signal = u32::from(self.signal());
         [0, KICK, TIMER].contains(&signal) || exit::SELF_INFLICTED.contains(&signal)
     }
 
-    /// The exit code that it means for the machine (`docs/spec/exit-codes.md`).
+    /// Returns the exit code of the VM (`docs/spec/exit-codes.md`).
     fn code(&self, kind: ProcessKind) -> u8 {
         match kind {
             _ if !self.is_self_inflicted() => 128 + self.signal(),
@@ -478,14 +487,14 @@ impl ChildExit {
     }
 }
 
-/// What has ended.
+/// Kind of an ended process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum ProcessKind {
-    /// A guest process, which has its filter: the guest may have brought it about.
+    /// Guest process with its seccomp filter: the guest may have caused the exit.
     Guest,
-    /// One that did not have it yet.
+    /// Guest process without its filter.
     Setup,
-    /// A process of a disk or network.
+    /// Worker of a disk or network.
     Worker,
 }
 
@@ -493,7 +502,7 @@ impl fmt::Display for ProcessKind {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {
             Self::Guest => "guest process",
-            Self::Setup => "a new guest process,",
+            Self::Setup => "new guest process",
             Self::Worker => "worker process",
         })
     }
@@ -510,7 +519,7 @@ impl fmt::Display for ChildExit {
     }
 }
 
-/// There is a virtio console.
+/// Returns whether there is a virtio console.
 fn has_console() -> bool {
     config().start.console != 0
 }

@@ -1,15 +1,17 @@
-//! Disks: files of the host, read and written by processes of their own.
+//! Disks: worker processes that read and write host files.
 //!
-//! The virtual CPU leaves requests in shared memory ([`proto::requests`]); a disk's workers carry them out with the host's vectored
-//! calls, straight to and from guest memory. Workers are processes, because this program has no threads. Where the host has rings that suffice
-//! ([`crate::io_uring`]), there is one for each disk, which has all requests carried out at a time; else there are two,
-//! because the host's calls wait: a read does not wait for a flush. They have the disk's descriptor, which
-//! the guest's processes have not.
+//! The vCPU writes requests to shared memory ([`proto::requests`]); a disk's workers execute them
+//! with vectored system calls directly on guest memory. Workers are processes, because the wedge
+//! has no threads. Where the host's io_uring suffices ([`crate::io_uring`]), each disk has one
+//! worker with all requests in flight; else it has two, because system calls block: a read does not
+//! wait for a flush. Only workers have the descriptor of the disk.
 //!
-//! A worker believes nothing of what it finds in a request: sectors outside of the disk and parts outside of memory fail.
+//! A worker trusts no value of a request: sectors outside of the disk and ranges outside of memory
+//! fail.
 //!
-//! After a flush has failed, all flushes of the disk fail until it is opened anew ([`FlushErrors`]): the host's kernel reports data
-//! that it could not write once, and keeps none of it. So there is one flush at a time.
+//! After a failed flush all flushes of the disk fail until it is opened again ([`FlushErrors`]):
+//! the host kernel reports a write-back error once and drops the data. Hence there is one flush at
+//! a time.
 
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
 
@@ -27,15 +29,15 @@ use crate::shared::event;
 use crate::sys::{self, Errno, Vector};
 use crate::{device, processes};
 
-/// Processes for each disk, where the host has no rings.
+/// Workers of each disk without io_uring.
 const WORKERS: usize = 2;
-/// Most processes of disks.
+/// Largest number of disk workers.
 pub const MAX_WORKERS: usize = MAX_DISKS * WORKERS;
 
-/// A device's requests, as the guest's devices have them.
+/// Device side of a request queue.
 pub type RequestEndpoint = Requests<'static, Sleep>;
 
-/// Words of shared memory that processes wait for.
+/// Futex words in shared memory.
 pub struct Sleep;
 
 impl Futex for Sleep {
@@ -52,18 +54,20 @@ impl Futex for Sleep {
     }
 }
 
-/// The queue with this number.
+/// Returns a request queue.
 pub fn queue(number: usize) -> &'static Queue {
-    // SAFETY: `main` has mapped the shared memory for as long as the process lives; all of it is atomic.
+    // SAFETY: `main` has mapped the shared memory for the life of the process; all fields are
+    // atomic.
     let queues = unsafe { &*((layout::SHARED + layout::QUEUES) as *const [Queue; MAX_QUEUES]) };
     &queues[number]
 }
 
-/// Makes the workers of all disks. For the device process, before there are guests. Gives their ids.
+/// Creates the workers of all disks; returns their ids. For the device process, before the guest
+/// runs.
 pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKERS], Errno> {
     let count = (start.disks as usize).min(MAX_DISKS);
     let mut workers = [0; MAX_WORKERS];
-    // Read here: when a worker first runs, the guest may have changed it.
+    // Read now: the guest may change it before a worker runs.
     let disks: [DiskRecord; MAX_DISKS] = core::array::from_fn(crate::shared::disk);
     let is_ours = |disk: &DiskRecord| !disk.is_external;
     let has_rings = disks[..count].iter().any(is_ours) && IoUring::is_possible();
@@ -83,10 +87,10 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
     Ok(workers)
 }
 
-/// Whether flushes of a disk have failed. Its workers share it; the guest's processes do not have it.
+/// Flush errors of a disk, shared by its workers; guest processes cannot access it.
 #[derive(Debug)]
 struct FlushErrors {
-    /// 0: nobody flushes; 1: somebody does; 2: and another waits for that.
+    /// 0: no flush; 1: one worker flushes; 2: another worker waits for it.
     flushing: AtomicU32,
     /// 1: a flush has failed.
     has_failed: AtomicU32,
@@ -102,14 +106,14 @@ impl FlushErrors {
         }
     }
 
-    /// Lets others flush.
+    /// Permits the next flush.
     fn leave(&self) {
         if self.flushing.swap(0, SeqCst) == 2 {
             sys::wake_one(&self.flushing);
         }
     }
 
-    /// What a flush comes to, and all later ones with it.
+    /// Records a flush's result; returns it, or the error of an earlier flush.
     fn flush_result(&self, done: Result<(), Failure>) -> Result<(), Failure> {
         if done.is_err() {
             self.has_failed.store(1, SeqCst);
@@ -117,7 +121,7 @@ impl FlushErrors {
         done.and_then(|()| self.check())
     }
 
-    /// Whether a flush may succeed.
+    /// Fails after an earlier flush has failed.
     fn check(&self) -> Result<(), Failure> {
         match self.has_failed.load(SeqCst) {
             0 => Ok(()),
@@ -126,7 +130,7 @@ impl FlushErrors {
     }
 }
 
-/// Those of all disks: memory that the device process has until it has made the workers.
+/// Flush errors of all disks, mapped in the device process until it has created the workers.
 struct AllFlushErrors(u64);
 
 impl AllFlushErrors {
@@ -136,25 +140,26 @@ impl AllFlushErrors {
         let rights = linux::PROT_READ | linux::PROT_WRITE;
         let flags = linux::MAP_SHARED | linux::MAP_ANONYMOUS;
         let arguments = [0, Self::LENGTH, rights.into(), flags.into(), u64::MAX, 0];
-        // SAFETY: nothing that is mapped is in the way.
+        // SAFETY: the kernel chooses a free address.
         unsafe { sys::call(linux::__NR_mmap, arguments) }.map(Self)
     }
 
-    /// That of a disk, for its workers: in their processes it stays mapped.
+    /// Returns the flush errors of a disk. They stay mapped in its workers.
     fn of(&self, number: usize) -> &'static FlushErrors {
         const { assert!(size_of::<[FlushErrors; MAX_DISKS]>() as u64 <= AllFlushErrors::LENGTH) };
-        // SAFETY: the memory is zeros at first, which both words may be, and all of it is atomic.
+        // SAFETY: the memory is initially zero, which is valid for both words, and all fields are
+        // atomic.
         let all = unsafe { &*(self.0 as *const [FlushErrors; MAX_DISKS]) };
         &all[number]
     }
 
     fn unmap(self) -> Result<(), Errno> {
-        // SAFETY: this process has given it to none but its children.
+        // SAFETY: only children of this process refer to the memory.
         unsafe { sys::unmap(self.0, Self::LENGTH) }
     }
 }
 
-/// A worker of disk `number`.
+/// Runs a worker of disk `number`.
 fn work(
     number: usize,
     disk: DiskRecord,
@@ -172,17 +177,17 @@ fn work(
         Ok(Some(ring)) => worker.serve_io_uring(ring),
         Ok(None) => worker.serve_sync(),
         Err(error) => {
-            report::warn(format_args!("cannot set up a process of disk {number}: {error}"));
+            report::warn(format_args!("cannot set up a worker of disk {number}: {error}"));
             sys::exit(HOST)
         }
     }
 }
 
-/// Why a request fails.
+/// Reason for a failed request.
 enum Failure {
-    /// It is none: outside of the disk or of memory.
+    /// Malformed, or outside of the disk or of memory.
     Invalid,
-    /// The host says no.
+    /// Error of the host.
     Host(Errno),
 }
 
@@ -192,17 +197,17 @@ impl From<Errno> for Failure {
     }
 }
 
-/// Zeros for hosts that make none themselves.
+/// Zeros, for hosts that cannot write zeros by fallocate(2).
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
-/// What is to be done for a request.
+/// Request in execution.
 #[derive(Clone, Copy)]
 struct Job {
     kind: Kind,
-    /// Where in the file, and how many bytes are left.
+    /// File offset and length of the remaining part.
     at: u64,
     left: u64,
-    /// What of the vectors is left.
+    /// Remaining vectors.
     first: usize,
     used: usize,
     vectors: [Vector; PARTS],
@@ -213,7 +218,7 @@ enum Kind {
     Read,
     Write,
     Flush,
-    /// `fallocate` with this mode; if the host cannot, it may be asked to write zeros.
+    /// fallocate(2) with this mode; the flag permits writing zeros instead.
     Allocate(u32, bool),
 }
 
@@ -231,7 +236,7 @@ impl Job {
         &self.vectors[self.first..self.used]
     }
 
-    /// As the ring has it.
+    /// Returns the io_uring submission.
     fn entry(&self) -> Submission<'_> {
         match self.kind {
             Kind::Read => Submission::Read(self.vectors(), self.at),
@@ -241,7 +246,7 @@ impl Job {
         }
     }
 
-    /// So many bytes have been moved.
+    /// Advances by `done` transferred bytes.
     fn advance(&mut self, done: u64) {
         self.left -= done;
         self.at += done;
@@ -258,12 +263,12 @@ impl Job {
     }
 }
 
-/// Flushes of a disk with a ring.
+/// Flushes of a disk with io_uring.
 #[derive(Default)]
 struct Flushes {
-    /// The ring has one.
+    /// A flush is in the ring.
     is_under_way: bool,
-    /// Those that wait for its end: a bit for each request.
+    /// Flushes that wait for it, one bit per request.
     waiting: u64,
 }
 
@@ -277,7 +282,7 @@ struct Worker {
 }
 
 impl Worker {
-    /// One request after the other, beside another worker.
+    /// Executes one request at a time, in parallel with the second worker.
     fn serve_sync(&self) -> ! {
         let (mut next, mut job) = (0, Job::NONE);
         loop {
@@ -300,7 +305,7 @@ impl Worker {
         }
     }
 
-    /// Asks the host until a job is done.
+    /// Repeats system calls until a job is complete.
     fn run_sync(&self, job: &mut Job) -> Result<(), Failure> {
         loop {
             let result = self.call(job, 0);
@@ -310,13 +315,14 @@ impl Worker {
         }
     }
 
-    /// All requests at a time, alone. What the host has at hand is done at once, everything else by the ring.
+    /// Executes all requests concurrently. Requests that do not block are executed immediately, the
+    /// rest by io_uring.
     fn serve_io_uring(&self, mut ring: IoUring) -> ! {
-        /// Of the wait for requests; the others are those of requests.
+        /// Id of the wait for requests; smaller ids are those of requests.
         const WAIT: u64 = REQUESTS as u64;
         let queue = self.queue;
         let (mut next, mut jobs) = (0, [Job::NONE; REQUESTS]);
-        // Requests that the ring has: a bit for each. The guest may say that there is one of these once more.
+        // Requests in the ring, one bit each. The guest may submit one of them again.
         let mut busy = 0_u64;
         let mut flushes = Flushes::default();
         let mut waits = false;
@@ -348,7 +354,7 @@ impl Worker {
                 continue;
             }
             if !waits {
-                // As `Queue::sleep` does.
+                // Register as a waiter, as `Queue::sleep` does.
                 let seen = queue.calls.load(SeqCst);
                 queue.sleepers.fetch_add(1, SeqCst);
                 waits = true;
@@ -384,7 +390,8 @@ impl Worker {
         }
     }
 
-    /// Gives the ring the next flush, if it has none. After one has failed, ends all others; these are the bits of the result.
+    /// Submits the next flush if none is in flight. After a failed flush it completes all pending
+    /// ones; returns their bits.
     fn begin_flush(&self, flushes: &mut Flushes, ring: &mut IoUring) -> u64 {
         let mut ended = 0;
         while flushes.waiting != 0 && !flushes.is_under_way {
@@ -404,8 +411,8 @@ impl Worker {
         ended
     }
 
-    /// Does what does not wait: reads of what the host has in memory; what it has not said of itself, and writes, if nothing else is to be done meanwhile.
-    /// `None`: it is for the ring.
+    /// Executes a request that does not block: reads of cached data; reads where the host cannot
+    /// report that, and writes, if no other request is pending. `None`: use io_uring.
     fn try_without_waiting(&self, job: &mut Job, is_busy: bool) -> Option<Result<(), Failure>> {
         const AGAIN: i32 = errno::EAGAIN as i32;
         const UNKNOWN: i32 = errno::EOPNOTSUPP as i32;
@@ -423,7 +430,7 @@ impl Worker {
         self.on_completion(job, result)
     }
 
-    /// A request has ended.
+    /// Completes a request.
     fn finish(&self, id: usize, done: Result<(), Failure>) {
         let status = match done {
             Ok(()) => status::DONE,
@@ -442,7 +449,7 @@ impl Worker {
         device::raise_event(0, event::DISK);
     }
 
-    /// Makes a job of a request, each value of which is read once.
+    /// Validates a request, reading each of its values once, and fills in a job.
     fn plan(&self, request: &Request, job: &mut Job) -> Result<(), Failure> {
         let sector = request.sector.load(Relaxed);
         let count = request.count.load(Relaxed);
@@ -471,7 +478,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Where data is in this process; gives its length.
+    /// Translates the ranges of the data; returns the total length in bytes.
     fn take_parts(&self, request: &Request, job: &mut Job) -> Result<u64, Failure> {
         let used = request.used.load(Relaxed) as usize;
         let parts = request.parts.get(..used).ok_or(Failure::Invalid)?;
@@ -490,7 +497,7 @@ impl Worker {
         Ok(length)
     }
 
-    /// Asks the host for what is left of a job.
+    /// Executes the remaining part of a job by a system call.
     fn call(&self, job: &Job, flags: u32) -> Result<u64, Errno> {
         let fd = self.fd.into();
         let vectors = (job.vectors().as_ptr() as u64, job.vectors().len() as u64);
@@ -504,11 +511,11 @@ impl Worker {
                 (linux::__NR_fallocate, [fd, mode.into(), job.at, job.left, 0, 0])
             }
         };
-        // SAFETY: the vectors are guest memory, which is mapped and where no Rust object is.
+        // SAFETY: the vectors are mapped guest memory, where no Rust object is.
         unsafe { sys::call(call, arguments) }
     }
 
-    /// What the host has answered; `None`: there is more to do.
+    /// Handles the result of a system call; `None`: the job continues.
     fn on_completion(
         &self,
         job: &mut Job,
@@ -527,7 +534,7 @@ impl Worker {
         }
     }
 
-    /// Where sectors begin in the file.
+    /// Returns the file offset of a range of sectors.
     fn file_offset(&self, sector: u64, bytes: u64) -> Result<u64, Failure> {
         let count = bytes.div_ceil(SECTOR.into());
         match sector.checked_add(count) {
@@ -541,7 +548,7 @@ impl Worker {
         while left != 0 {
             let length = left.min(ZEROS.len() as u64);
             let arguments = [self.fd.into(), ZEROS.as_ptr() as u64, length, at, 0, 0];
-            // SAFETY: the zeros are read.
+            // SAFETY: the zeros are only read.
             match unsafe { sys::call(linux::__NR_pwrite64, arguments) } {
                 Ok(0) => return Err(Failure::Host(Errno(errno::EIO as i32))),
                 Ok(done) => (left, at) = (left - done.min(left), at + done),
@@ -552,11 +559,11 @@ impl Worker {
         Ok(())
     }
 
-    /// Says once for each disk that the host has failed; the guest gets an error each time.
+    /// Reports the first error of the host for each disk; the guest receives every error.
     fn warn_once(&self, error: Errno) {
         if self.queue.warned.swap(1, SeqCst) == 0 {
             let number = self.number;
-            report::warn(format_args!("disk {number}: the host refuses a request: {error}"));
+            report::warn(format_args!("disk {number}: request failed: {error}"));
         }
     }
 }

@@ -1,7 +1,8 @@
-//! A virtual CPU: runs the guest until something has to be decided that is not the processor's.
+//! vCPU of the wedge: runs the guest until an exit that the VMM handles.
 //!
-//! What several of them use ([`VmShared`]) is on the stack of the first, which makes it and lets the others begin. They wait for their start-up message
-//! like any application processor; Linux' code for processors in real mode is never carried out: what it comes to is done here.
+//! State shared by all vCPUs ([`VmShared`]) is on the stack of the first vCPU, which creates it and
+//! starts the other ones. These wait for their start-up IPI like any application processor. Linux's
+//! real-mode trampoline is not executed; [`LinuxVcpu::start_secondary`] has its effect.
 
 use core::arch::x86_64::{__cpuid_count, _rdtsc};
 use core::ops::Range;
@@ -35,25 +36,26 @@ use crate::{
     signal, steal_time, syscall_patch, user_process, xstate,
 };
 
-/// Error code of a page fault: the access was a write.
+/// Error code of a page fault: write access.
 const WRITE: u64 = 1 << 1;
-/// Error code of a page fault: it was an instruction fetch.
+/// Error code of a page fault: instruction fetch.
 const FETCH: u64 = 1 << 4;
-/// Longest instruction.
+/// Longest instruction in bytes.
 const LONGEST: usize = 15;
 
-/// Time-stamp counter.
+/// Reads the TSC.
 pub fn tsc() -> u64 {
-    // SAFETY: programs may read it.
+    // SAFETY: the host permits user mode to read it.
     unsafe { _rdtsc() }
 }
 
-/// Lets others run while it waits for a lock: who has it may wait for this host CPU.
+/// Yields the host CPU while waiting for a lock, since the owner may need it.
 pub struct YieldRelax;
 
 impl RelaxStrategy for YieldRelax {
     fn relax() {
-        /// Looks before the host is asked, some microseconds: a lock is held for less, unless its owner does not run.
+        /// Number of spins before yielding, some microseconds: locks are held for less time unless
+        /// the owner is preempted.
         const LOOKS: u32 = 64;
         for _ in 0..LOOKS {
             core::hint::spin_loop();
@@ -64,72 +66,72 @@ impl RelaxStrategy for YieldRelax {
 
 type Machine<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Slots<HostEndpoint, MAX_FUNCTIONS>>;
 
-/// What all virtual CPUs use.
+/// State shared by all vCPUs.
 struct VmShared<'m> {
     start: &'m Start,
     ram: Ram,
     memory: &'m GuestMemory,
     machine: &'m Machine<'m>,
-    /// Which functions its devices are.
+    /// Slots of the PCI functions.
     device_slots: &'m backend::DeviceSlots,
     sites: &'m SpinMutex<Sites, YieldRelax>,
 }
 
-/// The virtual CPU as the VMM library drives it.
+/// vCPU of the VMM library.
 pub struct LinuxVcpu<'m> {
     start: &'m Start,
     ram: Ram,
     memory: GuestMemory,
     sites: &'m SpinMutex<Sites, YieldRelax>,
-    /// There are others: they may change code that this one runs.
+    /// The VM has several vCPUs: another one may change code that this one executes.
     has_peers: bool,
-    /// What is delivered at the next entry.
+    /// Event to deliver at the next entry.
     event: Event,
     window: Window,
     deadline: u64,
-    /// While an instruction is carried out elsewhere: where the guest goes on, and its bytes.
+    /// During an exit: address of the next instruction, and the bytes of the current one.
     next: u64,
     bytes: [u8; 16],
     length: usize,
     xcr0: u64,
-    /// Writes to tables are counted.
+    /// The profiler is enabled.
     profiles: bool,
-    /// The guest's last page fault.
+    /// Last page fault injected into the guest.
     faulted: Option<(u64, Intent)>,
-    /// System calls that come often are rewritten.
+    /// Frequent system calls are rewritten.
     rewrites_calls: bool,
-    /// `STAR` as entry code knows it.
+    /// Value of `STAR` that entry code uses.
     star: u64,
-    /// A debugger may stop it.
+    /// A debugger may stop the vCPU.
     debugs: bool,
-    /// For the debugger, it carries out one instruction and stops.
+    /// State of a single step for the debugger.
     step: DebugStep,
 }
 
-/// Where a step for the debugger is.
+/// Single step for the debugger.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum DebugStep {
-    /// There is none.
+    /// No step.
     None,
-    /// The instruction is to be carried out.
+    /// The instruction is to be executed.
     Wanted,
-    /// It has been.
+    /// The instruction was executed.
     Done,
 }
 
-/// The host's side of the virtual CPU's effects.
+/// Effects of emulated instructions on the host.
 struct HostEffects;
 
 impl Host for HostEffects {
     fn fs_base(&mut self) -> u64 {
         let base;
-        // SAFETY: `main` has checked that programs may.
+        // SAFETY: the loader has checked that user mode may execute it.
         unsafe { core::arch::asm!("rdfsbase {}", out(reg) base, options(nomem, nostack)) };
         base
     }
 
     fn set_fs_base(&mut self, base: u64) {
-        // SAFETY: this program does not use FS. The caller has checked that the address is canonical.
+        // SAFETY: the wedge does not use FS. The caller has checked that the address is canonical.
         unsafe { core::arch::asm!("wrfsbase {}", in(reg) base, options(nomem, nostack)) };
     }
 
@@ -141,7 +143,7 @@ impl Host for HostEffects {
     }
 
     fn set_gs_base(&mut self, base: u64) {
-        // SAFETY: this program does not use GS.
+        // SAFETY: the wedge does not use GS.
         unsafe { core::arch::asm!("wrgsbase {}", in(reg) base, options(nomem, nostack)) };
     }
 
@@ -175,7 +177,8 @@ impl Host for HostEffects {
         }
         slot.root.store(cr3, Relaxed);
         processes::switch_to_slot(number);
-        // A space that is loaded once more is the same one; Linux has not given its tables to another one meanwhile.
+        // Reloading the same root continues the same address space: Linux has not reused its
+        // tables.
         if !(known && (keep || is_same)) {
             user_process::replace_process();
         }
@@ -184,7 +187,8 @@ impl Host for HostEffects {
 }
 
 impl HostEffects {
-    /// Drops what a space has mapped of programs: a page, or all of it. A space that has not the virtual CPU drops everything, later.
+    /// Drops user-mode mappings of an address space: one page, or all. An address space that is not
+    /// active drops all of them later.
     fn flush_space(&mut self, pcid: u16, linear: Option<u64>) {
         let number = config::slot_of(pcid);
         let slot = &vcpu().slots[number];
@@ -203,15 +207,16 @@ impl HostEffects {
     }
 }
 
-/// The virtual CPU's state.
+/// Returns the vCPU's state.
 fn cpu() -> &'static mut VirtualCpu {
-    // SAFETY: this process has the virtual CPU, and the guest does not run while the wedge does; each use ends before the next begins.
+    // SAFETY: this process owns the vCPU, and the guest does not run while the wedge does; each use
+    // ends before the next begins.
     unsafe { &mut (*cell()).cpu }
 }
 
-/// Makes the processor forget what it has fetched: code was written by another address than its own (APM vol. 2, 7.6.1).
+/// Serialises the CPU after a write to code through another address (APM vol. 2, 7.6.1).
 pub fn serialize() {
-    // SAFETY: `IRET` to the next instruction, with the stack, flags and segments of now.
+    // SAFETY: `IRET` to the next instruction, with the current stack, flags and segments.
     unsafe {
         core::arch::asm!(
             "mov {stack}, rsp",
@@ -231,16 +236,16 @@ pub fn serialize() {
     }
 }
 
-/// What a stop of the guest leads to.
+/// Action after a stop of the guest.
 enum StopAction {
-    /// The guest goes on.
+    /// Continue the guest.
     Resume,
-    /// The machine decides.
+    /// Exit to the VMM.
     Exit(Exit),
 }
 
 impl LinuxVcpu<'_> {
-    /// Runs the guest's code until it stops, and sees to what the processor itself does then.
+    /// Runs the guest until it stops, and emulates the CPU's own reaction.
     fn step(&mut self) -> StopAction {
         let steps = pkeys::is_enabled() && exec_scan::begin_step(cpu());
         let cause = processes::enter(&self.ram);
@@ -248,7 +253,7 @@ impl LinuxVcpu<'_> {
             compat::save_selectors(cpu());
         }
         if self.step != DebugStep::None {
-            // No part of the guest's own flags, which an instruction may store.
+            // Clear the trap flag, which the guest did not set and may have stored.
             cpu().frame.rflags &= !rflags::TF;
         }
         if steps {
@@ -273,7 +278,8 @@ impl LinuxVcpu<'_> {
         self.step = if step { DebugStep::Wanted } else { DebugStep::None };
     }
 
-    /// Carries out one instruction of the guest for the debugger. Nothing comes between but what the instruction itself leads to.
+    /// Executes one guest instruction for the debugger. Nothing is delivered before it except for
+    /// its own exceptions.
     fn debug_step(&mut self) -> StopAction {
         let cpu = cpu();
         let held = events().swap(0, SeqCst);
@@ -282,7 +288,7 @@ impl LinuxVcpu<'_> {
         cpu.frame.rflags |= rflags::TF;
         let step = self.step();
         events().fetch_or(held, SeqCst);
-        // It is carried out again once what it needs has been mapped.
+        // The instruction is executed again after a page was mapped for it.
         let is_on =
             cpu.frame.rip != rip || self.event.is_some() || matches!(step, StopAction::Exit(_));
         if self.step == DebugStep::Wanted && is_on {
@@ -291,8 +297,9 @@ impl LinuxVcpu<'_> {
         step
     }
 
-    /// The virtual CPU has had its start-up message: it is in real mode, at Linux' trampoline. It goes on where that leads to: what
-    /// `secondary_startup_64` does until it calls C code, with the tables that it loads.
+    /// Starts a secondary vCPU after its start-up IPI, in place of Linux's real-mode trampoline:
+    /// applies the effect of `secondary_startup_64` up to the call of C code, with the tables that
+    /// it loads.
     fn start_secondary(&mut self) {
         let cpu = cpu();
         let attention = cpu.attention;
@@ -305,7 +312,7 @@ impl LinuxVcpu<'_> {
         memory::slot().root.store(cpu.cr3, Relaxed);
         let word = |at: u64| {
             let mut bytes = [0; 8];
-            // The image is always mapped; what the guest does to its tables is its own.
+            // The image is always mapped; damage to the guest's own tables is harmless to the host.
             let _ = cpu.read(&self.memory, at, &mut bytes);
             u64::from_le_bytes(bytes)
         };
@@ -315,7 +322,7 @@ impl LinuxVcpu<'_> {
         let base = word(self.start.early_gdt + size_of::<u16>() as u64);
         cpu.gdtr = wedge_core::DescriptorTable { base, limit };
         cpu.frame.rip = rip;
-        // As after a call, whose return address nobody uses.
+        // As after a call, whose return address is unused.
         cpu.frame.gpr[4] = stack.wrapping_sub(8);
         HostEffects.set_fs_base(0);
         HostEffects.set_gs_base(gs);
@@ -324,7 +331,8 @@ impl LinuxVcpu<'_> {
     }
 
     fn site(&mut self, at: u64) -> StopAction {
-        // SAFETY: entry code gives the address of the stub that it came from; stubs in use are not changed.
+        // SAFETY: entry code passes the address of the stub that was entered; stubs in use do not
+        // change.
         let stub = unsafe { &*(at as *const Stub) };
         own_statistics().sites[usize::from(stub.kind)].fetch_add(1, Relaxed);
         let cpu = cpu();
@@ -340,18 +348,18 @@ impl LinuxVcpu<'_> {
         }
         match decode_all(stub.instructions()) {
             Ok((all, used)) => self.execute_all(&all[..used], stub.instructions(), stub.resume()),
-            // Sites are decoded before they are rewritten.
-            Err(error) => {
-                report::fatal(format_args!("cannot decode the site {:#x}: {error:?}", stub.site))
-            }
+            // Sites were decoded before they were rewritten.
+            Err(error) => report::fatal(format_args!(
+                "cannot decode the patch site at {:#x}: {error:?}",
+                stub.site
+            )),
         }
     }
 
-    /// Does the work of Linux' `__text_poke`, which changes the kernel's code. Linux switches to an
-    /// address space of its own and back for each change, thousands of times when it starts; here
-    /// code is memory that the wedge can write. Arguments that Linux' own function does not survive
-    /// lead to the exception that it ends with, so that no change is ever made that
-    /// [`exec_scan::close_poke`] has not seen.
+    /// Replaces Linux's `__text_poke`, which changes kernel code. Linux switches to a temporary
+    /// address space for each change, thousands of times during boot; the wedge can write code
+    /// directly. Arguments that crash Linux's own function raise the same exception here, so that
+    /// [`exec_scan::close_poke`] sees every change.
     fn text_poke(&mut self) {
         let cpu = cpu();
         let [how, to, from, length] = [7, 6, 2, 1].map(|register| cpu.frame.gpr[register]);
@@ -373,7 +381,7 @@ impl LinuxVcpu<'_> {
         }
     }
 
-    /// Carries out instructions that follow each other; the guest goes on at `resume`.
+    /// Emulates a sequence of instructions; the guest resumes at `resume`.
     fn execute_all(&mut self, all: &[Instruction], bytes: &[u8], resume: u64) -> StopAction {
         let mut bytes = bytes;
         for (number, instruction) in all.iter().enumerate() {
@@ -388,7 +396,7 @@ impl LinuxVcpu<'_> {
                         self.prefault();
                         syscall_patch::show_refused(cpu, &self.memory);
                         if self.has_peers && cpu.cpl == 0 {
-                            // Linux' way to run what another processor has written.
+                            // Linux relies on IRET to execute code written by another CPU.
                             serialize();
                         }
                     }
@@ -414,13 +422,14 @@ impl LinuxVcpu<'_> {
         StopAction::Resume
     }
 
-    /// The kernel returns from a page fault: what it has mapped is most often touched at once.
+    /// Maps the page of the last page fault when the kernel returns from its handler, because it is
+    /// accessed next.
     fn prefault(&mut self) {
         if let Some((linear, intent)) = self.faulted.take()
             && cpu().cr2 == linear
             && !has(option::NO_BATCHES)
         {
-            // What is not there, or cannot be mapped, faults again.
+            // On failure the access faults again.
             let _ = memory::fill(cpu(), &self.ram, &self.memory, linear, intent);
         }
     }
@@ -435,7 +444,7 @@ impl LinuxVcpu<'_> {
                 let mut bytes = [0; INT_80.len()];
                 let at = cpu.frame.rip.wrapping_sub(INT_80.len() as u64);
                 if cpu.read(&self.memory, at, &mut bytes).is_err() || bytes != INT_80 {
-                    // `SYSENTER`, or `SYSCALL` in 32-bit code: the kernel has been told that there is neither.
+                    // `SYSENTER`, or `SYSCALL` in 32-bit code: CPUID reports neither.
                     self.event = Event::exception(vector::UNDEFINED);
                     return StopAction::Resume;
                 }
@@ -483,7 +492,7 @@ impl LinuxVcpu<'_> {
                     return StopAction::Resume;
                 }
                 if number == vector::DEBUG && self.step != DebugStep::None {
-                    // A jump to itself is a step, too.
+                    // A jump to itself is a complete step, too.
                     self.step = DebugStep::Done;
                     return StopAction::Resume;
                 }
@@ -491,11 +500,11 @@ impl LinuxVcpu<'_> {
                     && cpu.cpl == 3
                     && syscall_patch::is_on_way(cpu.frame.rip)
                 {
-                    // It is no instruction of the program: the step ends behind the system call.
+                    // Inside of a rewritten system call: the step ends after it.
                     return StopAction::Resume;
                 }
                 if number == vector::DEBUG {
-                    // Single step: breakpoint registers are the host's.
+                    // Single step: the breakpoint registers are the host's.
                     cpu.dr[6] |= 1 << 14;
                 }
                 self.event = match number {
@@ -504,10 +513,10 @@ impl LinuxVcpu<'_> {
                 };
                 StopAction::Resume
             }
-            // Timer and device process have left their events.
+            // Timer and device process have posted their events.
             _ => {
                 if cpu.cpl == 3 {
-                    // Its page may be another one's when the program goes on.
+                    // The rewritten page may be replaced before user mode resumes.
                     syscall_patch::step_back(cpu);
                 }
                 StopAction::Resume
@@ -515,8 +524,8 @@ impl LinuxVcpu<'_> {
         }
     }
 
-    /// A program calls Linux' old page of calls, which this host does not have: it comes to the system call, and a return. Of hosts that have it,
-    /// the filter of system calls makes the same.
+    /// Emulates a call of Linux's vsyscall page on a host without that page: the system call, then
+    /// a return. On hosts with that page, its calls reach the seccomp filter with the same result.
     fn emulate_vsyscall(&mut self, linear: u64) -> Option<()> {
         let cpu = cpu();
         let offset = linear.checked_sub(layout::VSYSCALL)?;
@@ -566,7 +575,8 @@ impl LinuxVcpu<'_> {
             return StopAction::Resume;
         }
         if !memory::is_filled_in(linear) {
-            // Outside of everything, or a right of the image and the direct map, which have all rights.
+            // Not mapped, or a violation of the rights in the image or the direct map, which have
+            // all rights.
             count(counter::FAULTS);
             let user = if cpu.cpl == 3 { 4 } else { 0 };
             cpu.cr2 = linear;
@@ -602,20 +612,21 @@ impl LinuxVcpu<'_> {
         }
     }
 
-    /// Makes all of the kernel's addresses known to the root that the machine follows: those above programs are in the current tables only.
+    /// Copies the kernel's upper root entries to the root that the VMM walks: only the current
+    /// tables contain them.
     fn copy_kernel_root(&self) {
         const ENTRY: u64 = 1 << 39;
         let cpu = cpu();
         let current = cpu.cr3 & entry::ADDRESS;
         for at in (layout::DIRECT / ENTRY..layout::GUEST_END / ENTRY).map(|index| index * 8) {
-            // Tables that are not memory show nothing.
+            // Tables outside of memory have no entries.
             let value = self.memory.read::<u64>(current + at).unwrap_or(0);
             let _ = self.memory.write(cpu.shared.root + at, value);
         }
     }
 
-    /// `#GP` or `#UD` of the host: an instruction that only the wedge may carry out, without a site (in the text of an alternative); or `fault`, the
-    /// guest's own.
+    /// Handles `#GP` or `#UD` of the host: emulates a privileged instruction without a patch site
+    /// (in an alternative's text), or injects `fault`.
     fn emulate_or_fault(&mut self, fault: Event) -> StopAction {
         let cpu = cpu();
         let mut bytes = [0; LONGEST];
@@ -629,7 +640,7 @@ impl LinuxVcpu<'_> {
             && bytes.starts_with(&syscall_patch::SYSCALL)
             && syscall_patch::is_rewritten(cpu.frame.rip)
         {
-            // The second part of a place that was rewritten: guest memory has what was there.
+            // Second part of a rewritten system call: guest memory has the original instruction.
             cpu.frame.rip += syscall_patch::SYSCALL.len() as u64;
             cpu.system_call();
             return StopAction::Resume;
@@ -664,9 +675,10 @@ impl LinuxVcpu<'_> {
 }
 
 impl LinuxVcpu<'_> {
-    /// [`Self::emulate_or_fault`] in 32-bit code of a program: `INT n` and port accesses are encoded as in 64-bit code.
+    /// Variant of [`Self::emulate_or_fault`] for 32-bit user code: `INT n` and port accesses have
+    /// the same encoding as in 64-bit code.
     fn emulate_or_fault_32(&mut self, bytes: &[u8], fault: Event) -> StopAction {
-        /// What is a prefix in 64-bit code only.
+        /// Prefixes in 64-bit code only.
         const REX: core::ops::RangeInclusive<u8> = 0x40..=0x4f;
         let is_rex = |byte: &u8| REX.contains(byte);
         match wedge_core::decode(bytes) {
@@ -686,12 +698,12 @@ impl LinuxVcpu<'_> {
     }
 }
 
-/// Carries out a call of `__text_poke`: fills `bytes` from a linear address, or with the one byte
+/// Executes a call of `__text_poke`: fills `bytes` from a linear address, or with the one byte
 /// there, and writes them to `to`. Returns the call's return address.
 ///
 /// # Errors
-/// A page fault at the source or the stack, or `#UD` if `to` is not mapped, as of Linux' `BUG_ON`.
-/// Nothing has been written.
+/// A page fault at the source or the stack, or `#UD` if `to` is not mapped, like Linux's `BUG_ON`.
+/// Nothing was written.
 fn poke(
     cpu: &mut VirtualCpu,
     memory: &GuestMemory,
@@ -725,7 +737,8 @@ fn poke(
     }
 }
 
-/// What the guest's kernel may let programs do, and the host does not.
+/// Returns whether the guest kernel may permit an instruction to user mode that the host does not
+/// permit.
 fn is_user_emulated(instruction: &Instruction) -> bool {
     use wedge_core::Op;
     matches!(instruction.op, Op::Int(_) | Op::In(_) | Op::Out(_) | Op::Ins | Op::Outs)
@@ -748,7 +761,7 @@ impl Backend for LinuxVcpu<'_> {
             Reg::InterruptShadow | Reg::TscOffset => 0,
             Reg::Cr0 => cpu.cr0,
             Reg::Cr2 => cpu.cr2,
-            // The machine follows the kernel's addresses only.
+            // The VMM walks kernel addresses only.
             Reg::Cr3 if cpu.cpl == 0 => cpu.shared.root,
             Reg::Cr3 => cpu.cr3,
             Reg::Cr4 => cpu.cr4,
@@ -774,7 +787,7 @@ impl Backend for LinuxVcpu<'_> {
         match register {
             Reg::Rip => cpu.frame.rip = value,
             Reg::Rflags => cpu.set_rflags(value),
-            // Time is the host's; there is no shadow.
+            // The TSC has no offset, and there is no interrupt shadow.
             Reg::InterruptShadow | Reg::TscOffset => {}
             Reg::Cr0 => cpu.cr0 = value,
             Reg::Cr2 => cpu.cr2 = value,
@@ -860,7 +873,7 @@ impl Backend for LinuxVcpu<'_> {
     fn set_deadline(&mut self, tsc: u64) {
         self.deadline = tsc;
         vcpu().deadline.store(tsc, Relaxed);
-        signal::arm();
+        signal::arm_timer();
     }
 
     fn stolen(&mut self) -> u64 {
@@ -868,7 +881,7 @@ impl Backend for LinuxVcpu<'_> {
     }
 
     fn set_halts(&mut self, _: bool) {
-        // Each is an exit.
+        // Every HLT exits.
     }
 
     fn flush_tlb(&mut self) {
@@ -886,7 +899,7 @@ impl Backend for LinuxVcpu<'_> {
         }
         loop {
             if self.profiles && profile::is_stepping() {
-                // Nothing comes between: it is one instruction, or the fault of its own.
+                // Deliver nothing during the step: one instruction, or its own fault.
                 let held = events().swap(0, SeqCst);
                 let step = self.step();
                 events().fetch_or(held, SeqCst);
@@ -900,7 +913,7 @@ impl Backend for LinuxVcpu<'_> {
             }
             if self.step == DebugStep::Done {
                 if self.event.is_some() {
-                    // The step ends where the guest handles what it has led to.
+                    // The step ends at the guest's handler.
                     let event = core::mem::take(&mut self.event);
                     if let Err(exit) = cpu().deliver(&self.memory, event) {
                         return exit;
@@ -914,10 +927,10 @@ impl Backend for LinuxVcpu<'_> {
                 events().fetch_and(!pending, SeqCst);
                 let others = pending & !event::TIMER;
                 if pending & event::TIMER != 0 {
-                    // It has to be set again in any case.
+                    // The timer must be set again in any case.
                     mine().armed.store(u64::MAX, Relaxed);
                     if tsc() < self.deadline {
-                        signal::arm();
+                        signal::arm_timer();
                     } else if others == 0 {
                         cpu_affinity::on_timer_tick();
                         return Exit::Deadline;
@@ -963,7 +976,7 @@ impl Backend for LinuxVcpu<'_> {
                 }
             }
             if dispatch != 0 && pkeys::is_enabled() && !shared().closed.load(Relaxed) {
-                // Before its first program the kernel has no more to do with its code than that.
+                // The kernel has finished patching its code before it first enters user mode.
                 exec_scan::close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
                 shared().closed.store(true, Relaxed);
             }
@@ -986,8 +999,8 @@ impl Backend for LinuxVcpu<'_> {
     }
 }
 
-/// What a program of the host may tell the guest of its processor: the host's answers without what the wedge does not have, and with
-/// identifiers of address spaces, which it has.
+/// Returns the guest's CPUID values: the host's, without features that the wedge does not support,
+/// with PCID, which it implements.
 fn guest_cpuid(number: u32, subleaf: u32) -> [u32; 4] {
     let values = __cpuid_count(number, subleaf);
     let [a, mut b, mut c, mut d] = [values.eax, values.ebx, values.ecx, values.edx];
@@ -1000,35 +1013,35 @@ fn guest_cpuid(number: u32, subleaf: u32) -> [u32; 4] {
         }
         // XSAVES.
         leaf::XSAVE if subleaf == 1 => return [a & !(1 << 3), b, c, d],
-        // RDTSCP: what it reads beside the counter is the host's.
+        // RDTSCP would read the host's `TSC_AUX`.
         leaf::AMD_FEATURES => d &= !(1 << 27),
         _ => {}
     }
     [a, b, c, d]
 }
 
-/// The machine, and its first virtual CPU, on whose stack it is.
+/// Creates the VM on the stack of its first vCPU, and runs that vCPU.
 pub extern "sysv64" fn main() -> ! {
     let Some(start) = start() else {
-        report::fatal(format_args!("the loader's record is of another version"));
+        report::fatal(format_args!("the loader's record has another version"));
     };
     let ram = Ram::new(&start);
     let Some(memory) = ram.memory() else {
-        report::fatal(format_args!("guest memory of {} bytes makes no layout", start.memory));
+        report::fatal(format_args!("invalid size of guest memory: {} bytes", start.memory));
     };
     power_on(&start);
     let mut sites = Sites::new(start.options);
     if let Err(problem) = sites.rewrite_table(cpu(), &memory, start.sites, start.sites_length) {
-        report::warn(format_args!("the kernel's sites cannot be rewritten: {problem}"));
+        report::warn(format_args!("cannot rewrite the kernel's patch sites: {problem}"));
         processes::end_vm(65);
     }
     if start.options & option::NO_FUNCTIONS == 0
         && start.text_poke != 0
         && let Err(problem) = sites.replace_function(cpu(), &memory, start.text_poke)
     {
-        report::warn(format_args!("`__text_poke` is left as it is: {problem}"));
+        report::warn(format_args!("cannot replace `__text_poke`: {problem}"));
         if pkeys::is_enabled() {
-            // The kernel would change its code unseen.
+            // The kernel could change its code without a scan.
             processes::end_vm(65);
         }
     }
@@ -1039,15 +1052,16 @@ pub extern "sysv64" fn main() -> ! {
         start_unix: config().unix_at_zero,
         kvmclock: true,
         steal_time: true,
-        // An idle processor would forget all its spaces, each of which is a process.
+        // An idle vCPU would drop all its address spaces, that is, their mappings.
         pv_flush: false,
-        // Linux puts `VMMCALL` in the place of a site. In programs of a host that is itself a guest it does not fault.
+        // Linux patches `VMMCALL` over a site. It does not fault in user mode of a virtualized
+        // host.
         pv_ipi: false,
         id: 1,
     };
     let mut slots = Slots::new();
     let device_slots = backend::add_devices(&mut slots, &start);
-    // Devices have no other memory.
+    // The devices access no other memory.
     let of_devices = memory.observed(frames::write_by_device);
     let machine = Machine::with_functions(config, &of_devices, guest_cpuid, slots);
     let sites = SpinMutex::new(sites);
@@ -1060,17 +1074,17 @@ pub extern "sysv64" fn main() -> ! {
     drive(&all, 0)
 }
 
-/// A virtual CPU that is not the first.
+/// Entry point of a secondary vCPU.
 extern "sysv64" fn secondary_main() -> ! {
     let all = shared().machine.load(SeqCst) as *const VmShared<'static>;
-    // SAFETY: `main` has made it in memory that all processes of the guest share, and never returns.
+    // SAFETY: `main` has created it in memory shared by all guest processes, and never returns.
     let all = unsafe { &*all };
-    // It has no state before its start-up message.
+    // It has no state before its start-up IPI.
     *cpu() = VirtualCpu::new();
     drive(all, mine().vcpu.load(Relaxed) as usize)
 }
 
-/// Runs a virtual CPU until the machine ends.
+/// Runs a vCPU until the VM ends.
 fn drive(all: &VmShared<'_>, index: usize) -> ! {
     let VmShared { start, ram, memory, machine, device_slots, sites } = *all;
     let mut host = LinuxHost::new(start);
@@ -1140,7 +1154,7 @@ fn drive(all: &VmShared<'_>, index: usize) -> ! {
     }
 }
 
-/// The processor as the loader wants it.
+/// Sets the initial state of the first vCPU from the loader's record.
 fn power_on(start: &Start) {
     let cpu = cpu();
     *cpu = VirtualCpu::new();
@@ -1156,7 +1170,7 @@ fn power_on(start: &Start) {
     HostEffects.set_gs_base(start.gs_base);
 }
 
-/// Where the kernel is in every address space.
+/// Sets the range that every address space shares: the kernel image and its modules.
 fn set_shared_range(cpu: &mut VirtualCpu, start: &Start) {
     cpu.shared = wedge_core::cpu::SharedRange {
         start: layout::IMAGE,
@@ -1165,12 +1179,12 @@ fn set_shared_range(cpu: &mut VirtualCpu, start: &Start) {
     };
 }
 
-/// Where the virtual CPU was when it gave up.
+/// Prints the vCPU's state after a triple fault.
 #[cold]
 fn report_triple_fault() {
     let cpu = cpu();
     report::warn(format_args!(
-        "the guest's processor gave up: rip {:#x} rsp {:#x} rflags {:#x} cr2 {:#x} cr3 {:#x} cpl {}",
+        "guest triple fault: rip {:#x} rsp {:#x} rflags {:#x} cr2 {:#x} cr3 {:#x} cpl {}",
         cpu.frame.rip,
         cpu.frame.gpr[4],
         cpu.rflags(),

@@ -1,8 +1,9 @@
-//! A virtual CPU that has nothing to do waits for events.
+//! Idle vCPUs: polling and waiting for events.
 //!
-//! Where the host has several CPUs it looks for them itself at first: whoever runs on another CPU then has nobody to wake, which would cost
-//! both sides more than a short wait. As KVM does (`halt_poll_ns`, `Documentation/virt/kvm/halt-polling.rst` in Linux), it looks for longer when its
-//! last waits were a little longer than that, and not at all when they were long.
+//! On a host with several CPUs an idle vCPU polls first: then a notifier on another CPU need not
+//! wake it, which would cost both more than a short wait. As in KVM (`halt_poll_ns`,
+//! `Documentation/virt/kvm/halt-polling.rst` in Linux), the polling time grows while waits are
+//! slightly longer than it, and drops to 0 after long waits.
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
@@ -10,22 +11,23 @@ use crate::guest::tsc;
 use crate::shared::{event, events, mine, vcpu};
 use crate::{clock, cpu_affinity, signal, steal_time, sys};
 
-/// It looks for so long when it begins to, in microseconds.
+/// Initial polling time in microseconds.
 const MIN_POLL: u64 = 10;
-/// It never looks for longer, and begins to when a wait was not longer. Whoever needs this host CPU waits for so long at most.
+/// Longest polling time in microseconds; polling starts after a wait that was not longer. It bounds
+/// the delay of other threads on this host CPU.
 const MAX_POLL: u64 = 50;
 
 /// Values of [`crate::shared::SharedVcpu::idle`].
 pub mod state {
-    /// It does something: whoever has an event must interrupt it.
+    /// Running: must be interrupted.
     pub const BUSY: u32 = 0;
-    /// It is to be woken.
+    /// Sleeping: must be woken.
     pub const SLEEPING: u32 = 1;
-    /// It looks for events.
+    /// Polling for events.
     pub const POLLING: u32 = 2;
 }
 
-/// Whoever has left an event for a virtual CPU wakes it if that waits; `false`: it has to be interrupted.
+/// Wakes a sleeping vCPU after an event was posted. `false`: it is running and must be interrupted.
 pub fn wake(vcpu: &crate::shared::SharedVcpu) -> bool {
     match vcpu.idle.load(SeqCst) {
         state::BUSY => return false,
@@ -35,7 +37,8 @@ pub fn wake(vcpu: &crate::shared::SharedVcpu) -> bool {
     true
 }
 
-/// Waits for events, which it takes, or until the time-stamp counter has this value. A halted virtual CPU does not take them itself.
+/// Waits until an event is pending or the TSC reaches `deadline`; returns the pending events and
+/// clears them.
 pub fn wait(deadline: u64) -> u32 {
     let vcpu = vcpu();
     if !poll(deadline) {
@@ -53,14 +56,14 @@ pub fn wait(deadline: u64) -> u32 {
     vcpu.idle.store(state::BUSY, SeqCst);
     let pending = events().swap(0, SeqCst);
     if pending & event::TIMER != 0 {
-        // The machine looks at the time itself; the timer has to be set again in any case.
+        // The caller checks the time; the timer must be set again in any case.
         mine().armed.store(u64::MAX, Relaxed);
-        signal::arm();
+        signal::arm_timer();
     }
     pending
 }
 
-/// Looks for events for as long as seems right; whether there are any, or the time has come.
+/// Polls for events; returns whether one is pending or the deadline has passed.
 fn poll(deadline: u64) -> bool {
     let vcpu = vcpu();
     let limit = vcpu.poll_ticks.get();
@@ -84,7 +87,8 @@ fn poll(deadline: u64) -> bool {
     }
 }
 
-/// For how long it looks the next time if it has looked for `looks` and then waited for `waited`, in ticks.
+/// Returns the next polling time in ticks, after polling for `looks` and waiting for `waited`
+/// ticks.
 fn next(polled: u64, waited: u64) -> u64 {
     let most = clock::ticks(MAX_POLL);
     if waited > most { 0 } else { (2 * polled).clamp(clock::ticks(MIN_POLL), most) }

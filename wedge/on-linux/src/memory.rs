@@ -507,7 +507,7 @@ fn unmap(start: u64, end: u64) {
     // SAFETY: the callers give ranges of the guest only. It fails only for want of the host's memory, when a mapping has to be split.
     let result = unsafe { sys::unmap(start, end - start) };
     if let Err(error) = result {
-        crate::report::fatal(format_args!("the host cannot unmap {start:#x}: {error}"));
+        crate::report::fatal(format_args!("cannot unmap guest memory at {start:#x}: {error}"));
     }
     if is_program(start) {
         user_process::unmap(start, end);
@@ -520,7 +520,7 @@ pub fn drop_programs() {
     unmap(0, layout::IMAGE);
     unmap(layout::LOW_END, layout::TASK_SIZE);
     mapped().clear();
-    crate::signal::forget_frames();
+    crate::signal::mark_stale();
     slot().large.store(false, Relaxed);
     slot().stale.store(false, Relaxed);
 }
@@ -760,7 +760,7 @@ pub fn follow() {
     follow_copies();
     if slot.stale.load(Relaxed) {
         count(counter::FLUSHES);
-        crate::signal::forget_frames();
+        crate::signal::mark_stale();
         if drop_stale(0, layout::TASK_SIZE) {
             slot.stale.store(false, Relaxed);
         } else {

@@ -1,17 +1,19 @@
-//! Networks: streams of frames and tap devices of the host, read and written by processes of their own.
+//! Networks: worker processes for frame streams and tap devices of the host.
 //!
-//! Frames wait in two rings of shared memory for each network, one for each direction. Each has its process: the sender takes what the virtual CPU
-//! has put into one ring to the descriptor, the receiver puts what comes from there into the other. So each only waits for one
-//! thing at a time, and both have the network's descriptor, which the guest's processes have not.
+//! Each network has two frame rings in shared memory, one per direction, with one worker each: the
+//! sender moves frames from the vCPU's ring to the descriptor, the receiver moves frames from the
+//! descriptor to the other ring. So each waits for one event only. Only workers have the descriptor
+//! of the network.
 //!
-//! In a ring each frame is behind its length as 32 bits, big-endian. That is what goes over a stream, which processes therefore need not
-//! look into: they move as many bytes at once as there are. Of a tap device each call of the host moves one frame, behind its offload header.
+//! In a ring each frame is preceded by its length as 32 bits, big-endian. A stream has the same
+//! format, so its workers move bytes without parsing them. A system call on a tap device moves one
+//! frame, preceded by its offload header.
 //!
-//! Invariants: a ring has one process that puts and one that offloads, each of which believes only its own position; what the other says is
-//! checked against the ring's size, for the guest can change all of it. Nobody waits for anything that is not announced:
-//! who waits says so first and looks once more.
+//! Invariants: a ring has one producer and one consumer process; each trusts only its own position
+//! and checks the other one against the ring's size, because the guest can overwrite all of it. A
+//! process that waits announces it first and checks once more.
 //!
-//! VsockEndpoint of vsock go the same way ([`crate::vsock`]): one more network, behind all others.
+//! Vsock packets use the same rings ([`crate::vsock`]): one more network after all others.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
@@ -27,56 +29,59 @@ use crate::shared::{event, shared};
 use crate::sys::{self, Errno, Vector};
 use crate::{device, processes, report};
 
-/// Bytes of a ring. What comes in has more room: a sender outside does not wait when it is producer_waiting.
+/// Ring sizes in bytes. The inbound ring is larger, because a remote sender does not wait while it
+/// is full.
 const OUT: u32 = 1 << 19;
 const IN: u32 = 1 << 20;
-/// Bytes of a frame's length.
+/// Length of the frame length field in bytes.
 const LENGTH: u32 = 4;
-/// Shortest frame: an Ethernet header.
+/// Shortest frame in bytes: an Ethernet header.
 const MIN_FRAME: u32 = 14;
-/// Most bytes that are moved at once, so that one side works while the other does.
+/// Largest number of bytes moved at once, so that both sides of a ring overlap.
 const PIECE: u32 = OUT / 4;
-/// Number of the one that carries packets of vsock.
+/// Index of the rings of vsock packets.
 pub const VSOCK: usize = MAX_NETS;
-/// Most processes of networks: for each a sender and a receiver.
+/// Largest number of network workers: a sender and a receiver for each network.
 pub const MAX_WORKERS: usize = 2 * (VSOCK + 1);
 
-/// A ring of frames, with `SIZE` bytes.
+/// Ring of frames with `SIZE` bytes.
 #[repr(C)]
 struct FrameRing<const SIZE: usize> {
-    /// Bytes ever put.
+    /// Bytes ever produced.
     head: AtomicU32,
-    /// Bytes ever taken.
+    /// Bytes ever consumed.
     tail: AtomicU32,
-    /// Who takes waits for [`Self::head`].
+    /// The consumer waits for [`Self::head`].
     consumer_waiting: AtomicU32,
-    /// Who puts waits for [`Self::tail`].
+    /// The producer waits for [`Self::tail`].
     producer_waiting: AtomicU32,
     bytes: UnsafeCell<[u8; SIZE]>,
 }
 
-// SAFETY: the bytes are only used by address, and all values of theirs are allowed.
+// SAFETY: the bytes are accessed by address only, and every value is valid.
 unsafe impl<const SIZE: usize> Sync for FrameRing<SIZE> {}
 
 impl<const SIZE: usize> FrameRing<SIZE> {
     const SIZE: u32 = SIZE as u32;
 
-    /// Bytes that wait, for who takes from `tail` on. More than the ring has: nonsense.
+    /// Returns the pending bytes for a consumer at `tail`. A value above the ring's size is a
+    /// protocol violation.
     fn used(&self, tail: u32) -> u32 {
         self.head.load(SeqCst).wrapping_sub(tail)
     }
 
-    /// Bytes that can be put, for who puts from `head` on.
+    /// Returns the free space for a producer at `head`.
     fn room(&self, head: u32) -> u32 {
         Self::SIZE.saturating_sub(head.wrapping_sub(self.tail.load(SeqCst)))
     }
 
-    /// There is so much room that who waits for some is told; for who takes from `tail` on.
+    /// Returns whether a consumer at `tail` must wake a waiting producer: the ring is at most half
+    /// full.
     fn wakes_producer(&self, tail: u32) -> bool {
         self.used(tail) <= Self::SIZE / 2
     }
 
-    /// Where `length` bytes at a position are, in one piece or two.
+    /// Returns the one or two memory ranges of `length` bytes at a position.
     fn pieces(&self, at: u32, length: u32) -> [Vector; 2] {
         let offset = at % Self::SIZE;
         let first = length.min(Self::SIZE - offset);
@@ -87,10 +92,11 @@ impl<const SIZE: usize> FrameRing<SIZE> {
         ]
     }
 
-    /// Copies between `length` bytes at a position, at most all of the ring, and memory at `address`.
+    /// Copies `length` bytes, at most the ring's size, between a position and memory at `address`.
     ///
     /// # Safety
-    /// There are as many bytes of memory without Rust objects, which may be read, or written if `direction` is [`Direction::Out`].
+    /// That memory must hold no Rust objects and be readable, or writable if `direction` is
+    /// [`Direction::Out`].
     unsafe fn exchange(&self, direction: Direction, at: u32, address: *mut u8, length: u32) {
         let mut address = address;
         for piece in self.pieces(at, length) {
@@ -99,22 +105,22 @@ impl<const SIZE: usize> FrameRing<SIZE> {
                 Direction::In => (address, ours),
                 Direction::Out => (ours, address),
             };
-            // SAFETY: the pieces are in the ring; the caller vouches for the other side.
+            // SAFETY: the pieces are in the ring; the caller guarantees the other side.
             unsafe { core::ptr::copy_nonoverlapping(from, to, length) };
             address = address.wrapping_add(length);
         }
     }
 
-    /// Puts bytes at a position.
+    /// Writes bytes at a position.
     fn put(&self, at: u32, bytes: &[u8]) {
-        // SAFETY: the bytes are read.
+        // SAFETY: the bytes are only read.
         unsafe { self.exchange(Direction::In, at, bytes.as_ptr().cast_mut(), bytes.len() as u32) };
     }
 
-    /// Bytes at a position.
+    /// Reads bytes at a position.
     fn get<const N: usize>(&self, at: u32) -> [u8; N] {
         let mut bytes = [0; N];
-        // SAFETY: the array is this function's.
+        // SAFETY: the array belongs to this function.
         unsafe { self.exchange(Direction::Out, at, bytes.as_mut_ptr(), N as u32) };
         bytes
     }
@@ -129,7 +135,7 @@ impl<const SIZE: usize> FrameRing<SIZE> {
                 address,
                 length,
                 |guest, length| {
-                    // SAFETY: it is guest memory of this length, which is mapped and where no Rust object is.
+                    // SAFETY: it is mapped guest memory of this length, where no Rust object is.
                     unsafe { self.exchange(direction, at, guest, length as u32) };
                     at = at.wrapping_add(length as u32);
                 },
@@ -141,7 +147,7 @@ impl<const SIZE: usize> FrameRing<SIZE> {
     }
 }
 
-/// Direction of a copy, as the ring has it.
+/// Direction of a copy from the ring's point of view.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Direction {
     In,
@@ -149,7 +155,7 @@ enum Direction {
 }
 
 impl Direction {
-    /// As guest memory has it, if that is the other side.
+    /// Returns the direction from guest memory's point of view.
     fn of_guest(self) -> Transfer {
         match self {
             Self::In => Transfer::FromGuest,
@@ -158,44 +164,44 @@ impl Direction {
     }
 }
 
-/// What a machine shares with the processes of a network.
+/// Rings shared by a vCPU and the workers of a network.
 #[repr(C)]
 pub struct NetQueues {
-    /// From the guest. Its `consumer_waiting` is about [`Self::calls`].
+    /// Frames from the guest. Its `consumer_waiting` refers to [`Self::calls`].
     out: FrameRing<{ OUT as usize }>,
-    /// To the guest.
+    /// Frames to the guest.
     inward: FrameRing<{ IN as usize }>,
-    /// Counts up whenever there is something for the sender.
+    /// Futex of the sender, incremented with each frame and each change of the offloads.
     calls: AtomicU32,
-    /// What frames the guest offloads: `TUN_F_CSUM` and its neighbours.
+    /// Offloads that the guest accepts: `TUN_F_CSUM` and related bits.
     offloads: AtomicU32,
-    /// The other side has gone.
+    /// The peer has closed the connection.
     is_down: AtomicU32,
 }
 
-/// The networks of a machine.
+/// Rings of all networks.
 pub type AllNetQueues = [NetQueues; MAX_NETS];
 
-/// A network as the guest's card has it.
+/// Back end of a network device.
 pub type NetEndpoint = Card<Rings>;
 
-/// VsockEndpoint of vsock as the guest's device has them.
+/// Back end of the vsock device.
 pub type VsockEndpoint = Sockets<Rings>;
 
-/// The rings of a network, on the virtual CPU's side.
+/// The vCPU's side of a network's rings.
 pub struct Rings {
     number: usize,
-    /// Bytes ever put and taken.
+    /// Bytes ever produced and consumed.
     head: u32,
     tail: u32,
 }
 
-/// The network with this number.
+/// Creates the back end of a network.
 pub fn link(number: usize, record: &Record) -> NetEndpoint {
     Card::new(Rings::new(number), record)
 }
 
-/// The rings of vsock.
+/// Creates the back end of the vsock device.
 pub fn packets() -> VsockEndpoint {
     Sockets::new(Rings::new(VSOCK))
 }
@@ -217,7 +223,7 @@ impl Rings {
         }
     }
 
-    /// Length of the first frame with its header, if all of it is there.
+    /// Returns the length of the first frame with its header, if it is complete.
     fn first_length(&self) -> Option<u32> {
         let ring = &self.port().inward;
         let used = ring.used(self.tail);
@@ -225,11 +231,12 @@ impl Rings {
             return None;
         }
         let length = u32::from_be_bytes(ring.get(self.tail));
-        // A stream's other side may say anything. Its frames are lost then, for nobody knows where the next one is.
+        // The peer of a stream may send arbitrary lengths. Its frames are lost then, because frame
+        // boundaries are unknown.
         (length <= used - LENGTH).then_some(length)
     }
 
-    /// Takes bytes out.
+    /// Consumes bytes.
     fn take(&mut self, length: u32) {
         let ring = &self.port().inward;
         self.tail = self.tail.wrapping_add(length);
@@ -313,12 +320,12 @@ impl Connection for Rings {
     }
 }
 
-/// Connects the descriptors of tap devices with them. For the device process, in the beginning.
+/// Attaches the descriptors to their tap devices. For the device process, at its start.
 pub fn open_taps(start: &Start) -> Result<(), Errno> {
     for number in 0..count(start) {
         let record = crate::shared::net(number);
         if record.is_tap() {
-            // `struct ifreq`: name, flags, room.
+            // `struct ifreq`: name, flags, padding.
             let mut request = [0_u8; 40];
             request[..16].copy_from_slice(&record.tap);
             let flags = if_tun::IFF_TAP | if_tun::IFF_NO_PI | if_tun::IFF_VNET_HDR;
@@ -331,7 +338,7 @@ pub fn open_taps(start: &Start) -> Result<(), Errno> {
                 0,
                 0,
             ];
-            // SAFETY: the request is read and written, and has its size.
+            // SAFETY: the request has the required size, and is read and written.
             unsafe { sys::call(linux::__NR_ioctl, arguments) }?;
         }
     }
@@ -350,14 +357,15 @@ fn port(number: usize) -> &'static NetQueues {
     shared().nets.get(number).unwrap_or_else(|| crate::shared::vsock())
 }
 
-/// Makes the processes of all networks. For the device process, before there are guests. Gives their ids.
+/// Creates the workers of all networks; returns their ids. For the device process, before the guest
+/// runs.
 pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKERS], Errno> {
     let mut workers = [0; MAX_WORKERS];
     for (index, place) in workers.iter_mut().enumerate() {
         let number = index / 2;
         let is_there = number < count(start) || number == VSOCK && start.vsock != 0;
         if is_there {
-            // Read here: when a worker first runs, the guest may have changed it.
+            // Read now: the guest may change it before a worker runs.
             let is_tap = crate::shared::net(number).is_tap();
             match processes::fork()? {
                 0 => work(index, is_tap, filters),
@@ -368,14 +376,14 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
     Ok(workers)
 }
 
-/// The sender or the receiver of a network.
+/// Runs the sender or the receiver of a network.
 fn work(index: usize, is_tap: bool, filters: &Filters) -> ! {
     let number = index / 2;
     let alone = sys::ignore(linux::SIGPIPE).and_then(|()| {
         processes::become_worker(descriptor(number), || Ok(()), filters, Filters::NET)
     });
     if let Err(error) = alone {
-        report::warn(format_args!("cannot set up a process of network {number}: {error}"));
+        report::warn(format_args!("cannot set up a worker of network {number}: {error}"));
         sys::exit(report::HOST);
     }
     let worker = Worker { number, is_tap, port: port(number) };
@@ -409,7 +417,7 @@ impl Worker {
                 continue;
             }
             let done = match used {
-                // Nonsense: all of it is passed over.
+                // Protocol violation: skip all of it.
                 _ if used > OUT => used,
                 _ if self.port.is_down.load(SeqCst) != 0 => used,
                 _ if self.is_tap => self.send_frame(tail, used),
@@ -426,7 +434,7 @@ impl Worker {
         }
     }
 
-    /// Sends the first frame; gives how many bytes of the ring are done with.
+    /// Sends the first frame; returns the number of consumed bytes.
     fn send_frame(&self, tail: u32, used: u32) -> u32 {
         const HEADER: u32 = Offload::HEADER as u32;
         let length = u32::from_be_bytes(self.port.out.get(tail));
@@ -436,12 +444,12 @@ impl Worker {
         {
             return used;
         }
-        // What the device does not take, because it is down or the guest's header makes no sense, is lost.
+        // A frame is dropped if the device is down or rejects its header.
         let _ = self.write(tail.wrapping_add(LENGTH), length);
         LENGTH + length
     }
 
-    /// Writes bytes of the ring; gives how many were taken. `None`: the other side has gone.
+    /// Writes bytes of the ring; returns their number. `None`: the peer has closed the connection.
     fn write(&self, at: u32, length: u32) -> Option<u32> {
         let vectors = self.port.out.pieces(at, length);
         // SAFETY: the vectors are in the ring.
@@ -460,7 +468,8 @@ impl Worker {
         if self.is_tap {
             let fd = descriptor(self.number);
             let arguments = [fd.into(), ioctl::TUNSETOFFLOAD.into(), offloads.into(), 0, 0, 0];
-            // SAFETY: no memory is touched. If it fails, the card drops what the guest does not take.
+            // SAFETY: no memory is accessed. On failure, the device model drops frames that the
+            // guest does not accept.
             let _ = unsafe { sys::call(linux::__NR_ioctl, arguments) };
         }
     }
@@ -469,7 +478,8 @@ impl Worker {
         const HEADER: u32 = Offload::HEADER as u32;
         let ring = &self.port.inward;
         let mut head = 0_u32;
-        // Of a tap device whole frames are read, each behind a length that is not there yet.
+        // A tap device returns complete frames; each is preceded by a length, written after the
+        // read.
         let (before, least) =
             if self.is_tap { (LENGTH, LENGTH + HEADER + MAX_FRAME) } else { (0, 1) };
         loop {
@@ -501,16 +511,16 @@ impl Worker {
         }
     }
 
-    /// Reads to or writes from memory, and gives how many bytes.
+    /// Reads into or writes from memory; returns the number of bytes.
     ///
     /// # Safety
-    /// The vectors are memory of the ring.
+    /// The vectors must be memory of the ring.
     unsafe fn transfer(&self, call: u32, vectors: &[Vector; 2]) -> Result<u64, Errno> {
-        // An empty one does no harm.
+        // An empty vector is valid.
         let fd = descriptor(self.number);
         let arguments = [fd.into(), vectors.as_ptr() as u64, vectors.len() as u64, 0, 0, 0];
         loop {
-            // SAFETY: the caller vouches for the vectors.
+            // SAFETY: the caller guarantees the vectors.
             match unsafe { sys::call(call, arguments) } {
                 Err(Errno(number)) if number == errno::EINTR as i32 => {}
                 result => return result,
@@ -518,7 +528,7 @@ impl Worker {
         }
     }
 
-    /// Nothing will come any more.
+    /// Reports the end of the input, and waits forever.
     fn stop_receiving(&self, error: Option<Errno>) -> ! {
         self.set_link_down(error);
         loop {
@@ -526,16 +536,16 @@ impl Worker {
         }
     }
 
-    /// The guest is told that its cable is out.
+    /// Reports a lost link to the guest.
     fn set_link_down(&self, error: Option<Errno>) {
         if self.port.is_down.swap(1, SeqCst) == 0 {
             let number = self.number;
             match error {
                 Some(error) => {
-                    report::warn(format_args!("network {number}: the other side has gone: {error}"))
+                    report::warn(format_args!("network {number}: connection closed: {error}"))
                 }
                 None => report::warn(format_args!(
-                    "network {number}: the other side has gone: it closed its socket"
+                    "network {number}: connection closed: the peer has closed its socket"
                 )),
             }
             device::raise_event(0, event::NET);

@@ -1,9 +1,11 @@
-//! Protection keys (Linux' `Documentation/core-api/protection-keys.rst`): a guest's programs do not reach its kernel nor the wedge, though
-//! all of it is mapped in the same process.
+//! Protection keys (Linux's `Documentation/core-api/protection-keys.rst`): guest user mode can
+//! access neither the guest kernel nor the wedge, although all are mapped in the same process.
 //!
-//! What programs may use has key 0. All else has [`CLOSED`], or [`READABLE`] where the host's kernel or the processor reads with a program's rights: the
-//! selector of dispatched system calls, and the slots of rewritten ones. Keys do not stop fetches: what is executable is `crate::exec_scan`'s
-//! concern. `docs/design/0013-protection-keys.md` has the whole argument.
+//! Memory of user mode has key 0. All other memory has [`CLOSED`], or [`READABLE`] where the host
+//! kernel or the CPU reads with user-mode rights: the selector of system call dispatch, and the
+//! jump slots of rewritten system calls. Keys do not restrict instruction fetches;
+//! `crate::exec_scan` controls executable pages. `docs/design/0013-protection-keys.md` has the full
+//! argument.
 
 use linux_raw_sys::general as linux;
 use proto::wedge::{layout, option};
@@ -16,17 +18,17 @@ use crate::sys::{self, Errno};
 const PAGE: u64 = 4096;
 const DATA: u32 = linux::PROT_READ | linux::PROT_WRITE;
 
-/// Whether they are used.
+/// Returns whether protection keys are in use.
 pub fn is_enabled() -> bool {
     has(option::KEYS)
 }
 
-/// Takes two keys of the host, for this process and those that it makes.
+/// Allocates two protection keys, for this process and its children.
 pub fn allocate() -> Result<(), Errno> {
     /// `EBUSY`.
     const OTHERS: Errno = Errno(16);
     for key in [CLOSED, READABLE] {
-        // SAFETY: no memory is touched. All rights, for the time being.
+        // SAFETY: no memory is accessed. The keys permit all accesses for now.
         let given = unsafe { sys::call(linux::__NR_pkey_alloc, [0; 6]) }?;
         if given != u64::from(key) {
             return Err(OTHERS);
@@ -35,30 +37,31 @@ pub fn allocate() -> Result<(), Errno> {
     Ok(())
 }
 
-/// Gives memory its key and rights, if keys are used.
+/// Sets the key and the rights of memory, if protection keys are in use.
 pub fn protect(start: u64, length: u64, rights: u32, key: u32) -> Result<(), Errno> {
     if !is_enabled() || length == 0 {
         return Ok(());
     }
     let arguments = [start, length, rights.into(), key.into(), 0, 0];
-    // SAFETY: the callers name memory whose rights are theirs to say.
+    // SAFETY: the callers own the memory and determine its rights.
     unsafe { sys::call(linux::__NR_pkey_mprotect, arguments).map(drop) }
 }
 
-/// Closes the memory that the processes of a machine share.
+/// Closes the shared memory of the VM.
 pub fn protect_shared() -> Result<(), Errno> {
     protect(layout::SHARED, layout::SHARED_LENGTH, DATA, CLOSED)
 }
 
-/// Closes a process's own memory and that of its virtual CPU, but for the page of registers and the stacks of signals, to which the host writes with a program's rights and
-/// with those that it gives to handlers.
+/// Closes a process's private memory and that of its vCPU, except for the register page and the
+/// signal stacks, which the host writes with user-mode rights and with the rights of signal
+/// handlers.
 pub fn protect_own() -> Result<(), Errno> {
     protect(PRIVATE, PAGE, DATA, READABLE)?;
     protect(PRIVATE + PAGE, SIGNAL_STACK - PRIVATE - PAGE, DATA, CLOSED)?;
-    // Mapped once more, so they have lost their key.
+    // These are separate mappings, which have no key yet.
     protect(OWN_VCPU, VCPU_LENGTH, DATA, CLOSED)?;
     protect(layout::STUBS, layout::STUBS_LENGTH, DATA | linux::PROT_EXEC, CLOSED)?;
-    // SAFETY: the cell is the same in all processes of a virtual CPU, and the byte has this value in each.
+    // SAFETY: all processes of a vCPU share the cell and write the same value.
     unsafe { (*cell()).keys = is_enabled().into() };
     Ok(())
 }

@@ -1,13 +1,16 @@
-//! Stolen time: how long a virtual CPU was ready and the host ran something else.
+//! Stolen time: the time for which a vCPU was ready and the host ran something else.
 //!
-//! One process after another has the virtual CPU. The time-stamp counter says how long each held it, without the time that it was idle, and the
-//! host's clock of the process says how much of that it ran; the difference is stolen. To read that clock is a system call, so it is
-//! done when the guest is about to be told, and not more often than [`QUERIES_PER_SECOND`] times a second; what a process was not asked about it is asked
-//! when that falls into one of its next turns. At a change of the process nothing but the counter is read: what the next one comes
-//! later than a change takes by itself ([`SWITCH_TIME`]) is stolen, too.
+//! The processes of a vCPU run it one after another. The TSC measures how long each held it,
+//! without its idle time; the host's CPU-time clock of the process measures how much of that it
+//! ran. The difference is stolen time. Reading that clock is a system call, so it is read only
+//! before the guest reads its stolen time, and at most [`QUERIES_PER_SECOND`] times per second; the
+//! time of a process that is not running then is accounted in one of its next turns. A switch of
+//! the process reads only the TSC: a delay beyond the cost of a switch ([`SWITCH_TIME`]) is stolen
+//! time, too.
 //!
-//! Changes and waits cost CPU time outside of turns, so less counts as stolen than was. What the virtual CPU waits for its host CPU when it stops
-//! being idle counts as idle; a pause of the machine counts as stolen.
+//! Switches and waits use CPU time outside of turns, so the reported time is a lower bound. A wait
+//! for a host CPU when the vCPU stops being idle counts as idle time; a pause of the VM counts as
+//! stolen time.
 
 use linux_raw_sys::general as linux;
 
@@ -16,30 +19,30 @@ use crate::config::config;
 use crate::guest::tsc;
 use crate::shared::{mine, vcpu};
 
-/// Times a second that the host is queried, at most.
+/// Largest number of queries of the host clock per second.
 const QUERIES_PER_SECOND: u64 = 125;
-/// Microseconds that a change of the process may take on a host that has nothing else to do.
+/// Cost of a switch of the process on an idle host in microseconds.
 const SWITCH_TIME: u64 = 250;
 
-/// Of a virtual CPU. Times are ticks of the time-stamp counter.
+/// Accounting of a vCPU. Times are in TSC ticks.
 #[derive(Clone, Copy, Debug)]
 pub struct StealState {
-    /// Since when it has been running, without the host being queried.
+    /// Start of the running interval that is not accounted yet.
     since: u64,
-    /// When a process gave it to another one.
+    /// Time of the last hand-over.
     handed_over: u64,
-    /// When the host was asked last.
+    /// Time of the last query of the host clock.
     queried: u64,
-    /// What has been stolen so far.
+    /// Total stolen time.
     ticks: u64,
 }
 
-/// Of a process.
+/// Accounting of a process.
 #[derive(Clone, Copy, Debug)]
 pub struct TurnTimes {
-    /// Ticks that it has held the virtual CPU, which was not idle, since the host was queried.
+    /// TSC ticks for which it has held the vCPU, without idle time, since the last query.
     held: u64,
-    /// CPU time when the host was queried, in nanoseconds.
+    /// CPU time at the last query in nanoseconds.
     cpu: u64,
 }
 
@@ -51,19 +54,19 @@ fn update(change: impl FnOnce(&mut StealState, &mut TurnTimes)) {
     turns.set(own);
 }
 
-/// The virtual CPU is about to wait.
+/// Ends the running interval: the vCPU is about to wait.
 pub fn on_idle() {
     update(|steal, turns| {
         turns.held = turns.held.saturating_add(tsc().saturating_sub(steal.since));
     });
 }
 
-/// The virtual CPU has something to do again, or for the first time.
+/// Starts a running interval: the vCPU resumes or starts.
 pub fn on_resume() {
     update(|steal, _| steal.since = tsc());
 }
 
-/// This process is about to give the virtual CPU to another one.
+/// Ends the running interval before another process takes over the vCPU.
 pub fn on_hand_over() {
     update(|steal, turns| {
         let now = tsc();
@@ -72,7 +75,7 @@ pub fn on_hand_over() {
     });
 }
 
-/// This process has got the virtual CPU.
+/// Starts a running interval after taking over the vCPU.
 pub fn on_take_over() {
     update(|steal, _| {
         let now = tsc();
@@ -84,7 +87,7 @@ pub fn on_take_over() {
     });
 }
 
-/// Ticks that have been stolen of this process's virtual CPU, which is running.
+/// Returns the stolen time of this process's vCPU in TSC ticks.
 pub fn stolen_ticks() -> u64 {
     update(|steal, turns| {
         let now = tsc();

@@ -1,20 +1,26 @@
-//! Programs apart from their kernel: without protection keys, a second process for each address space of the guest, which has mapped what its
-//! programs may use and nothing else (`docs/design/0018-programs-apart.md`).
+//! User/kernel isolation without protection keys: a second process for each address space of the
+//! guest, which maps the pages of guest user mode and nothing else
+//! (`docs/design/0018-programs-apart.md`).
 //!
-//! The first process, where the guest's kernel and the wedge are, is the same as without all this. When it would go to a program it lets the
-//! *program process* go on instead, and waits until that has stopped. They share the [`Mailbox`]: what the first one writes ([`Request`]) the other one
-//! can only read.
+//! The *kernel process* runs the guest kernel and the wedge. To run user mode it resumes the *user
+//! process* and waits until that has stopped. Both share the [`Mailbox`]: the kernel process writes
+//! the [`Request`], which the user process can only read.
 //!
-//! The program process has two threads. One runs programs, and after each signal the code here ("gate"), from which no way leads back but
-//! `rt_sigreturn` with what the first process has written. The other one maps, since the filter of the first thread lets it only wait, wake
-//! and return from signals; its code uses no memory but the request, so a program that can write everything else in the process cannot lead it astray.
+//! The user process has two threads. The *user thread* runs user mode and, after each signal, the
+//! stop handler below, which it leaves only by `rt_sigreturn` with the context that the kernel
+//! process has written. Its seccomp filter permits only futex waits and wakes, and returns from
+//! signals. The *mapper thread* performs the mapping system calls. Its code accesses no memory
+//! except the request, so user mode, which can write all other memory of the process, cannot
+//! control it.
 //!
-//! Invariant: the first process goes on only when the host's kernel says that the program's thread waits for the request ([`is_stopped`]).
-//! Whatever a program has done to its process, it does not run then, and goes on in the gate. So changes of its mappings are collected until
-//! it is to run again.
+//! Invariant: the kernel process continues only when the host kernel reports that the user thread
+//! waits for the next request ([`is_stopped`]). Whatever user mode has done to its process, it does
+//! not run then, and resumes in the stop handler. Changes of its mappings are therefore queued
+//! until it runs again.
 //!
-//! Invariant: the program's thread goes on only when the host's kernel says that the mapper thread waits for the next batch, having
-//! completed each call of this one ([`await_mapper`]). No word of [`Response`] is evidence of either.
+//! Invariant: the user thread is resumed only when the host kernel reports that the mapper waits
+//! for the next batch, with all calls of this batch completed ([`await_mapper`]). No word of the
+//! [`Response`] is evidence of either.
 
 use core::arch::naked_asm;
 use core::convert::Infallible;
@@ -38,75 +44,79 @@ use crate::signal::{self, Context};
 use crate::sys::{self, Backing, Errno};
 use crate::{clock, compat, cpu_affinity, guest, steal_time, xstate};
 
-/// Changes of mappings that are collected.
+/// Capacity of the queue of mapping changes.
 const MAX_COMMANDS: usize = 256;
-/// Bytes of the stack of the program's thread for signals, on which it always has one.
+/// Length of the user thread's signal stack in bytes. The thread always has one.
 const STACK: usize = 0x8000;
-/// How often it is waited at most, each time for [`WAIT_TIME`]: a program that does not stop until then does not want to. Time alone says nothing, since
-/// the machine may be paused meanwhile.
+/// Largest number of waits of [`WAIT_TIME`] each, after which the user process counts as
+/// unresponsive. Elapsed time is no criterion, because the VM may be paused.
 const MAX_WAITS: u32 = 10_000;
-/// Nanoseconds.
+/// Duration of one wait in nanoseconds.
 const WAIT_TIME: u64 = 1_000_000;
-/// Processes in a row of which the host has refused to map or unmap something, before the machine ends.
+/// Consecutive user processes with a failed mapping call after which the VM ends.
 const MAX_FAILURES: u32 = 16;
-/// From saying that it has stopped to waiting, the program's thread takes less than that, in microseconds, unless others have its CPU.
+/// Upper bound of the time between the user thread's notification and its futex wait in
+/// microseconds, unless its CPU is busy.
 const SETTLE_TIME: u64 = 200;
 
-/// What the first process tells. Programs can read it: nothing here is a secret.
+/// Data for the user process. User mode can read it; it contains no secrets.
 #[repr(C, align(4096))]
 pub struct Request {
-    /// Counts up when the program's thread is to go on.
+    /// Incremented to resume the user thread.
     turn: AtomicU32,
-    /// Where that waits when the first process has seen that it waits. Never changed.
+    /// Futex on which the user thread waits once the kernel process has seen it wait. Constant.
     parked: AtomicU32,
-    /// Counts up when the mapper has something to do. It waits here once it has completed that batch.
+    /// Number of the current batch, incremented to start the mapper, which waits on it after each
+    /// batch.
     batch: AtomicU32,
-    /// Futex queue to which the first process moves the mapper when it finds it waiting. Never changed.
+    /// Futex queue to which the kernel process moves a waiting mapper. Constant.
     batch_parked: AtomicU32,
-    /// The mapper waits here for its end once a call has failed. Never changed.
+    /// Futex on which the mapper waits forever after a failed call. Constant.
     failed: AtomicU32,
-    /// As `batch_parked`, for `failed`.
+    /// Futex queue to which the kernel process moves a mapper that waits on `failed`. Constant.
     failed_parked: AtomicU32,
-    /// Commands of that batch.
+    /// Number of commands in the batch.
     used: AtomicU32,
-    /// Segment registers are to be loaded, and descriptors before: the program is one with 32-bit code.
+    /// Not 0: 32-bit user code; load the descriptors, then the segment registers.
     is_compat: AtomicU32,
-    /// `ES`, `DS`, `FS`, `GS`.
+    /// Selectors of `ES`, `DS`, `FS`, `GS`.
     selectors: [AtomicU32; 4],
-    /// Descriptions for `set_thread_area`.
+    /// Arguments of `set_thread_area`.
     areas: [[AtomicU32; 4]; 3],
-    /// The thread is to go to the CPUs of this set first, one at [`layout::CPU_SETS`]; 0: it stays where it is.
+    /// CPU set to which the user thread binds itself first, at an address in [`layout::CPU_SETS`];
+    /// 0: unchanged.
     cpu_set: AtomicU64,
-    /// The signal's context, from which the program goes on.
+    /// Signal context from which user mode resumes.
     context: AtomicU64,
     /// Bases of `FS` and `GS`.
     bases: [AtomicU64; 2],
-    /// Number of a system call and its arguments.
+    /// System call number and arguments of each command.
     commands: [[AtomicU64; 7]; MAX_COMMANDS],
 }
 
-/// What the program process tells. Programs can write anything there.
+/// Data from the user process. User mode can overwrite all of it.
 #[repr(C, align(4096))]
 pub struct Response {
-    /// [`Request::turn`] of the last stop. A hint: see [`is_stopped`].
+    /// [`Request::turn`] at the last stop. A hint: see [`is_stopped`].
     turn: AtomicU32,
-    /// [`Request::batch`] that has ended. A hint of when to ask the host kernel: see [`await_mapper`].
+    /// [`Request::batch`] of the last completed batch. A hint for when to query the host kernel:
+    /// see [`await_mapper`].
     batch: AtomicU32,
-    /// The signal.
+    /// Signal number.
     number: AtomicU32,
-    /// `ES`, `DS`, `FS`, `GS`.
+    /// Selectors of `ES`, `DS`, `FS`, `GS`.
     selectors: [AtomicU32; 4],
     /// Bases of `FS` and `GS`.
     bases: [AtomicU64; 2],
-    /// The signal's context, and the process's number: believed once, before any program.
+    /// Signal context, read once, before user mode runs.
     context: AtomicU64,
-    /// See above.
+    /// Process id, read once, before user mode runs.
     process: AtomicU64,
-    /// See [`STACK`].
+    /// Signal stack, [`STACK`] bytes.
     stack: [u8; STACK],
 }
 
-/// What both processes of a slot share.
+/// Memory shared by the two processes of a slot.
 #[repr(C)]
 pub struct Mailbox {
     request: Request,
@@ -120,47 +130,48 @@ const RESPONSE: u64 = layout::MAILBOX + offset_of!(Mailbox, response) as u64;
 export_words!("mailbox_request", REQUEST, Request; batch used commands);
 export_words!("mailbox_response", RESPONSE, Response; batch);
 
-/// What the first process knows of the other one.
+/// State of the user process, as the kernel process knows it.
 #[derive(Clone, Copy, Debug)]
 pub struct Peer {
-    /// Its number; 0: not known yet.
+    /// Process id; 0: no process yet.
     process: u32,
-    /// Where the contexts of its signals are: always the same address, since no signal interrupts another one.
+    /// Address of the signal contexts. It is constant, because signals do not nest.
     context: u64,
-    /// The first context, and where it says that the extended state is.
+    /// The first signal context; it contains the address of the extended state.
     template: [u64; signal::CONTEXT as usize / 8],
-    /// What the host's kernel has noted there of its layout (`struct _fpx_sw_bytes`), and behind it.
+    /// Layout of the extended state in the signal frame, as the host kernel reports it (`struct
+    /// _fpx_sw_bytes`).
     layout: [u64; 6],
-    /// See above.
+    /// End of the extended state.
     end: u32,
-    /// The CPU that it is on, plus 1; 0: not known.
+    /// CPU on which it runs, plus 1; 0: unknown.
     cpu: u32,
-    /// What the program has in `ES`, `DS`, `FS`, `GS`.
+    /// User mode's selectors in `ES`, `DS`, `FS`, `GS`.
     selectors: [u16; 4],
-    /// Processes replaced in a row because of a failed batch.
+    /// Consecutive processes that were replaced because a batch had failed.
     failures: u32,
 }
 
-/// Whether programs have processes of their own.
+/// Returns whether user mode runs in processes of its own.
 pub fn is_enabled() -> bool {
     has(option::USER_PROCESS)
 }
 
 fn mailbox() -> &'static Mailbox {
-    // SAFETY: each process of the guest has mapped it before anything else if there is one; all of it is atomic, but for the stack, which is
-    // used by address only.
+    // SAFETY: each guest process maps it first if this mode is enabled. Everything in it is atomic
+    // except for the stack, of which only the address is used.
     unsafe { &*(layout::MAILBOX as *const Mailbox) }
 }
 
-/// Maps a slot's gate, for the first process.
+/// Maps a slot's mailbox in the kernel process.
 pub fn map_mailbox(vcpu: usize, slot: usize) -> Result<(), Errno> {
     let rights = linux::PROT_READ | linux::PROT_WRITE;
     let mailbox = Backing::Shared(layout::SHARED_FD, layout::mailbox(vcpu, slot));
-    // SAFETY: nothing is there.
+    // SAFETY: nothing is mapped there.
     unsafe { sys::map(layout::MAILBOX, layout::MAILBOX_LENGTH, rights, mailbox) }
 }
 
-/// Makes a slot's program process; gives its number. For the device process.
+/// Creates a slot's user process; returns its id. For the device process.
 pub fn create(vcpu: usize, slot: usize, filters: &Filters) -> Result<u32, Errno> {
     setup::words().confined(Kind::User, vcpu, slot).store(false, SeqCst);
     let child = processes::fork()?;
@@ -173,21 +184,22 @@ pub fn create(vcpu: usize, slot: usize, filters: &Filters) -> Result<u32, Errno>
     }
 }
 
-/// Sets this new process up: two threads, in each its own part of the gate. It gets no signal until it has its filter, but for the one that
-/// it causes itself then: the handler goes on with what the first process has written, which is the guest's.
+/// Sets up a new user process with two threads, each with its own part of the mailbox. It receives
+/// no signal before its seccomp filter is installed, except for the one that it raises then: the
+/// handler continues with the context from the kernel process.
 fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infallible, Errno> {
     sys::set_signal_mask(processes::ALL_SIGNALS & !(1 << (linux::SIGILL - 1)))?;
     processes::die_with_parent(processes::device())?;
-    // It lasts when the configuration is unmapped.
+    // A copy: the configuration will be unmapped.
     let filters = *filters;
-    // SAFETY: no memory is touched.
+    // SAFETY: no memory is accessed.
     let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
     let rights = linux::PROT_READ | linux::PROT_WRITE;
     let request = RESPONSE - REQUEST;
     let at = layout::mailbox(vcpu, slot);
     setup::finish(Kind::User, vcpu, slot)?;
-    // SAFETY: what the child inherited was the device process's, and is not used here any longer; neither the wedge's own code nor the stack of
-    // this function is in what is unmapped.
+    // SAFETY: the child does not use the memory that it inherited from the device process any more.
+    // The unmapped ranges contain neither the wedge's code nor the stack of this function.
     unsafe {
         let shared = |offset| Backing::Shared(layout::SHARED_FD, offset);
         sys::map(REQUEST, request, linux::PROT_READ, shared(at))?;
@@ -203,7 +215,8 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
             sys::unmap(from, to - from)?;
         }
     }
-    // SAFETY: the process that was there has ended, and this one has not begun to use it. What programs have left is others'.
+    // SAFETY: the previous process has ended, and this one does not use the response yet. The data
+    // of the previous one belongs to another address space.
     unsafe { core::ptr::write_bytes(RESPONSE as *mut u8, 0, size_of::<Response>()) };
     mailbox().response.process.store(own, Relaxed);
     sys::close(layout::INPUT_FD, layout::MEMORY_FD - 1)?;
@@ -211,15 +224,15 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
     start_mapper(&filters)?;
     sys::close(layout::MEMORY_FD, layout::MEMORY_FD)?;
     let stack = [RESPONSE + offset_of!(Response, stack) as u64, 0, STACK as u64];
-    // SAFETY: the stack is used for nothing else.
+    // SAFETY: the stack has no other use.
     unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
-    // No signal interrupts another one.
+    // Signals do not nest.
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_RESTORER;
     let handler = stop_handler as *const () as u64;
     let action = [handler, flags.into(), handler, u64::MAX];
     for number in signal::SYNCHRONOUS.into_iter().chain([KICK]) {
         let arguments = [number.into(), action.as_ptr() as u64, 0, 8, 0, 0];
-        // SAFETY: the handler uses the gate only.
+        // SAFETY: the handler accesses the mailbox only.
         unsafe { sys::call(linux::__NR_rt_sigaction, arguments) }?;
     }
     let start = stop_handler as *const () as u64;
@@ -228,25 +241,27 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
         prctl::PR_SYS_DISPATCH_ON.into(),
         start,
         gate_end() - start,
-        // Nothing that a program could write says that they are not dispatched.
+        // No selector byte that user mode could write.
         0,
         0,
     ];
-    // SAFETY: no memory is touched.
+    // SAFETY: no memory is accessed.
     unsafe { sys::call(linux::__NR_prctl, on) }?;
     let [length, instructions @ ..] = &filters.programs[Filters::USER_THREAD];
     // `struct sock_fprog`.
     let program = [(*length).min(instructions.len() as u64), instructions.as_ptr() as u64];
-    // SAFETY: the program is read, and has this length.
+    // SAFETY: the filter is only read, and has this length.
     unsafe { confine_and_stop(program.as_ptr()) }
 }
 
-/// Starts the thread that maps, with the descriptor of guest memory; returns when it has its filter.
+/// Starts the mapper thread, which keeps the descriptor of guest memory; returns once its filter is
+/// installed.
 fn start_mapper(filters: &Filters) -> Result<(), Errno> {
-    /// Of its stack, which it needs until it has taken its filter.
+    /// Top of its stack, which it needs until its filter is installed.
     const TOP: u64 = crate::shared::PRIVATE_STACK_TOP;
     let flags = linux::CLONE_VM | linux::CLONE_SIGHAND | linux::CLONE_THREAD;
-    // SAFETY: the new thread has a stack of its own, and what it reads stays where it is until it says that it is ready.
+    // SAFETY: the new thread has its own stack, and the filters stay in place until it reports that
+    // it is ready.
     let thread = unsafe { clone(flags.into(), TOP, &raw const *filters) };
     if thread < 0 {
         return Err(Errno(-thread as i32));
@@ -258,16 +273,19 @@ fn start_mapper(filters: &Filters) -> Result<(), Errno> {
     Ok(())
 }
 
-/// What the two threads of a program process tell each other before either obeys the guest, in memory that only they have.
+/// Handshake of the two threads of a user process, in memory that is unmapped before either handles
+/// a request.
 #[repr(C)]
 pub struct Mapper {
-    /// The mapper has its filter, and reads the other thread's memory no longer.
+    /// Not 0: the mapper has installed its filter, and does not read the user thread's memory any
+    /// more.
     is_confined: AtomicU32,
-    /// The other thread has its filter: what the mapper maps can no longer become code that runs without one.
+    /// Not 0: the user thread has installed its filter, so the mapper can no longer map code that
+    /// would run without one.
     may_map: AtomicU32,
 }
 
-/// clone(2), by which the new thread goes to [`begin_mapper`].
+/// Calls clone(2); the new thread starts in [`begin_mapper`].
 #[unsafe(naked)]
 unsafe extern "sysv64" fn clone(flags: u64, stack: u64, filters: *const Filters) -> i64 {
     naked_asm!(
@@ -290,14 +308,14 @@ unsafe extern "sysv64" fn clone(flags: u64, stack: u64, filters: *const Filters)
 }
 
 extern "sysv64" fn begin_mapper(filters: *const Filters) -> ! {
-    // SAFETY: the other thread waits until this one has read them.
+    // SAFETY: the user thread waits until this thread has read the filters.
     let filters = unsafe { &*filters };
-    // Signals are the other thread's.
+    // The user thread handles the signals.
     let masked = sys::set_signal_mask(processes::ALL_SIGNALS);
     if masked.is_err() || processes::confine(filters, Filters::GUEST).is_err() {
         sys::exit(HOST);
     }
-    // SAFETY: nothing of this stack is needed any longer.
+    // SAFETY: nothing on this stack is needed any more.
     unsafe { mapper_main() }
 }
 
@@ -306,10 +324,11 @@ const CONFINED: u64 =
 const MAY_MAP: u64 =
     layout::PRIVATE + (offset_of!(Mine, mapper) + offset_of!(Mapper, may_map)) as u64;
 
-/// Says that the mapper has its filter, waits until the other thread has its own, unmaps what both have used, and carries batches out.
+/// Reports that the mapper has its filter, waits until the user thread has its own, unmaps the
+/// memory that both have used, and enters the mapper loop.
 ///
 /// # Safety
-/// The caller's stack is given up.
+/// The caller's stack is abandoned.
 #[unsafe(naked)]
 unsafe extern "sysv64" fn mapper_main() -> ! {
     naked_asm!(
@@ -350,15 +369,16 @@ unsafe extern "sysv64" fn mapper_main() -> ! {
 const BATCH: u64 = REQUEST + offset_of!(Request, batch) as u64;
 const DONE: u64 = RESPONSE + offset_of!(Response, batch) as u64;
 
-/// Carries the batches out, without a stack. After the last call of a batch it waits for `batch` to change; after a failed one it waits on
-/// `failed` for ever. It waits on nothing else, and reads nothing but the request, so a program cannot make it wait on the wrong one.
+/// Executes batches, without a stack. After the last call of a batch it waits for a change of
+/// `batch`; after a failed call it waits on `failed` forever. It waits on no other word and reads
+/// nothing but the request, so user mode cannot make it wait on another word.
 ///
 /// # Safety
-/// The caller's stack is given up.
+/// The caller's stack is abandoned.
 #[unsafe(naked)]
 unsafe extern "sysv64" fn mapper_loop() -> ! {
     naked_asm!(
-        // The first batch is number 1: none, to say that it is ready.
+        // Batch 1 is empty and reports readiness.
         "mov ebx, 1",
         "2:",
         "mov [{done}], ebx",
@@ -397,7 +417,8 @@ unsafe extern "sysv64" fn mapper_loop() -> ! {
         "syscall",
         "cmp rax, -4096",
         "jbe 7f",
-        // Rights cannot be taken from a range with holes, or if a mapping had to be split: it goes, and is filled in again.
+        // mprotect(2) fails on a range with holes, or if a mapping cannot be split: unmap it, to be
+        // faulted in again.
         "cmp dword ptr [r13], {mprotect}",
         "jne 12f",
         "mov eax, {munmap}",
@@ -405,7 +426,7 @@ unsafe extern "sysv64" fn mapper_loop() -> ! {
         "cmp rax, -4096",
         "jbe 7f",
         "12:",
-        // Where this thread runs is no matter of protection.
+        // The thread's CPU is irrelevant for isolation.
         "cmp dword ptr [r13], {set_affinity}",
         "jne 8f",
         "7:",
@@ -441,9 +462,10 @@ unsafe extern "sysv64" fn mapper_loop() -> ! {
     )
 }
 
-/// The gate: handler of all signals of the program's thread. A program can jump to any instruction here, with any registers, and make any call
-/// of the host that its filter allows: it waits, wakes, or returns from a signal. It goes on with what the request say, or with what it has written
-/// itself, in its own process and with its own rights.
+/// Handles all signals of the user thread. User mode can jump to any instruction here, with
+/// arbitrary registers, and make any system call that its filter permits: futex wait, futex wake,
+/// and return from a signal. It resumes with the context in the request, or with one that it has
+/// forged, in its own process and with its own rights.
 ///
 /// # Safety
 /// Never called.
@@ -484,7 +506,7 @@ unsafe extern "sysv64" fn stop_handler() -> ! {
         "3:",
         "cmp dword ptr [{is_compat}], 0",
         "je 4f",
-        // What the host does not take is a descriptor that no register has below.
+        // A descriptor that the host refuses is not used by any selector below.
         "mov ebx, {areas}",
         "mov eax, {set_thread_area}",
         "int 0x80",
@@ -519,7 +541,7 @@ unsafe extern "sysv64" fn stop_handler() -> ! {
         "mov eax, {sigreturn}",
         "syscall",
         "ud2",
-        // [`confine_and_stop`]: its argument is in RDX.
+        // Entry of [`confine_and_stop`], with its argument in RDX.
         ".globl parador_wedge_user_confine",
         "parador_wedge_user_confine:",
         "mov edi, 1",
@@ -534,7 +556,7 @@ unsafe extern "sysv64" fn stop_handler() -> ! {
         "mov edx, 1",
         "mov eax, {futex}",
         "syscall",
-        // A signal.
+        // Raise a signal.
         "ud2",
         "5:",
         "mov edi, {host}",
@@ -569,10 +591,11 @@ unsafe extern "sysv64" fn stop_handler() -> ! {
     )
 }
 
-/// Takes this filter of system calls (`struct sock_fprog`), and stops for the first time. The call is one of the gate's: others are dispatched already.
+/// Installs a seccomp filter (`struct sock_fprog`) and stops for the first time. The system call is
+/// inside of the stop handler, because calls from elsewhere are dispatched as the guest's.
 ///
 /// # Safety
-/// The filter is as long as it says.
+/// The filter must be as long as it says.
 #[unsafe(naked)]
 unsafe extern "sysv64" fn confine_and_stop(program: *const u64) -> ! {
     naked_asm!("mov rdx, rdi", "jmp parador_wedge_user_confine")
@@ -585,7 +608,8 @@ fn gate_end() -> u64 {
     &raw const parador_wedge_user_end as u64
 }
 
-/// Addresses between which a signal keeps the first process from waiting: the first of them, and where that goes on.
+/// Returns the instructions in which a signal prevents the futex wait: start, and the address at
+/// which the handler resumes.
 pub fn wait_window() -> (u64, u64) {
     unsafe extern "C" {
         static parador_wedge_user_window: u8;
@@ -594,10 +618,11 @@ pub fn wait_window() -> (u64, u64) {
     (&raw const parador_wedge_user_window as u64, &raw const parador_wedge_user_window_end as u64)
 }
 
-/// Waits until `word` is not `seen` any longer, unless there are events. A signal, which leaves some, ends it.
+/// Waits until `word` differs from `seen`, unless events are pending. A signal, whose handler posts
+/// an event, ends the wait.
 ///
 /// # Safety
-/// Both words are mapped.
+/// Both words must be mapped.
 #[unsafe(naked)]
 unsafe extern "sysv64" fn wait_unless(events: *const u32, word: *const u32, seen: u32) {
     naked_asm!(
@@ -620,8 +645,9 @@ unsafe extern "sysv64" fn wait_unless(events: *const u32, word: *const u32, seen
     )
 }
 
-/// Whether a thread of the program process waits on `word` while that has the value `value`, as the host kernel says
-/// (`FUTEX_CMP_REQUEUE`); the thread waits on `parked` then, without having been woken.
+/// Returns whether a thread of the user process waits on `word` while that has the value `value`,
+/// according to the host kernel (`FUTEX_CMP_REQUEUE`). If so, the thread waits on `parked` from
+/// then on, without having been woken.
 fn is_waiting(word: &AtomicU32, parked: &AtomicU32, value: u32) -> bool {
     let (none, one) = (0, 1);
     let arguments = [
@@ -632,41 +658,43 @@ fn is_waiting(word: &AtomicU32, parked: &AtomicU32, value: u32) -> bool {
         parked.as_ptr() as u64,
         value.into(),
     ];
-    // SAFETY: it moves a thread from one queue to the other.
+    // SAFETY: the call moves a thread from one futex queue to the other.
     let moved = unsafe { sys::call(linux::__NR_futex, arguments) };
     moved == Ok(1)
 }
 
-/// Whether the program's thread waits for the request, by what the host's kernel says; it waits for [`Request::parked`] then, without having been
-/// woken.
+/// Returns whether the user thread waits for the next request, according to the host kernel. If so,
+/// it waits on [`Request::parked`] from then on, without having been woken.
 fn is_stopped() -> bool {
     let Request { turn, parked, .. } = &mailbox().request;
     is_waiting(turn, parked, turn.load(SeqCst))
 }
 
-/// Lets the program's thread go on.
+/// Resumes the user thread.
 fn resume_thread() {
     let Request { turn, parked, .. } = &mailbox().request;
     turn.fetch_add(1, SeqCst);
     let arguments = [parked.as_ptr() as u64, linux::FUTEX_WAKE.into(), 1, 0, 0, 0];
-    // SAFETY: nothing is changed.
+    // SAFETY: no memory is changed.
     if unsafe { sys::call(linux::__NR_futex, arguments) } != Ok(1) {
-        // A pause of the machine has made it begin to wait anew.
+        // A pause of the VM has restarted its wait on `turn`.
         sys::wake(turn);
     }
 }
 
 fn peer() -> &'static mut Peer {
-    // SAFETY: it is in the process's own memory, and only its one thread uses it, outside of signal handlers. Each use ends before the next begins.
+    // SAFETY: it is in the process's own memory, used by its only thread outside of signal
+    // handlers. Each use ends before the next begins.
     unsafe { &mut *mine().peer.at() }
 }
 
-/// Has a new process made for programs, waits for its first stop, before any program, and notes how the host's kernel lays out what it leaves.
+/// Requests a new user process, waits for its first stop, before user mode runs, and records the
+/// layout of the host's signal frames.
 fn connect() {
-    /// Where `struct _fpx_sw_bytes` is in the extended state, and the size of that in it.
+    /// Offset of `struct _fpx_sw_bytes` in the extended state.
     const LAYOUT: u64 = 464;
     let request = &mailbox().request;
-    // The mapper waits for another value, and takes neither this one nor 1 for the number of a batch.
+    // The mapper waits for another value; neither 0 nor 1 is the number of a batch.
     request.batch.store(0, SeqCst);
     request.used.store(0, Relaxed);
     let wanted = &vcpu().user_wanted;
@@ -681,11 +709,11 @@ fn connect() {
         if response.context.load(Relaxed) == 0 {
             wait_limited(&response.turn, response.turn.load(SeqCst), &mut times);
         } else {
-            // On its way to where it waits.
+            // Between its notification and its futex wait.
             sys::yield_now();
         }
     }
-    // Before any program runs the mapper has unmapped the memory that both threads have used.
+    // The mapper unmaps the memory of the handshake before user mode runs.
     let until = guest::tsc() + clock::ticks(SETTLE_TIME);
     while !is_waiting(&request.batch, &request.batch_parked, 0) {
         if guest::tsc() < until {
@@ -698,11 +726,11 @@ fn connect() {
     peer.context = response.context.load(Relaxed);
     let stack = RESPONSE + offset_of!(Response, stack) as u64;
     let stack = stack..stack + STACK as u64;
-    // SAFETY: a context that the host's kernel has written is whole.
+    // SAFETY: a context written by the host kernel is complete.
     let is_whole = stack.contains(&peer.context)
         && unsafe {
             peer.template = (peer.context as *const [u64; 38]).read_volatile();
-            // What has been blocked until now.
+            // All signals were blocked until now.
             peer.template[MASK] = 0;
             let area = peer.template[EXTENDED];
             stack.contains(&area) && {
@@ -712,31 +740,32 @@ fn connect() {
             }
         };
     if !is_whole || peer.end as usize > crate::shared::EXTENDED_STATE {
-        report::fatal(format_args!("the host's signals are not understood"));
+        report::fatal(format_args!("unknown format of the host's signal frames"));
     }
     peer.process = response.process.load(Relaxed) as u32;
     peer.cpu = 0;
     request.batch.store(1, SeqCst);
 }
 
-/// Waits until a word is not `seen` any longer, for a short time; the machine ends if that has been too often.
+/// Waits until a word differs from `seen`, for [`WAIT_TIME`] at most; ends the VM after
+/// [`MAX_WAITS`] waits.
 fn wait_limited(word: &AtomicU32, seen: u32, times: &mut u32) {
     *times += 1;
     if *times > MAX_WAITS {
-        report::fatal(format_args!("a program's process does not stop"));
+        report::fatal(format_args!("the user process does not stop"));
     }
     sys::wait(word, seen, Some(WAIT_TIME));
 }
 
-/// Index of the address of the extended state in a context.
+/// Index of the address of the extended state in a signal context.
 const EXTENDED: usize = 28;
-/// Index of the mask of blocked signals.
+/// Index of the signal mask in a signal context.
 const MASK: usize = signal::CONTEXT as usize / 8 - 1;
 
-/// A change of mappings, for when a program goes on.
+/// Queues a mapping change, which the mapper executes before user mode runs again.
 fn push(command: [u64; 7]) {
     if peer().process == 0 {
-        // The next one has nothing mapped.
+        // The next process starts with nothing mapped.
         return;
     }
     let request = &mailbox().request;
@@ -751,17 +780,18 @@ fn push(command: [u64; 7]) {
     request.used.store(used + 1, Relaxed);
 }
 
-/// Has the mapper carry out what was collected. Programs do not run. If the host kernel does not say that each call has succeeded, the process
-/// is given up: what it has mapped is not known, so no program runs in it any more, and [`run_user`] replaces it.
+/// Lets the mapper execute the queued changes while user mode is stopped. Unless the host kernel
+/// confirms that each call has succeeded, the process is abandoned: its mappings are unknown, so
+/// user mode never runs in it again, and [`run_user`] replaces it.
 fn commit() {
     let request = &mailbox().request;
     if request.used.load(Relaxed) == 0 {
         return;
     }
-    // Neither the number of none nor that of being ready.
+    // Neither 0 (no batch) nor 1 (ready).
     let batch = request.batch.load(Relaxed).checked_add(1).unwrap_or(2);
     request.batch.store(batch, SeqCst);
-    // Both, whether the first one wakes it or not: who waits on `batch` from here on has read its new value.
+    // Wake both queues: a thread that waits on `batch` from here on has read its new value.
     sys::wake(&request.batch_parked);
     sys::wake(&request.batch);
     let is_done = await_mapper(batch);
@@ -772,16 +802,18 @@ fn commit() {
     }
 }
 
-/// Waits until the mapper has ended this batch; gives whether each of its calls has succeeded.
+/// Waits until the mapper has finished this batch; returns whether each of its calls has succeeded.
 ///
-/// The host kernel is asked where it waits. A thread enters the queue of `batch` only while that has the value that the thread has read,
-/// the mapper does so only when it has completed the batch of this number, and who has entered before was woken by [`commit`]. The program's
-/// thread cannot be there instead: it waits for its turn.
+/// The host kernel reports the futex queue in which the mapper waits. A thread enters the queue of
+/// `batch` only while that has the value that the thread has read. The mapper does so only after
+/// completing the batch of this number, and [`commit`] has woken all earlier waiters. The user
+/// thread cannot be in that queue, because it waits for its turn.
 fn await_mapper(batch: u32) -> bool {
     let Mailbox { request, response } = mailbox();
     let (mut times, mut settled_by) = (0, None);
     loop {
-        // Only a hint: programs can write it. What is forged makes the host kernel be asked too early, or a little later.
+        // A hint only, because user mode can write it. A forged value makes the query too early or
+        // slightly late.
         let seen = response.batch.load(SeqCst);
         if seen != batch || settled_by.is_some_and(|until| guest::tsc() >= until) {
             sys::wait(&response.batch, seen, Some(WAIT_TIME));
@@ -795,25 +827,25 @@ fn await_mapper(batch: u32) -> bool {
         }
         if seen == batch {
             settled_by.get_or_insert_with(|| guest::tsc() + clock::ticks(SETTLE_TIME));
-            // It may need this CPU.
+            // The mapper may need this CPU.
             sys::yield_now();
         }
     }
 }
 
-/// Maps guest memory for programs, too.
+/// Queues the mapping of guest memory in the user process.
 pub fn map(linear: u64, size: u64, rights: u32, offset: u64) {
     let flags = linux::MAP_SHARED | linux::MAP_FIXED | linux::MAP_POPULATE;
     let arguments = [linear, size, rights.into(), flags.into(), layout::MEMORY_FD.into(), offset];
     call(linux::__NR_mmap, arguments);
 }
 
-/// Unmaps it.
+/// Queues an unmapping in the user process.
 pub fn unmap(start: u64, end: u64) {
     call(linux::__NR_munmap, [start, end - start, 0, 0, 0, 0]);
 }
 
-/// Takes rights.
+/// Queues a reduction of rights in the user process.
 pub fn narrow(start: u64, end: u64, rights: u32) {
     call(linux::__NR_mprotect, [start, end - start, rights.into(), 0, 0, 0]);
 }
@@ -824,12 +856,12 @@ fn call(number: u32, [a, b, c, d, e, f]: [u64; 6]) {
     }
 }
 
-/// The next program is of another address space: it gets a process of its own.
+/// Marks the user process for replacement: the next user code belongs to another address space.
 pub fn replace_process() {
     peer().process = 0;
 }
 
-/// Lets a program go on until it stops, by a signal or for events.
+/// Runs user mode until it stops, by a signal or for events.
 pub fn run_user() -> Cause {
     peer().selectors = compat::selectors();
     if peer().process == 0 {
@@ -838,11 +870,12 @@ pub fn run_user() -> Cause {
     follow_cpu();
     commit();
     if mine().unmapped.swap(false, Relaxed) {
-        // The host has had no room. The next process has nothing mapped, and everything can be filled in again.
+        // The host is out of memory or mappings. The next process has nothing mapped, and all pages
+        // can be faulted in again.
         peer().failures += 1;
         if peer().failures > MAX_FAILURES {
             report::fatal(format_args!(
-                "the host refuses to map or unmap a program's memory in {MAX_FAILURES} processes in a row"
+                "cannot map or unmap user memory in {MAX_FAILURES} consecutive user processes"
             ));
         }
         crate::memory::drop_programs();
@@ -863,7 +896,8 @@ pub fn run_user() -> Cause {
     Cause::Signal
 }
 
-/// Makes the other process come to this one's CPU: a change to another one costs several times as much.
+/// Moves the user process to this CPU: a switch to a thread on another CPU costs several times as
+/// much.
 fn follow_cpu() {
     let Some(cpu) = cpu_affinity::current_cpu() else { return };
     let (peer, request) = (peer(), &mailbox().request);
@@ -876,11 +910,12 @@ fn follow_cpu() {
     }
 }
 
-/// Waits until the program has stopped.
+/// Waits until user mode has stopped.
 fn wait() {
     let Mailbox { request, response } = mailbox();
     let turn = request.turn.load(Relaxed);
-    // How often it was told to stop; until when it may be on its way to the place where it waits.
+    // Number of stop signals, and the time until which the user thread may be on its way to its
+    // futex wait.
     let (mut times, mut settled_by) = (0, None);
     let mut is_stop_requested = false;
     loop {
@@ -889,7 +924,8 @@ fn wait() {
             if !is_stop_requested {
                 return;
             }
-            // A program that has gone to the gate by itself may still get the signal, which writes to memory: not when it waits once more.
+            // User mode that has jumped to the stop handler may still receive the signal, which
+            // writes to memory; after another wait it cannot.
             is_stop_requested = false;
             wait_until_stop_sent();
             sys::wake(&request.parked);
@@ -899,24 +935,24 @@ fn wait() {
         if seen == turn {
             let until = *settled_by.get_or_insert_with(|| guest::tsc() + clock::ticks(SETTLE_TIME));
             if guest::tsc() < until {
-                // It may need this CPU.
+                // The user thread may need this CPU.
                 sys::yield_now();
                 continue;
             }
         }
         if seen != turn && !is_stop_requested && events().load(SeqCst) == 0 {
-            // SAFETY: both words are shared memory.
+            // SAFETY: both words are in shared memory.
             unsafe { wait_unless(events().as_ptr(), response.turn.as_ptr(), seen) }
             continue;
         }
-        // For events, or since it has said what is not true.
+        // Events are pending, or the notification was forged.
         is_stop_requested = true;
         stop();
         wait_limited(&response.turn, seen, &mut times);
     }
 }
 
-/// Waits until the device process has told the program to stop, if it was asked to.
+/// Waits until the device process has sent the stop signal, if one was requested.
 fn wait_until_stop_sent() {
     let vcpu = vcpu();
     let asked = vcpu.stop_requests.load(SeqCst);
@@ -930,7 +966,7 @@ fn wait_until_stop_sent() {
     }
 }
 
-/// Makes the program stop.
+/// Stops user mode.
 fn stop() {
     if config::kicks() {
         sys::kill(peer().process, KICK);
@@ -943,11 +979,12 @@ fn stop() {
     }
 }
 
-/// Gives the program's thread what the virtual CPU consists of. All of the context is written, whatever a program has made of it.
+/// Writes the vCPU's registers to the user thread's signal context. All of the context is written,
+/// because user mode may have changed it.
 fn write_context() {
     let peer = peer();
     let request = &mailbox().request;
-    // SAFETY: this process has the virtual CPU, and the guest does not run.
+    // SAFETY: this process owns the vCPU, and the guest does not run.
     let (cpu, code) = unsafe { (&(*cell()).cpu, (*cell()).code) };
     let mut words = peer.template;
     for (word, register) in words[5..].iter_mut().zip(signal::ORDER) {
@@ -958,7 +995,8 @@ fn write_context() {
     words[23] = words[23] & !0xffff | code;
     let area = words[EXTENDED];
     let features = peer.layout[1] & !xstate::PKRU;
-    // SAFETY: `connect` has looked where they are, in memory that is used for nothing else; the thread waits.
+    // SAFETY: `connect` has validated the addresses; the memory has no other use, and the thread
+    // waits.
     unsafe {
         (peer.context as *mut [u64; 38]).write_volatile(words);
         ((area + 464) as *mut [u64; 6]).write_volatile(peer.layout);
@@ -984,14 +1022,16 @@ fn write_context() {
 /// `FP_XSTATE_MAGIC2`.
 const MAGIC_2: u32 = 0x4650_5845;
 
-/// Takes from a program's thread what it has made of it, as far as a program can have done that.
+/// Reads the vCPU's registers from the user thread's signal context, restricted to values that user
+/// mode can have.
 fn read_context() {
     let (peer, response) = (peer(), &mailbox().response);
     let vcpu = vcpu();
-    // SAFETY: this process has the virtual CPU, and the guest does not run.
+    // SAFETY: this process owns the vCPU, and the guest does not run.
     let cpu = unsafe { &mut (*cell()).cpu };
     let at = peer.context as *const Context;
-    // SAFETY: it is memory of this process's, which nobody writes while the thread waits; `connect` has looked where it is.
+    // SAFETY: `connect` has validated the address; nothing writes this memory while the thread
+    // waits.
     let context = unsafe { at.read_volatile() };
     for (value, place) in context.registers.iter().zip(signal::ORDER) {
         cpu.frame.gpr[place] = *value;
@@ -999,7 +1039,7 @@ fn read_context() {
     cpu.frame.rip = context.rip;
     cpu.frame.rflags = context.rflags & u64::from(wedge_x86::USER_FLAGS) | rflags::IF | 2;
     cpu.found_in(context.is_64_bit());
-    let mut signal = signal::sound(response.number.load(Relaxed), &context);
+    let mut signal = signal::sanitize(response.number.load(Relaxed), &context);
     if signal.number == linux::SIGSYS {
         // SAFETY: as above.
         signal.vector = unsafe { signal::call_vector(at) };
@@ -1011,7 +1051,8 @@ fn read_context() {
             selector => selector | 3,
         });
     let area = vcpu.xsave.0.at();
-    // SAFETY: as above; the copy is as large as that, and only a change of the process uses it otherwise.
+    // SAFETY: as above. The copy has this length, and is used otherwise only during a switch of the
+    // process.
     unsafe {
         let from = peer.template[EXTENDED] as *const u8;
         core::ptr::copy_nonoverlapping(from, area.cast(), peer.end as usize);
@@ -1019,13 +1060,13 @@ fn read_context() {
     xstate::restore(area as u64, crate::shared::EXTENDED_STATE as u64);
     let base = |index: usize| {
         let base = response.bases[index].load(Relaxed);
-        // Programs have nothing above.
+        // User mode has no addresses above.
         if base < layout::TASK_SIZE { base } else { 0 }
     };
     compat::set_bases(base(0), base(1));
 }
 
-/// `ES`, `DS`, `FS`, `GS` of the program that has stopped, or of the one that has not gone on.
+/// Returns `ES`, `DS`, `FS`, `GS` of stopped user mode.
 pub fn selectors() -> [u16; 4] {
     peer().selectors
 }
