@@ -12,6 +12,7 @@ mod rules;
 mod source;
 mod spec;
 mod toolchain;
+mod words;
 mod workspace;
 
 use anyhow::{Result, bail};
@@ -46,6 +47,8 @@ usage: cargo xtask COMMAND
   deps                    check the import rules of the top folders' READMEs
   unsafe [--write]        compare the count of unsafe code with docs/spec/unsafe.txt
   spec [--write]          compare docs/spec/system-calls.md with what abi says
+  words [--count] [FOLDER...]
+                          check the wording of text, comments and type names; --count: totals by folder and kind
   size                    lines of code, and the kernel's budget
   artifacts               print the directory of finished programs
 ";
@@ -79,6 +82,7 @@ fn dispatch(arguments: &[String]) -> Result<()> {
         "deps" => rules::deps(),
         "unsafe" => rules::unsafe_code(rest),
         "spec" => spec::spec(rest),
+        "words" => words::words(rest),
         "size" => rules::size(),
         "artifacts" => {
             check::print_artifacts();

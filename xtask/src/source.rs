@@ -74,7 +74,7 @@ pub fn lines_below(directory: &Path) -> Result<Lines> {
 }
 
 /// Names of the modules in files of their own that a file declares for unit tests.
-fn test_modules(text: &str) -> Vec<String> {
+pub fn test_modules(text: &str) -> Vec<String> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let declared = lines.windows(2).filter(|pair| pair[0] == "#[cfg(test)]");
     declared
@@ -84,7 +84,7 @@ fn test_modules(text: &str) -> Vec<String> {
 }
 
 /// Where the module `name` that `file` declares is.
-fn module_file(file: &Path, name: &str) -> PathBuf {
+pub fn module_file(file: &Path, name: &str) -> PathBuf {
     let is_root = ["lib.rs", "main.rs", "mod.rs"].iter().any(|root| file.ends_with(root));
     let folder = if is_root { file.with_file_name("") } else { file.with_extension("") };
     folder.join(name).with_extension("rs")
