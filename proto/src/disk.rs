@@ -452,7 +452,7 @@ impl<'m> Session<'m> {
         })
     }
 
-    /// Polls for a new connection, and accepts it once nothing of the older one is in flight.
+    /// Polls for a new connection, and accepts it once no request of the older one is in flight.
     fn connect(&mut self) {
         let Some(request) = self.link.request() else { return };
         if self.under_way != 0 {

@@ -363,7 +363,7 @@ mod tests {
         client.forget(|answers, seen| {
             assert_eq!(answers.load(Relaxed), seen);
             waits.fetch_add(1, Relaxed);
-            assert!(queue.end(taken, status::DONE), "somebody waits");
+            assert!(queue.end(taken, status::DONE), "the vCPU waits");
         });
         assert_eq!((waits.load(Relaxed), queue.take(&mut 0)), (1, None));
         assert!(client.completed().is_none());
@@ -383,7 +383,7 @@ mod tests {
             assert_eq!(answers.load(Relaxed), seen);
             waits.fetch_add(1, Relaxed);
             queue.end(0, status::DONE);
-            assert!(queue.leave(), "somebody waits");
+            assert!(queue.leave(), "the vCPU waits");
         });
         assert_eq!((waits.load(Relaxed), queue.take(&mut 0)), (1, None));
         assert_eq!(queue.enter(), 1);

@@ -269,7 +269,7 @@ mod tests {
         let memory = memory(WORDS);
         let (mut put, mut take) = (Put::new(&memory).unwrap(), Take::new(&memory).unwrap());
         assert_eq!(put.put([1, 2]), Ok(true));
-        assert!(!put.must_signal(), "nobody sleeps");
+        assert!(!put.must_signal(), "the consumer does not sleep");
         assert_eq!(take.sleep(), Ok(false), "something is there");
         assert_eq!(take.take(), Ok(Some([1, 2])));
         assert_eq!(take.sleep(), Ok(true));

@@ -17,8 +17,8 @@
 //! | 16 | client | client information; it may change at any time |
 //!
 //! Both sides use the rings after the header only while `accepted == request`. To connect, a client
-//! writes a new request, signals the server and does not touch the rings. Once nothing of an older
-//! connection is in flight, the server clears the rings, accepts and signals the client. A
+//! writes a new request, signals the server and does not touch the rings. Once no request of an
+//! older connection is in flight, the server clears the rings, accepts and signals the client. A
 //! restarted server has a new generation and signals its clients, which then reconnect. A restarted
 //! client writes a request with another count. So neither side uses rings in a state that the other
 //! side does not know of, and a side that violates these rules harms its own session only.
@@ -155,7 +155,7 @@ impl<'m> ServerLink<'m> {
     /// Creates the server of the session in `memory`, in a new generation; `None` if the memory is
     /// too short. The client must be signalled.
     ///
-    /// Nothing of an older run may be in flight: no device still writes to the memory.
+    /// No request of an older run may be in flight: no device still writes to the memory.
     pub fn new(memory: &'m [AtomicU64]) -> Option<Self> {
         let header = Header::new(memory)?;
         let generation = (header.read(GENERATION) as u32).wrapping_add(1).max(1);
@@ -164,8 +164,8 @@ impl<'m> ServerLink<'m> {
         Some(Self { header, generation, accepted: 0, broken: 0 })
     }
 
-    /// Returns a request for a new connection. The caller [accepts](Self::accept) it once nothing
-    /// of the previous connection is in flight, and must not touch the rings until then.
+    /// Returns a request for a new connection. The caller [accepts](Self::accept) it once no
+    /// request of the previous connection is in flight, and must not touch the rings until then.
     pub fn request(&mut self) -> Option<u64> {
         let request = self.header.read(REQUEST);
         let new = request != self.accepted && request != self.broken;
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_connections_are_closed_and_made_anew() {
+    fn broken_connections_are_closed_and_reopened() {
         let memory = memory(HEADER);
         let mut client = ClientLink::new(&memory).unwrap();
         let mut server = ServerLink::new(&memory).unwrap();

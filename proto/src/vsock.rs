@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_come_back() {
+    fn headers_round_trip() {
         let bytes: [u8; HEADER] = core::array::from_fn(|index| index as u8);
         let header = Header::from_bytes(&bytes);
         assert_eq!((header.from, header.to_port), (0x0706_0504_0302_0100, 0x1716_1514));

@@ -708,7 +708,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_record_comes_back() {
+    fn the_record_round_trips() {
         let start = Start { memory: 1, sites_length: 7, options: 3, ..Start::default() };
         let mut words = start.to_words();
         assert_eq!(Start::from_words(&words), Some(start));
@@ -717,7 +717,7 @@ mod tests {
     }
 
     #[test]
-    fn a_network_comes_back() {
+    fn a_network_round_trips() {
         let net = NetRecord { mac: [2, 3, 4, 5, 6, 7], mtu: 65_520, tap: *b"abcdefghijklmno\0" };
         assert_eq!(NetRecord::from_words(&net.to_words()), net);
         let stream = NetRecord::from_words(&[0; NetRecord::WORDS]);
@@ -725,7 +725,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_comes_back() {
+    fn a_disk_round_trips() {
         let serial = *b"abcdefghijklmnopqrst";
         let disk = DiskRecord { sectors: 7, read_only: true, is_external: false, serial };
         assert_eq!(DiskRecord::from_words(&disk.to_words()), disk);

@@ -33,7 +33,7 @@ impl Piece {
     }
 
     /// Returns whether `next` continues this piece with the same rights.
-    fn goes_on(&self, next: &Self) -> bool {
+    fn continues(&self, next: &Self) -> bool {
         self.end == next.start
             && self.offset + (self.end - self.start) == next.offset
             && self.rights == next.rights
@@ -85,7 +85,7 @@ impl<const MOST: usize> Mapped<MOST> {
         }
         let at = self.cut(piece.start, piece.end);
         let before = at.checked_sub(1).map(|index| self.pieces[index]);
-        if let Some(before) = before.filter(|before| before.goes_on(&piece)) {
+        if let Some(before) = before.filter(|before| before.continues(&piece)) {
             self.pieces[at - 1] = Piece { end: piece.end, ..before };
         } else {
             self.insert(at, piece);

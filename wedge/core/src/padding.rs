@@ -16,7 +16,7 @@ struct Rest {
     /// Length of the immediate in bytes.
     immediate: usize,
     /// Execution may continue at the next instruction.
-    goes_on: bool,
+    continues: bool,
 }
 
 /// Returns the length of an instruction of 64-bit code, and whether execution may continue after
@@ -32,7 +32,7 @@ fn measure(bytes: &[u8]) -> Option<(usize, bool)> {
     at += usize::from(rex.is_some());
     let wide = rex.is_some_and(|rex| rex & 8 != 0);
     let long = if word && !wide { 2 } else { 4 };
-    let rest = |operand, immediate| Rest { operand, immediate, goes_on: true };
+    let rest = |operand, immediate| Rest { operand, immediate, continues: true };
     let opcode = *bytes.get(at)?;
     at += 1;
     let found = match opcode {
@@ -41,7 +41,7 @@ fn measure(bytes: &[u8]) -> Option<(usize, bool)> {
             at += 1;
             match second {
                 0x05 | 0xa2 | 0xc8..=0xcf => rest(false, 0),
-                0x0b => Rest { goes_on: false, ..rest(false, 0) },
+                0x0b => Rest { continues: false, ..rest(false, 0) },
                 // Some instructions have another length with an operand-size prefix.
                 0x80..=0x8f if !word => rest(false, 4),
                 0x10..=0x17
@@ -88,23 +88,23 @@ fn measure(bytes: &[u8]) -> Option<(usize, bool)> {
         0x6b | 0x80 | 0x83 | 0xc0 | 0xc1 | 0xc6 => rest(true, 1),
         0xa9 => rest(false, long),
         0xb8..=0xbf if !wide => rest(false, long),
-        0xc3 => Rest { goes_on: false, ..rest(false, 0) },
+        0xc3 => Rest { continues: false, ..rest(false, 0) },
         0xe8 if !word => rest(false, 4),
-        0xe9 if !word => Rest { goes_on: false, ..rest(false, 4) },
-        0xeb => Rest { goes_on: false, ..rest(false, 1) },
+        0xe9 if !word => Rest { continues: false, ..rest(false, 4) },
+        0xeb => Rest { continues: false, ..rest(false, 1) },
         0xf6 | 0xf7 => match (bytes.get(at)? >> 3 & 7, opcode) {
             (0 | 1, 0xf6) => rest(true, 1),
             (0 | 1, _) => rest(true, long),
             _ => rest(true, 0),
         },
-        0xff => Rest { goes_on: bytes.get(at)? >> 3 & 7 != 4, ..rest(true, 0) },
+        0xff => Rest { continues: bytes.get(at)? >> 3 & 7 != 4, ..rest(true, 0) },
         _ => return None,
     };
     if found.operand {
         at += operand(bytes.get(at..)?)?;
     }
     at += found.immediate;
-    (at <= bytes.len()).then_some((at, found.goes_on))
+    (at <= bytes.len()).then_some((at, found.continues))
 }
 
 /// Returns the length of a ModRM byte with SIB byte and displacement.
@@ -141,9 +141,9 @@ pub fn find(code: &[u8], from: usize, length: usize) -> Option<usize> {
     let code = &code[..end];
     let mut at = from;
     loop {
-        let (size, goes_on) = measure(&code[at..])?;
+        let (size, continues) = measure(&code[at..])?;
         at += size;
-        if goes_on {
+        if continues {
             continue;
         }
         let start = at;
@@ -213,7 +213,7 @@ mod tests {
             if two {
                 bytes[usize::from(matches!(prefix, 1 | 2))] = 0x0f;
             }
-            if let Some((length, goes_on)) = measure(&bytes) {
+            if let Some((length, continues)) = measure(&bytes) {
                 let found = Decoder::new(64, &bytes, DecoderOptions::NONE).decode();
                 if !found.is_invalid() {
                     prop_assert_eq!(length, found.len(), "{:x?}", bytes);
@@ -221,7 +221,7 @@ mod tests {
                         found.flow_control(),
                         FlowControl::Return | FlowControl::UnconditionalBranch | FlowControl::IndirectBranch
                     );
-                    prop_assert!(goes_on || ends || bytes.contains(&0x0b), "{:x?}", bytes);
+                    prop_assert!(continues || ends || bytes.contains(&0x0b), "{:x?}", bytes);
                 }
             }
         }

@@ -1,8 +1,8 @@
 //! vCPU of the wedge: runs the guest until an exit that the VMM handles.
 //!
 //! State shared by all vCPUs ([`VmShared`]) is on the stack of the first vCPU, which creates it and
-//! starts the other ones. These wait for their start-up IPI like any application processor. Linux's
-//! real-mode trampoline is not executed; [`LinuxVcpu::start_secondary`] has its effect.
+//! starts the secondary ones. These wait for their start-up IPI like any application processor.
+//! Linux's real-mode trampoline is not executed; [`LinuxVcpu::start_secondary`] has its effect.
 
 use core::arch::x86_64::{__cpuid_count, _rdtsc};
 use core::ops::Range;

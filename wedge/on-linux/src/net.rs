@@ -10,7 +10,7 @@
 //! frame, preceded by its offload header.
 //!
 //! Invariants: a ring has one producer and one consumer process; each trusts only its own position
-//! and checks the other one against the ring's size, because the guest can overwrite all of it. A
+//! and checks the peer's against the ring's size, because the guest can overwrite all of it. A
 //! process that waits announces it first and checks once more.
 //!
 //! Vsock packets use the same rings ([`crate::vsock`]): one more network after all others.

@@ -220,8 +220,8 @@ fn become_guest(
     ram: Ram,
 ) -> Result<core::convert::Infallible, Errno> {
     sys::set_signal_mask(ALL_SIGNALS)?;
-    // SAFETY: nothing of this program is there, except for memory inherited from the device
-    // process.
+    // SAFETY: the range holds no memory of this program, except for memory inherited from the
+    // device process.
     unsafe {
         let rights = linux::PROT_READ | linux::PROT_WRITE;
         sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;

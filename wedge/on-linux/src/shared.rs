@@ -366,7 +366,7 @@ pub const EVERYTHING: u64 = u64::MAX;
 /// Returns the shared memory.
 pub fn shared() -> &'static Shared {
     // SAFETY: `main` maps it first, zeroed, for the life of the process. The module's documentation
-    // says which process uses the non-atomic fields.
+    // states which process uses the non-atomic fields.
     unsafe { &*(SHARED_STRUCT as *const Shared) }
 }
 
@@ -531,7 +531,7 @@ pub struct Mine {
     /// TLS descriptors that the host has for it.
     pub thread_local: Owned<crate::compat::ThreadLocal>,
     /// State of its user process.
-    pub peer: Owned<crate::user_process::Peer>,
+    pub peer: Owned<crate::user_process::UserProcess>,
     /// The user process was abandoned, because a mapping call has failed.
     pub unmapped: AtomicBool,
     /// Handshake of the threads, in a user process.

@@ -10,7 +10,7 @@ use vmm_cpu::walk::Intent;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 use wedge_sites::{Flags, Kind, RECORD, Site};
-use wedge_x86::{MAX_SITE, Stub, Target, Way, decode_all};
+use wedge_x86::{MAX_SITE, SiteTarget, Stub, Way, decode_all};
 
 /// Capacity in stubs.
 const MOST: usize = layout::STUBS_LENGTH as usize / size_of::<Stub>();
@@ -97,7 +97,7 @@ impl Sites {
         self.put_stub(
             cpu,
             memory,
-            &Target {
+            &SiteTarget {
                 site: at,
                 original: &whole,
                 whole: &whole,
@@ -161,7 +161,7 @@ impl Sites {
                 Err(_) => Err(SiteError::Instruction(site.address)),
             };
         }
-        let target = Target {
+        let target = SiteTarget {
             site: site.address,
             original: bytes,
             whole,
@@ -178,7 +178,7 @@ impl Sites {
         &mut self,
         cpu: &VirtualCpu,
         memory: &GuestMemory,
-        target: &Target<'_>,
+        target: &SiteTarget<'_>,
     ) -> Result<(), SiteError> {
         let number = self.free().ok_or(SiteError::Full)?;
         let place = Self::at(number);

@@ -132,7 +132,7 @@ export_words!("mailbox_response", RESPONSE, Response; batch);
 
 /// State of the user process, as the kernel process knows it.
 #[derive(Clone, Copy, Debug)]
-pub struct Peer {
+pub struct UserProcess {
     /// Process id; 0: no process yet.
     process: u32,
     /// Address of the signal contexts. It is constant, because signals do not nest.
@@ -682,7 +682,7 @@ fn resume_thread() {
     }
 }
 
-fn peer() -> &'static mut Peer {
+fn peer() -> &'static mut UserProcess {
     // SAFETY: it is in the process's own memory, used by its only thread outside of signal
     // handlers. Each use ends before the next begins.
     unsafe { &mut *mine().peer.at() }

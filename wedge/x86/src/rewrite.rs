@@ -83,7 +83,7 @@ impl Patch {
 
 /// Site to be rewritten.
 #[derive(Clone, Copy, Debug)]
-pub struct Target<'a> {
+pub struct SiteTarget<'a> {
     /// Its address.
     pub site: u64,
     /// Original instructions.
@@ -132,8 +132,8 @@ const RCX: u8 = 1;
 impl Stub {
     /// Creates the stub at address `at` for a site, and the replacement code. `None`: out of reach,
     /// or too short.
-    pub fn new(at: u64, entries: &Entries, target: &Target<'_>) -> Option<(Self, Patch)> {
-        let Target { site, original, padded, kind, .. } = *target;
+    pub fn new(at: u64, entries: &Entries, target: &SiteTarget<'_>) -> Option<(Self, Patch)> {
+        let SiteTarget { site, original, padded, kind, .. } = *target;
         if original.len() > MAX_SITE || usize::from(padded) < JUMP.max(original.len()) {
             return None;
         }
@@ -264,7 +264,7 @@ impl Stub {
 }
 
 /// Chooses the handling of a site.
-fn way(target: &Target<'_>) -> Way {
+fn way(target: &SiteTarget<'_>) -> Way {
     let Ok((all, count)) = decode_all(target.original) else { return Way::Wedge };
     if !target.fast {
         return Way::Wedge;
@@ -390,10 +390,10 @@ mod tests {
     const AT: u64 = 0x7200_0080;
     const SITE: u64 = 0x4100_0000;
 
-    fn target(original: &[u8], padded: u8, flags_dead: bool) -> Target<'_> {
+    fn target(original: &[u8], padded: u8, flags_dead: bool) -> SiteTarget<'_> {
         let mut whole = vec![0x90; MAX_SITE];
         whole[..original.len()].copy_from_slice(original);
-        Target {
+        SiteTarget {
             site: SITE,
             original,
             whole: whole.leak(),
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stub_is_reached_and_goes_on() {
+    fn a_stub_is_reached_and_resumes() {
         let (stub, patch) = new(&[0x0f, 0xa2], 8, false).unwrap();
         assert_eq!(stub.way, Way::Wedge);
         assert_eq!(reached(SITE, patch.bytes()), AT);
@@ -444,7 +444,7 @@ mod tests {
         assert_eq!(way(&[0x8c, 0xd8], 8, false), Way::ReadSegment);
         assert_eq!(way(&[0x8c, 0xdc], 8, false), Way::Wedge, "to the stack pointer");
         assert_eq!(way(&[0x8c, 0x18], 8, false), Way::Wedge, "to memory");
-        let slow = Target { fast: false, ..target(&[0xfa], 8, true) };
+        let slow = SiteTarget { fast: false, ..target(&[0xfa], 8, true) };
         assert_eq!(Stub::new(AT, &ENTRIES, &slow).unwrap().0.way, Way::Wedge);
     }
 
@@ -478,7 +478,7 @@ mod tests {
     #[test]
     fn what_cannot_be_rewritten() {
         assert!(new(&[0x0f, 0xa2], 4, false).is_none(), "no room for a jump");
-        let far = Target { site: 0x4000_0000_0000, ..target(&[0x0f, 0xa2], 8, false) };
+        let far = SiteTarget { site: 0x4000_0000_0000, ..target(&[0x0f, 0xa2], 8, false) };
         assert!(Stub::new(AT, &ENTRIES, &far).is_none(), "out of reach");
         assert!(Stub::new(1 << 32 | AT, &ENTRIES, &target(&[0x0f, 0xa2], 8, false)).is_none());
     }
