@@ -5,10 +5,10 @@ use core::fmt;
 use core::ops::Range;
 
 use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start};
+use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames;
-use vmm_bus::outside::BlockInfo;
-use vmm_bus::{Balloon, Block, Messages, Net, Packets};
-use vmm_machine::{Host, Level, Model, Outside, Slots};
+use vmm_bus::{BalloonBackend, Block, Messages, Net, Packets};
+use vmm_machine::{DeviceBackend, Host, Level, Model, Slots};
 
 use crate::shared::{self, ByteRing, event, shared};
 use crate::{balloon, device, disk, net, processes, report, sys};
@@ -88,7 +88,7 @@ pub enum HostEndpoint {
     Console,
 }
 
-impl Outside for HostEndpoint {
+impl DeviceBackend for HostEndpoint {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
@@ -103,7 +103,7 @@ impl Outside for HostEndpoint {
         }
     }
 
-    fn balloon(&mut self) -> Option<&mut dyn Balloon> {
+    fn balloon(&mut self) -> Option<&mut dyn BalloonBackend> {
         match self {
             Self::Balloon(balloon) => Some(balloon),
             _ => None,
@@ -159,7 +159,7 @@ pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start
     for number in 0..disks {
         let record = shared::disk(number);
         let make = if record.is_external {
-            disk::RequestEndpoint::elsewhere
+            disk::RequestEndpoint::with_device_process
         } else {
             disk::RequestEndpoint::new
         };
@@ -169,7 +169,7 @@ pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start
     }
     for number in 0..shares {
         let tag = shared::share(number).tag;
-        let link = disk::RequestEndpoint::elsewhere(disk::queue(MAX_DISKS + number));
+        let link = disk::RequestEndpoint::with_device_process(disk::queue(MAX_DISKS + number));
         let _ = slots.add(Model::P9(tag), HostEndpoint::Share(link));
     }
     let _ = slots.add(Model::Entropy, HostEndpoint::Entropy);

@@ -19,7 +19,7 @@ use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
 use proto::requests::{PARTS, Queue, REQUESTS, Request, op, status};
 use proto::wedge::{DiskRecord, Filters, MAX_DISKS, MAX_QUEUES, Start, layout};
-use vmm_bus::outside::SECTOR;
+use vmm_bus::backend::SECTOR;
 use vmm_bus::requests::{Futex, Requests};
 
 use crate::io_uring::{IoUring, Submission};
@@ -49,7 +49,7 @@ impl Futex for Sleep {
         sys::wait(word, value, None);
     }
 
-    fn written(address: u64, length: u32) {
+    fn guest_memory_written(address: u64, length: u32) {
         crate::frames::write_by_device(address, length.into());
     }
 }
