@@ -723,8 +723,8 @@ static void takeover(void)
 static void mapper(void)
 {
 	const unsigned int order = 8;
-	volatile u32 *batch = (u32 *)(MAILBOX + MAILBOX_REQUEST_BATCH), *used = (u32 *)(MAILBOX + MAILBOX_REQUEST_USED);
-	volatile u64 *command = (u64 *)(MAILBOX + MAILBOX_REQUEST_COMMANDS);
+	volatile u32 *batch = (u32 *)MAILBOX_REQUEST_BATCH, *used = (u32 *)MAILBOX_REQUEST_USED;
+	volatile u64 *command = (u64 *)MAILBOX_REQUEST_COMMANDS;
 	unsigned long memory = __get_free_pages(GFP_KERNEL, order), round, turns;
 	u8 *page;
 
@@ -751,8 +751,8 @@ static void mapper(void)
 		for (turns = 0; turns < 20000; turns++) {
 			++*batch;
 			/* What it says when it is ready. */
-			*(volatile u32 *)(MAILBOX + MAILBOX_RESPONSE_BATCH) = 1;
-			HOST(NR_FUTEX, MAILBOX + MAILBOX_RESPONSE_BATCH, 1, 1);
+			*(volatile u32 *)MAILBOX_RESPONSE_BATCH = 1;
+			HOST(NR_FUTEX, MAILBOX_RESPONSE_BATCH, 1, 1);
 			HOST(NR_FUTEX, (unsigned long)batch, 1, 1);
 		}
 		schedule_timeout_interruptible(1);

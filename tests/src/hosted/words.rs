@@ -149,7 +149,6 @@ pub fn header() -> Result<String> {
         ("STUBS", layout::STUBS),
         ("STUBS_LENGTH", layout::STUBS_LENGTH),
         ("PRIVATE", layout::PRIVATE),
-        ("MAILBOX", layout::MAILBOX),
         ("SLOTS", layout::SLOTS as u64),
         ("QUEUES", layout::QUEUES),
         ("FILTERS", layout::FILTERS),
