@@ -189,7 +189,7 @@ impl VirtualCpu {
 
     /// Takes over the flags of the host CPU after the guest has stopped. `AC` at privilege level 0
     /// results from a `POPF` without a patch site.
-    pub fn found_flags(&mut self, flags: u64) {
+    pub fn sync_flags(&mut self, flags: u64) {
         let moved = flags & self.held() & rflags::AC;
         self.held_flags |= moved;
         self.frame.rflags = flags & !moved;

@@ -170,7 +170,7 @@ impl VirtualCpu {
 
     /// Takes over the code segment of interrupted user mode, which switches between 64-bit and
     /// 32-bit code itself. The kernel is always 64-bit code.
-    pub fn found_in(&mut self, long: bool) {
+    pub fn sync_code_segment(&mut self, long: bool) {
         if self.cpl == 3 && self.is_64_bit() != long {
             let selector = (self.star >> 48) as u16;
             self.segments[CS] = match long {
@@ -182,7 +182,7 @@ impl VirtualCpu {
 
     /// Takes over a data segment register of user mode, which user mode loads itself from equal
     /// descriptors of the host.
-    pub fn found_data(&mut self, register: usize, selector: u16) {
+    pub fn sync_data_segment(&mut self, register: usize, selector: u16) {
         if self.segments[register].selector != selector {
             let rest = if selector & !3 == 0 { null() } else { flat_data(selector | 3) };
             self.segments[register] = Segment { selector, ..rest };

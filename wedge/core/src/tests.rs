@@ -332,7 +332,7 @@ fn alignment_checks_are_not_the_kernels() {
     assert_eq!((m.run(&[0x48, 0x0f, 0x07]), is_on(&m)), (Outcome::Jump, (rflags::AC, rflags::AC)));
     // Set by a POPF of the kernel without a patch site.
     let mut m = Machine::new();
-    m.cpu.found_flags(rflags::FIXED | rflags::AC);
+    m.cpu.sync_flags(rflags::FIXED | rflags::AC);
     assert_eq!(is_on(&m), (0, rflags::AC));
     m.cpu.enter_user();
     assert_eq!(is_on(&m), (0, 0), "SYSRET takes all flags from R11");
@@ -553,24 +553,24 @@ fn code_of_32_bits() {
     m.program();
     assert!(m.cpu.is_64_bit());
     // User mode switches to 32-bit code and back by itself.
-    m.cpu.found_in(false);
+    m.cpu.sync_code_segment(false);
     assert!(!m.cpu.is_64_bit() && m.cpu.segments[1].selector == CODE_32);
-    m.cpu.found_in(true);
+    m.cpu.sync_code_segment(true);
     assert!(m.cpu.is_64_bit() && m.cpu.segments[1].selector == USER_CS);
-    m.cpu.found_in(false);
+    m.cpu.sync_code_segment(false);
     // `int $0x80`, and the return.
     m.gate(0x80, 0xee, 0);
     m.cpu.frame.rip = CODE + 2;
     m.cpu.deliver_software(&m.memory, 0x80, 2).unwrap();
     assert!(m.cpu.is_64_bit() && m.cpu.frame.rip == HANDLER + 0x800);
     assert_eq!(m.words::<2>(RSP0 - 40), [CODE + 2, CODE_32.into()]);
-    m.cpu.found_in(false);
+    m.cpu.sync_code_segment(false);
     assert!(m.cpu.is_64_bit(), "the kernel's code is");
     assert_eq!(m.run(&[0x48, 0xcf]), Outcome::Jump);
     assert_eq!((m.cpu.is_64_bit(), m.cpu.cpl, m.cpu.frame.rip), (false, 3, CODE + 2));
     // Data segments loaded by user mode.
-    m.cpu.found_data(3, USER_DS);
-    m.cpu.found_data(5, 0);
+    m.cpu.sync_data_segment(3, USER_DS);
+    m.cpu.sync_data_segment(5, 0);
     assert_eq!([3, 5].map(|register| m.cpu.segments[register].selector), [USER_DS, 0]);
 }
 

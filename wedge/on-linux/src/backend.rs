@@ -156,26 +156,26 @@ pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start
     let disks = (start.disks as usize).min(MAX_DISKS);
     let shares = (start.shares as usize).min(MAX_SHARES);
     let nets = (start.nets as usize).min(MAX_NETS);
-    for number in 0..disks {
-        let record = shared::disk(number);
+    for index in 0..disks {
+        let record = shared::disk(index);
         let make = if record.is_external {
             disk::RequestEndpoint::with_device_process
         } else {
             disk::RequestEndpoint::new
         };
-        let link = HostEndpoint::Disk(make(disk::queue(number)));
+        let link = HostEndpoint::Disk(make(disk::queue(index)));
         // The bus has as many slots.
         let _ = slots.add(Model::Block(BlockInfo::of_file(&record)), link);
     }
-    for number in 0..shares {
-        let tag = shared::share(number).tag;
-        let link = disk::RequestEndpoint::with_device_process(disk::queue(MAX_DISKS + number));
+    for index in 0..shares {
+        let tag = shared::share(index).tag;
+        let link = disk::RequestEndpoint::with_device_process(disk::queue(MAX_DISKS + index));
         let _ = slots.add(Model::P9(tag), HostEndpoint::Share(link));
     }
     let _ = slots.add(Model::Entropy, HostEndpoint::Entropy);
-    for number in 0..nets {
-        let record = shared::net(number);
-        let link = HostEndpoint::Net(net::link(number, &record));
+    for index in 0..nets {
+        let record = shared::net(index);
+        let link = HostEndpoint::Net(net::link(index, &record));
         let _ = slots.add(Model::Net(frames::info(&record)), link);
     }
     if start.vsock != 0 {

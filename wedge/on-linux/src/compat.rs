@@ -63,12 +63,12 @@ pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) {
         for (index, &descriptor) in wanted.iter().enumerate() {
             if host.descriptors[index] != descriptor {
                 host.descriptors[index] = descriptor;
-                let taken = has(option::COMPAT) && set_host_descriptor(index, descriptor);
-                if !taken && has(option::COMPAT) {
+                let accepted = has(option::COMPAT) && set_host_descriptor(index, descriptor);
+                if !accepted && has(option::COMPAT) {
                     // Remove the previous descriptor.
                     set_host_descriptor(index, 0);
                 }
-                host.usable[index] = taken && descriptor != 0;
+                host.usable[index] = accepted && descriptor != 0;
             }
         }
         mine().thread_local.set(host);
@@ -126,7 +126,7 @@ fn describe(index: usize, descriptor: u64) -> [u32; 4] {
 pub fn save_selectors(cpu: &mut VirtualCpu) {
     let found = if user_process::is_enabled() { user_process::selectors() } else { selectors() };
     for (register, selector) in [ES, DS, FS, GS].into_iter().zip(found) {
-        cpu.found_data(register, selector);
+        cpu.sync_data_segment(register, selector);
     }
 }
 

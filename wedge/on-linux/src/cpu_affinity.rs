@@ -66,9 +66,9 @@ pub fn detect() -> bool {
     if !known || !several || __cpuid(leaf::AMD_FEATURES).edx & RDTSCP == 0 {
         return false;
     }
-    let write = |number: u64, set: Cpus| {
+    let write = |index: u64, set: Cpus| {
         // SAFETY: the area has room for all sets, and no reference to it exists yet.
-        unsafe { (address_of(number) as *mut Cpus).write(set) }
+        unsafe { (address_of(index) as *mut Cpus).write(set) }
     };
     write(layout::CPU_SET_CPUS, all);
     for cpu in
@@ -82,8 +82,8 @@ pub fn detect() -> bool {
 }
 
 /// Returns the address of a CPU set: that of one CPU by its number, then that of all CPUs.
-fn address_of(number: u64) -> u64 {
-    layout::CPU_SETS + number * layout::CPU_SET_LENGTH
+fn address_of(index: u64) -> u64 {
+    layout::CPU_SETS + index * layout::CPU_SET_LENGTH
 }
 
 /// Returns whether the VM was started on several CPUs, and a process can determine its CPU.

@@ -72,11 +72,11 @@ impl DeviceServer {
     }
 
     /// Creates the process of a slot of a vCPU, if the slot exists and has none.
-    pub fn create_guest(&mut self, vcpu: usize, number: usize) -> Result<(), sys::Errno> {
+    pub fn create_guest(&mut self, vcpu: usize, slot: usize) -> Result<(), sys::Errno> {
         let guests = self.guests.get_mut(vcpu);
-        let guest = guests.and_then(|guests| guests[..config::slots()].get_mut(number));
+        let guest = guests.and_then(|guests| guests[..config::slots()].get_mut(slot));
         if let Some(guest) = guest.filter(|guest| **guest == 0) {
-            *guest = processes::create(vcpu, number, self.ram)?;
+            *guest = processes::create(vcpu, slot, self.ram)?;
             // An error of the control socket has no consequence.
             let _ = sys::write(layout::CONTROL_FD, &[control::PROCESS_CREATED]);
         }
@@ -86,16 +86,16 @@ impl DeviceServer {
     /// Creates a slot's user process if one is requested. The previous one is killed, with all
     /// changes that user mode has made to it.
     fn create_user_process(&mut self, index: usize, vcpu: &SharedVcpu) -> Result<(), sys::Errno> {
-        let number = vcpu.user_wanted.load(SeqCst).wrapping_sub(1) as usize;
+        let slot = vcpu.user_wanted.load(SeqCst).wrapping_sub(1) as usize;
         let user_processes = self.user_processes.get_mut(index);
         let program = user_processes
-            .and_then(|user_processes| user_processes[..config::slots()].get_mut(number));
+            .and_then(|user_processes| user_processes[..config::slots()].get_mut(slot));
         let Some(program) = program.filter(|_| user_process::is_enabled()) else { return Ok(()) };
         if *program != 0 {
             sys::kill(*program, linux::SIGKILL);
             ChildExit::of(*program);
         }
-        *program = user_process::create(index, number, &config().filters)?;
+        *program = user_process::create(index, slot, &config().filters)?;
         vcpu.user_wanted.store(0, SeqCst);
         sys::wake(&vcpu.user_wanted);
         Ok(())
@@ -104,13 +104,13 @@ impl DeviceServer {
     /// Stops user mode for vCPUs that may not send signals themselves.
     fn send_stops(&self) {
         for (index, vcpu) in vcpus().iter().enumerate() {
-            let asked = vcpu.stop_requests.load(SeqCst);
-            if vcpu.stops_sent.load(SeqCst) != asked {
+            let requested = vcpu.stop_requests.load(SeqCst);
+            if vcpu.stops_sent.load(SeqCst) != requested {
                 let running = vcpu.running.load(SeqCst) as usize;
                 if let Some(&process @ 1..) = self.user_processes[index].get(running) {
                     sys::kill(process, KICK);
                 }
-                vcpu.stops_sent.store(asked, SeqCst);
+                vcpu.stops_sent.store(requested, SeqCst);
                 sys::wake(&vcpu.stops_sent);
             }
         }
@@ -122,7 +122,7 @@ impl DeviceServer {
         let guests = self.guests.get(vcpu);
         match guests.and_then(|guests| guests.iter().position(|guest| *guest == 0)) {
             // The last slot serves all address spaces without their own slot.
-            Some(number) if number < config::slots() - 1 => self.create_guest(vcpu, number),
+            Some(slot) if slot < config::slots() - 1 => self.create_guest(vcpu, slot),
             _ => Ok(()),
         }
     }
@@ -148,13 +148,13 @@ impl DeviceServer {
             }
             for (index, vcpu) in vcpus().iter().enumerate() {
                 let wanted = vcpu.wanted.swap(0, SeqCst);
-                let made = match wanted {
+                let created = match wanted {
                     0 => Ok(()),
                     _ => self
                         .create_guest(index, wanted as usize - 1)
                         .and_then(|()| self.create_next_guest(index)),
                 };
-                if let Err(error) = made.and_then(|()| self.create_user_process(index, vcpu)) {
+                if let Err(error) = created.and_then(|()| self.create_user_process(index, vcpu)) {
                     return self.end_refused(error);
                 }
             }
@@ -164,11 +164,11 @@ impl DeviceServer {
             }
             self.send_stops();
             // Workers outside of the VM's process tree cannot notify the vCPU themselves.
-            for number in 0..MAX_QUEUES {
-                if disk::queue(number).pending.swap(0, SeqCst) != 0 {
+            for queue_index in 0..MAX_QUEUES {
+                if disk::queue(queue_index).pending.swap(0, SeqCst) != 0 {
                     self.raise_event(
                         0,
-                        if number < MAX_DISKS { event::DISK } else { event::SHARE },
+                        if queue_index < MAX_DISKS { event::DISK } else { event::SHARE },
                     );
                 }
             }
@@ -196,15 +196,16 @@ impl DeviceServer {
                 wanted(1),
             ];
             // The timeout bounds the time until a process exit is detected.
-            let [rung, told, typed @ ..] = wait(descriptors, if has_more { 0 } else { 1000 });
-            if told {
+            let [is_notified, has_command, typed @ ..] =
+                wait(descriptors, if has_more { 0 } else { 1000 });
+            if has_command {
                 let mut byte = [0];
                 match sys::read(layout::CONTROL_FD, &mut byte) {
                     Ok(0) | Err(_) => controlled = false,
                     Ok(_) => self.control(byte[0]),
                 }
             }
-            if rung {
+            if is_notified {
                 let mut count = [0; 8];
                 // poll(2) has reported it readable.
                 let _ = sys::read(layout::DOORBELL_FD, &mut count);

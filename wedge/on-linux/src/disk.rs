@@ -55,11 +55,11 @@ impl Futex for Sleep {
 }
 
 /// Returns a request queue.
-pub fn queue(number: usize) -> &'static Queue {
+pub fn queue(index: usize) -> &'static Queue {
     // SAFETY: `main` has mapped the shared memory for the life of the process; all fields are
     // atomic.
     let queues = unsafe { &*((layout::SHARED + layout::QUEUES) as *const [Queue; MAX_QUEUES]) };
-    &queues[number]
+    &queues[index]
 }
 
 /// Creates the workers of all disks; returns their ids. For the device process, before the guest
@@ -74,12 +74,19 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
     let each = if has_rings { 1 } else { WORKERS };
     let flush_errors = AllFlushErrors::new()?;
     for (index, place) in workers.iter_mut().take(count * each).enumerate() {
-        let number = index / each;
-        if !is_ours(&disks[number]) {
+        let disk_index = index / each;
+        if !is_ours(&disks[disk_index]) {
             continue;
         }
         match processes::fork()? {
-            0 => work(number, disks[number], flush_errors.of(number), has_rings, start, filters),
+            0 => work(
+                disk_index,
+                disks[disk_index],
+                flush_errors.of(disk_index),
+                has_rings,
+                start,
+                filters,
+            ),
             worker => *place = worker,
         }
     }
@@ -145,12 +152,12 @@ impl AllFlushErrors {
     }
 
     /// Returns the flush errors of a disk. They stay mapped in its workers.
-    fn of(&self, number: usize) -> &'static FlushErrors {
+    fn of(&self, disk_index: usize) -> &'static FlushErrors {
         const { assert!(size_of::<[FlushErrors; MAX_DISKS]>() as u64 <= AllFlushErrors::LENGTH) };
         // SAFETY: the memory is initially zero, which is valid for both words, and all fields are
         // atomic.
         let all = unsafe { &*(self.0 as *const [FlushErrors; MAX_DISKS]) };
-        &all[number]
+        &all[disk_index]
     }
 
     fn unmap(self) -> Result<(), Errno> {
@@ -159,25 +166,26 @@ impl AllFlushErrors {
     }
 }
 
-/// Runs a worker of disk `number`.
+/// Runs a worker of the disk with index `disk_index`.
 fn work(
-    number: usize,
+    disk_index: usize,
     disk: DiskRecord,
     errors: &'static FlushErrors,
     has_ring: bool,
     start: &Start,
     filters: &Filters,
 ) -> ! {
-    let fd = layout::DISKS_FD + number as u32;
+    let fd = layout::DISKS_FD + disk_index as u32;
     let make = || if has_ring { IoUring::new(fd).map(Some) } else { Ok(None) };
     let alone = sys::ignore(linux::SIGXFSZ)
         .and_then(|()| processes::become_worker(fd, make, filters, Filters::WORKER));
-    let worker = Worker { fd, number, disk, errors, ram: Ram::new(start), queue: queue(number) };
+    let worker =
+        Worker { fd, disk_index, disk, errors, ram: Ram::new(start), queue: queue(disk_index) };
     match alone {
         Ok(Some(ring)) => worker.serve_io_uring(ring),
         Ok(None) => worker.serve_sync(),
         Err(error) => {
-            report::warn(format_args!("cannot set up a worker of disk {number}: {error}"));
+            report::warn(format_args!("cannot set up a worker of disk {disk_index}: {error}"));
             sys::exit(HOST)
         }
     }
@@ -274,7 +282,7 @@ struct Flushes {
 
 struct Worker {
     fd: u32,
-    number: usize,
+    disk_index: usize,
     disk: DiskRecord,
     errors: &'static FlushErrors,
     ram: Ram,
@@ -363,7 +371,7 @@ impl Worker {
             let least = if queue.waiting.load(SeqCst) == 0 { 1 } else { 0 };
             match ring.wait(least) {
                 Err(error) if error.0 != errno::EINTR as i32 => {
-                    let disk = self.number;
+                    let disk = self.disk_index;
                     report::warn(format_args!("disk {disk}: cannot wait for io_uring: {error}"));
                     sys::exit(HOST)
                 }
@@ -562,8 +570,8 @@ impl Worker {
     /// Reports the first error of the host for each disk; the guest receives every error.
     fn warn_once(&self, error: Errno) {
         if self.queue.warned.swap(1, SeqCst) == 0 {
-            let number = self.number;
-            report::warn(format_args!("disk {number}: request failed: {error}"));
+            let disk_index = self.disk_index;
+            report::warn(format_args!("disk {disk_index}: request failed: {error}"));
         }
     }
 }

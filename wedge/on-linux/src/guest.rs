@@ -167,16 +167,16 @@ impl Host for HostEffects {
 
     fn enter_space(&mut self, cr3: u64, keep: bool) {
         let pcid = (cr3 & 0xfff) as u16;
-        let number = config::slot_of(pcid);
-        let slot = &vcpu().slots[number];
+        let slot_index = config::slot_of(pcid);
+        let slot = &vcpu().slots[slot_index];
         let known = slot.pcid.swap(pcid.into(), Relaxed) == u32::from(pcid);
-        let is_same = number == mine().slot.load(Relaxed) as usize
+        let is_same = slot_index == mine().slot.load(Relaxed) as usize
             && slot.root.load(Relaxed) & entry::ADDRESS == cr3 & entry::ADDRESS;
         if !keep || !known {
             slot.stale.store(true, Relaxed);
         }
         slot.root.store(cr3, Relaxed);
-        processes::switch_to_slot(number);
+        processes::switch_to_slot(slot_index);
         // Reloading the same root continues the same address space: Linux has not reused its
         // tables.
         if !(known && (keep || is_same)) {
@@ -190,13 +190,13 @@ impl HostEffects {
     /// Drops user-mode mappings of an address space: one page, or all. An address space that is not
     /// active drops all of them later.
     fn flush_space(&mut self, pcid: u16, linear: Option<u64>) {
-        let number = config::slot_of(pcid);
-        let slot = &vcpu().slots[number];
+        let slot_index = config::slot_of(pcid);
+        let slot = &vcpu().slots[slot_index];
         if slot.pcid.load(Relaxed) != u32::from(pcid) {
             return;
         }
         match linear {
-            Some(linear) if number == mine().slot.load(Relaxed) as usize => {
+            Some(linear) if slot_index == mine().slot.load(Relaxed) as usize => {
                 memory::drop_page(linear);
             }
             _ => {
@@ -337,7 +337,7 @@ impl LinuxVcpu<'_> {
         own_statistics().sites[usize::from(stub.kind)].fetch_add(1, Relaxed);
         let cpu = cpu();
         cpu.frame.rip = stub.site;
-        cpu.found_flags(cpu.frame.rflags);
+        cpu.sync_flags(cpu.frame.rflags);
         if stub.kind == FUNCTION {
             self.text_poke();
             return StopAction::Resume;
@@ -486,30 +486,30 @@ impl LinuxVcpu<'_> {
                 }
             }
             linux::SIGSEGV | linux::SIGBUS | linux::SIGFPE | linux::SIGTRAP => {
-                let number = signal.vector as u8;
-                if number == vector::DEBUG && self.profiles && profile::is_stepping() {
+                let exception = signal.vector as u8;
+                if exception == vector::DEBUG && self.profiles && profile::is_stepping() {
                     profile::stepped(cpu, &self.memory);
                     return StopAction::Resume;
                 }
-                if number == vector::DEBUG && self.step != DebugStep::None {
+                if exception == vector::DEBUG && self.step != DebugStep::None {
                     // A jump to itself is a complete step, too.
                     self.step = DebugStep::Done;
                     return StopAction::Resume;
                 }
-                if number == vector::DEBUG
+                if exception == vector::DEBUG
                     && cpu.cpl == 3
                     && syscall_patch::is_on_way(cpu.frame.rip)
                 {
                     // Inside of a rewritten system call: the step ends after it.
                     return StopAction::Resume;
                 }
-                if number == vector::DEBUG {
+                if exception == vector::DEBUG {
                     // Single step: the breakpoint registers are the host's.
                     cpu.dr[6] |= 1 << 14;
                 }
-                self.event = match number {
-                    8 | 10..=14 | 17 => Event::exception_code(number, signal.code as u32),
-                    _ => Event::exception(number),
+                self.event = match exception {
+                    8 | 10..=14 | 17 => Event::exception_code(exception, signal.code as u32),
+                    _ => Event::exception(exception),
                 };
                 StopAction::Resume
             }
@@ -1001,10 +1001,10 @@ impl Vcpu for LinuxVcpu<'_> {
 
 /// Returns the guest's CPUID values: the host's, without features that the wedge does not support,
 /// with PCID, which it implements.
-fn guest_cpuid(number: u32, subleaf: u32) -> [u32; 4] {
-    let values = __cpuid_count(number, subleaf);
+fn guest_cpuid(function: u32, subleaf: u32) -> [u32; 4] {
+    let values = __cpuid_count(function, subleaf);
     let [a, mut b, mut c, mut d] = [values.eax, values.ebx, values.ecx, values.edx];
-    match number {
+    match function {
         leaf::FEATURES => c |= features_c::PCID,
         leaf::EXTENDED_FEATURES if subleaf == 0 => {
             b &= !(extended_b::SMEP | extended_b::SMAP);
@@ -1141,13 +1141,13 @@ fn drive(all: &VmShared<'_>, index: usize) -> ! {
         if events & event::CONSOLE != 0 {
             machine.input(Some(&state), &mut host);
         }
-        let asked =
+        let slots_of =
             |bit, slots: &Range<usize>| if events & bit != 0 { slots.clone() } else { 0..0 };
-        for slot in asked(event::DISK, &device_slots.disks)
-            .chain(asked(event::SHARE, &device_slots.shares))
-            .chain(asked(event::NET, &device_slots.nets))
-            .chain(asked(event::BALLOON, &device_slots.balloon))
-            .chain(asked(event::CONSOLE, &device_slots.console))
+        for slot in slots_of(event::DISK, &device_slots.disks)
+            .chain(slots_of(event::SHARE, &device_slots.shares))
+            .chain(slots_of(event::NET, &device_slots.nets))
+            .chain(slots_of(event::BALLOON, &device_slots.balloon))
+            .chain(slots_of(event::CONSOLE, &device_slots.console))
         {
             machine.function_input(slot, Some(&state), &mut host);
         }

@@ -190,15 +190,15 @@ pub type VsockEndpoint = Sockets<Rings>;
 
 /// The vCPU's side of a network's rings.
 pub struct Rings {
-    number: usize,
+    net_index: usize,
     /// Bytes ever produced and consumed.
     head: u32,
     tail: u32,
 }
 
 /// Creates the back end of a network.
-pub fn link(number: usize, record: &Record) -> NetEndpoint {
-    NetPort::new(Rings::new(number), record)
+pub fn link(net_index: usize, record: &Record) -> NetEndpoint {
+    NetPort::new(Rings::new(net_index), record)
 }
 
 /// Creates the back end of the vsock device.
@@ -207,12 +207,12 @@ pub fn packets() -> VsockEndpoint {
 }
 
 impl Rings {
-    fn new(number: usize) -> Self {
-        Self { number, head: 0, tail: 0 }
+    fn new(net_index: usize) -> Self {
+        Self { net_index, head: 0, tail: 0 }
     }
 
     fn port(&self) -> &'static NetQueues {
-        port(self.number)
+        port(self.net_index)
     }
 
     fn call(&self) {
@@ -322,8 +322,8 @@ impl Connection for Rings {
 
 /// Attaches the descriptors to their tap devices. For the device process, at its start.
 pub fn open_taps(start: &Start) -> Result<(), Errno> {
-    for number in 0..count(start) {
-        let record = crate::shared::net(number);
+    for net_index in 0..count(start) {
+        let record = crate::shared::net(net_index);
         if record.is_tap() {
             // `struct ifreq`: name, flags, padding.
             let mut request = [0_u8; 40];
@@ -331,7 +331,7 @@ pub fn open_taps(start: &Start) -> Result<(), Errno> {
             let flags = if_tun::IFF_TAP | if_tun::IFF_NO_PI | if_tun::IFF_VNET_HDR;
             request[16..20].copy_from_slice(&flags.to_le_bytes());
             let arguments = [
-                descriptor(number).into(),
+                descriptor(net_index).into(),
                 ioctl::TUNSETIFF.into(),
                 request.as_mut_ptr() as u64,
                 0,
@@ -349,12 +349,12 @@ fn count(start: &Start) -> usize {
     (start.nets as usize).min(MAX_NETS)
 }
 
-fn descriptor(number: usize) -> u32 {
-    layout::NETS_FD + number as u32
+fn descriptor(net_index: usize) -> u32 {
+    layout::NETS_FD + net_index as u32
 }
 
-fn port(number: usize) -> &'static NetQueues {
-    shared().nets.get(number).unwrap_or_else(|| crate::shared::vsock())
+fn port(net_index: usize) -> &'static NetQueues {
+    shared().nets.get(net_index).unwrap_or_else(|| crate::shared::vsock())
 }
 
 /// Creates the workers of all networks; returns their ids. For the device process, before the guest
@@ -362,11 +362,11 @@ fn port(number: usize) -> &'static NetQueues {
 pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKERS], Errno> {
     let mut workers = [0; MAX_WORKERS];
     for (index, place) in workers.iter_mut().enumerate() {
-        let number = index / 2;
-        let is_there = number < count(start) || number == VSOCK && start.vsock != 0;
+        let net_index = index / 2;
+        let is_there = net_index < count(start) || net_index == VSOCK && start.vsock != 0;
         if is_there {
             // Read now: the guest may change it before a worker runs.
-            let is_tap = crate::shared::net(number).is_tap();
+            let is_tap = crate::shared::net(net_index).is_tap();
             match processes::fork()? {
                 0 => work(index, is_tap, filters),
                 worker => *place = worker,
@@ -378,20 +378,20 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
 
 /// Runs the sender or the receiver of a network.
 fn work(index: usize, is_tap: bool, filters: &Filters) -> ! {
-    let number = index / 2;
+    let net_index = index / 2;
     let alone = sys::ignore(linux::SIGPIPE).and_then(|()| {
-        processes::become_worker(descriptor(number), || Ok(()), filters, Filters::NET)
+        processes::become_worker(descriptor(net_index), || Ok(()), filters, Filters::NET)
     });
     if let Err(error) = alone {
-        report::warn(format_args!("cannot set up a worker of network {number}: {error}"));
+        report::warn(format_args!("cannot set up a worker of network {net_index}: {error}"));
         sys::exit(report::HOST);
     }
-    let worker = Worker { number, is_tap, port: port(number) };
+    let worker = Worker { net_index, is_tap, port: port(net_index) };
     if index.is_multiple_of(2) { worker.send() } else { worker.receive() }
 }
 
 struct Worker {
-    number: usize,
+    net_index: usize,
     is_tap: bool,
     port: &'static NetQueues,
 }
@@ -466,7 +466,7 @@ impl Worker {
 
     fn set_takes(&self, offloads: u32) {
         if self.is_tap {
-            let fd = descriptor(self.number);
+            let fd = descriptor(self.net_index);
             let arguments = [fd.into(), ioctl::TUNSETOFFLOAD.into(), offloads.into(), 0, 0, 0];
             // SAFETY: no memory is accessed. On failure, the device model drops frames that the
             // guest does not accept.
@@ -517,7 +517,7 @@ impl Worker {
     /// The vectors must be memory of the ring.
     unsafe fn transfer(&self, call: u32, vectors: &[Vector; 2]) -> Result<u64, Errno> {
         // An empty vector is valid.
-        let fd = descriptor(self.number);
+        let fd = descriptor(self.net_index);
         let arguments = [fd.into(), vectors.as_ptr() as u64, vectors.len() as u64, 0, 0, 0];
         loop {
             // SAFETY: the caller guarantees the vectors.
@@ -539,13 +539,13 @@ impl Worker {
     /// Reports a lost link to the guest.
     fn set_link_down(&self, error: Option<Errno>) {
         if self.port.is_down.swap(1, SeqCst) == 0 {
-            let number = self.number;
+            let net_index = self.net_index;
             match error {
                 Some(error) => {
-                    report::warn(format_args!("network {number}: connection closed: {error}"))
+                    report::warn(format_args!("network {net_index}: connection closed: {error}"))
                 }
                 None => report::warn(format_args!(
-                    "network {number}: connection closed: the peer has closed its socket"
+                    "network {net_index}: connection closed: the peer has closed its socket"
                 )),
             }
             device::raise_event(0, event::NET);

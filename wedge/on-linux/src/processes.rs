@@ -36,16 +36,16 @@ pub const SENT: u64 = 1 << (KICK - 1) | 1 << (TIMER - 1);
 /// Mask of all signals.
 pub const ALL_SIGNALS: u64 = u64::MAX;
 
-/// Switches the vCPU to the process of slot `number`, which continues in this function.
-pub fn switch_to_slot(number: usize) {
+/// Switches the vCPU to the process of slot `slot_index`, which continues in this function.
+pub fn switch_to_slot(slot_index: usize) {
     let vcpu = vcpu();
-    if number == vcpu.running.load(Relaxed) as usize {
+    if slot_index == vcpu.running.load(Relaxed) as usize {
         return;
     }
     count(counter::SWITCHES);
-    let slot = &vcpu.slots[number];
+    let slot = &vcpu.slots[slot_index];
     if slot.process.load(SeqCst) == 0 {
-        vcpu.wanted.store(number as u32 + 1, SeqCst);
+        vcpu.wanted.store(slot_index as u32 + 1, SeqCst);
         notify();
         while slot.process.load(SeqCst) == 0 {
             sys::wait(&slot.process, 0, None);
@@ -54,8 +54,8 @@ pub fn switch_to_slot(number: usize) {
     save_cpu_state(vcpu);
     cpu_affinity::on_hand_over();
     steal_time::on_hand_over();
-    vcpu.running.store(number as u32, SeqCst);
-    // SAFETY: the stack is the vCPU's, and the process that takes it over has its slot number.
+    vcpu.running.store(slot_index as u32, SeqCst);
+    // SAFETY: the stack is the vCPU's, and the process that takes it over has its slot index.
     unsafe { hand_over() };
     // Runs in the next process from here on.
     cpu_affinity::on_take_over();
@@ -191,17 +191,17 @@ pub fn end_vm(code: u8) -> ! {
     }
 }
 
-/// Creates the process of slot `number` of a vCPU; returns its id. For the device process.
-pub fn create(vcpu: usize, number: usize, ram: Ram) -> Result<u32, Errno> {
+/// Creates the process of slot `slot_index` of a vCPU; returns its id. For the device process.
+pub fn create(vcpu: usize, slot_index: usize, ram: Ram) -> Result<u32, Errno> {
     // Its first turn may come before it reads the word itself.
-    let turn = vcpus()[vcpu].slots[number].turn.load(SeqCst);
-    setup::words().confined(Kind::Guest, vcpu, number).store(false, SeqCst);
+    let turn = vcpus()[vcpu].slots[slot_index].turn.load(SeqCst);
+    setup::words().confined(Kind::Guest, vcpu, slot_index).store(false, SeqCst);
     let child = fork()?;
     if child != 0 {
         return Ok(child);
     }
     let parent = if has(option::TRACED) { monitor::begin() } else { Ok(device()) };
-    match parent.and_then(|parent| become_guest(vcpu, number, turn, parent, ram)) {
+    match parent.and_then(|parent| become_guest(vcpu, slot_index, turn, parent, ram)) {
         Ok(never) => match never {},
         Err(error) => {
             report::warn(format_args!("cannot set up a guest process: {error}"));
@@ -214,7 +214,7 @@ pub fn create(vcpu: usize, number: usize, ram: Ram) -> Result<u32, Errno> {
 /// it trusts nothing in shared memory, and blocks all signals.
 fn become_guest(
     index: usize,
-    number: usize,
+    slot_index: usize,
     turn: u32,
     parent: u32,
     ram: Ram,
@@ -235,10 +235,10 @@ fn become_guest(
     ram.map_image(&config().start)?;
     ram.map_copies(index)?;
     if user_process::is_enabled() {
-        user_process::map_mailbox(index, number)?;
+        user_process::map_mailbox(index, slot_index)?;
     }
     xstate::detect();
-    mine().slot.store(number as u32, Relaxed);
+    mine().slot.store(slot_index as u32, Relaxed);
     mine().vcpu.store(index as u32, Relaxed);
     crate::syscall_patch::set_up()?;
     die_with_parent(parent)?;
@@ -254,10 +254,10 @@ fn become_guest(
     // SAFETY: no memory is accessed.
     let id = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
     confine(&config().filters, filter_index(Filters::GUEST))?;
-    setup::finish(Kind::Guest, index, number)?;
+    setup::finish(Kind::Guest, index, slot_index)?;
     // From here on the guest may control everything.
     sys::set_signal_mask(0)?;
-    if number != 0 {
+    if slot_index != 0 {
         // Earlier changes of kernel mappings do not apply: nothing is mapped yet.
         slot.followed.store(vcpu().changes.load(SeqCst), Relaxed);
     }

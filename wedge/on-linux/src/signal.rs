@@ -212,7 +212,7 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
         post_event(number);
     }
     if !(layout::WEDGE..layout::WEDGE_END).contains(&context.rip) {
-        cpu.found_in(context.is_64_bit());
+        cpu.sync_code_segment(context.is_64_bit());
     } else if !in_wedge(number, synchronous, context, cpu) {
         return;
     }
@@ -226,7 +226,7 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
         cpu.frame.gpr[place] = *value;
     }
     cpu.frame.rip = context.rip;
-    cpu.found_flags(context.rflags);
+    cpu.sync_flags(context.rflags);
     let (code, address) = (context.code, context.address);
     let vector = match number {
         // SAFETY: the host has written the siginfo after the context.
@@ -285,7 +285,7 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
     cpu.frame.rflags = context.rflags;
     let [crossing, _, crossing_end] = wedge_x86::crossing();
     if !(crossing..crossing_end).contains(&context.rip) {
-        cpu.found_in(context.is_64_bit());
+        cpu.sync_code_segment(context.is_64_bit());
     }
     if signal.number == linux::SIGSYS {
         // SAFETY: the context and the siginfo are on the signal stack.

@@ -1038,7 +1038,7 @@ fn read_context() {
     }
     cpu.frame.rip = context.rip;
     cpu.frame.rflags = context.rflags & u64::from(wedge_x86::USER_FLAGS) | rflags::IF | 2;
-    cpu.found_in(context.is_64_bit());
+    cpu.sync_code_segment(context.is_64_bit());
     let mut signal = signal::sanitize(response.number.load(Relaxed), &context);
     if signal.number == linux::SIGSYS {
         // SAFETY: as above.
