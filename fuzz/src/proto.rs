@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use proto::control::Statistics;
+use proto::control::VmmStatistics;
 use proto::manage::{Entry, Figures, Refusal, Report};
 use proto::start::{MAX_START, Start};
 use proto::system::System;
@@ -81,8 +81,8 @@ fn words(mut input: Input<'_>) {
     let mut unpacked = [0; 600];
     let back = bytes::unpack(&words[..used], code as usize, &mut unpacked);
     assert!(bytes.starts_with(&back[..back.len().min(bytes.len())]));
-    let statistics = Statistics::unpack(&words[..used]);
-    assert_eq!(Statistics::unpack(&statistics.pack()), statistics);
+    let statistics = VmmStatistics::unpack(&words[..used]);
+    assert_eq!(VmmStatistics::unpack(&statistics.pack()), statistics);
     let report = Report::default().pack();
     let report =
         Report::unpack(&std::array::from_fn::<u64, { Report::LENGTH / 8 - 1 }, _>(|index| {
@@ -190,11 +190,15 @@ fn net_session(mut input: Input<'_>) {
         match what % 8 {
             0 => {
                 client.poll();
-                client.set_takes(net::Takes { sums: true, tcp4: what & 8 != 0, tcp6: false });
+                client.set_offload_caps(net::OffloadCaps {
+                    sums: true,
+                    tcp4: what & 8 != 0,
+                    tcp6: false,
+                });
             }
             1 => {
                 port.poll();
-                let _ = port.takes();
+                let _ = port.offload_caps();
             }
             2 => {
                 if let Some(offset) = client.place(length) {
@@ -310,7 +314,7 @@ fn example_system() -> Vec<u8> {
         manage: true,
     });
     let mut disks = heapless::Vec::new();
-    let part = proto::service::Part { partition: Some(2), first: 0, sectors: 0 };
+    let part = proto::service::DiskRange { partition: Some(2), first: 0, sectors: 0 };
     let _ = disks.push(VmDisk { server: 0, part, read_only: true });
     let mut vms = heapless::Vec::new();
     let _ = vms.push(Vm {

@@ -36,7 +36,7 @@
 #define DIRECT 0x400000000000ul
 #define WINDOW 0x700000000000ul
 #define COPIES 0x740000000000ul
-#define GATE 0x77000000ul
+#define MAILBOX 0x77000000ul
 
 // Registers by number, as instructions encode them.
 struct registers {
@@ -438,9 +438,9 @@ static void enter_gate(uint64_t at)
 	static const uint64_t time[2] = { 0, 1000000 };
 	uint64_t calls[][7] = {
 		{ SYS_mmap, (uint64_t)area & ~4095ul, PAGE, 7, 0x11, 3, 0x1000000 },
-		{ SYS_mprotect, GATE, PAGE, 3 },
-		{ SYS_futex, GATE, 0, *(volatile uint32_t *)GATE, (uint64_t)time },
-		{ SYS_futex, GATE, 0, *(volatile uint32_t *)GATE },
+		{ SYS_mprotect, MAILBOX, PAGE, 3 },
+		{ SYS_futex, MAILBOX, 0, *(volatile uint32_t *)MAILBOX, (uint64_t)time },
+		{ SYS_futex, MAILBOX, 0, *(volatile uint32_t *)MAILBOX },
 		{ SYS_exit_group, 0 },
 	};
 	uint64_t *call = calls[variant % 5];
@@ -462,7 +462,7 @@ static void lie(uint64_t reports)
 {
 	for (;;)
 		for (int word = 0; word < 16; word++)
-			*(volatile uint32_t *)(reports + word % 2 * 4) = *(volatile uint32_t *)(GATE + word % 3 * 4);
+			*(volatile uint32_t *)(reports + word % 2 * 4) = *(volatile uint32_t *)(MAILBOX + word % 3 * 4);
 }
 
 // A page that it has given up, after a lie.
@@ -470,7 +470,7 @@ static void stale_page(uint64_t reports)
 {
 	volatile uint64_t *page = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	*page = 1;
-	*(volatile uint32_t *)reports = *(volatile uint32_t *)GATE;
+	*(volatile uint32_t *)reports = *(volatile uint32_t *)MAILBOX;
 	munmap((void *)page, PAGE);
 	*page = 2;
 	_exit(BROKEN);
@@ -484,7 +484,7 @@ static void attack_gate(void)
 	for (uint64_t at = 0; at < WEDGE_CODE_END - WEDGE && !gate; at++) {
 		uint32_t number;
 		memcpy(&number, code + at + 3, sizeof number);
-		if (!memcmp(code + at, "\x89\x3c\x25", 3) && number - GATE < 0x10000) {
+		if (!memcmp(code + at, "\x89\x3c\x25", 3) && number - MAILBOX < 0x10000) {
 			gate = WEDGE + at;
 			reports = number & ~4095ul;
 		}
@@ -493,8 +493,8 @@ static void attack_gate(void)
 		printf("attack: no gate: nothing is apart\n");
 		exit(1);
 	}
-	try("write orders", write_it, GATE);
-	try("write commands", write_it, GATE + 0x200);
+	try("write orders", write_it, MAILBOX);
+	try("write commands", write_it, MAILBOX + 0x200);
 	for (uint64_t at = gate; at < gate + 0x180; at++) {
 		try("gate", enter_gate, at);
 		variant++;

@@ -272,7 +272,7 @@ pub fn sandbox() -> Result<()> {
     // A host that refuses namespaces.
     let none = "echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"";
     for (which, code, text) in [
-        ("strict", 69, "the host refuses namespaces: No space left on device (ENOSPC)"),
+        ("strict", 69, "cannot enter the sandbox: namespaces: No space left on device (ENOSPC)"),
         ("on", 0, "Power down"),
     ] {
         let run = rig.run();
@@ -517,7 +517,7 @@ pub fn disk_full() -> Result<()> {
     machine.args(["-c", "ulimit -f 650000; exec \"$@\" -d large.img", "sh"]);
     machine.arg(inner.get_program()).args(inner.get_args()).current_dir(rig.folder.path());
     machine.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    end(&mut machine, "")?.has(0, &["I/O error", "continues", "the host refuses a request"])?;
+    end(&mut machine, "")?.has(0, &["I/O error", "continues", "request failed"])?;
     Ok(())
 }
 

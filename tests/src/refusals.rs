@@ -19,7 +19,7 @@ const WHILE: Duration = Duration::from_secs(3);
 /// The guest's fault, to the host.
 const FAULT: i32 = 81;
 /// Message about a user process that cannot be brought in line with the guest's page tables.
-const GIVEN_UP: &str = "the host refuses to map or unmap a program's memory";
+const GIVEN_UP: &str = "cannot map or unmap user memory";
 
 /// All of it.
 pub fn mappings() -> Result<()> {
@@ -30,7 +30,7 @@ pub fn mappings() -> Result<()> {
             FAULT,
             "cannot map guest memory: Cannot allocate memory (ENOMEM)",
         ),
-        ("none", linux::__NR_munmap, FAULT, "the host cannot unmap 0x30"),
+        ("none", linux::__NR_munmap, FAULT, "cannot unmap guest memory at 0x30"),
         ("none", linux::__NR_mprotect, 0, "continues"),
         (
             "process",

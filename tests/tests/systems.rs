@@ -800,7 +800,7 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Type("destroy linux-2\r"),
                 Step::Console("destroy linux-2: done"),
                 Step::Type("start linux-2\r"),
-                Step::Console("nothing has that name"),
+                Step::Console("no entry has this name"),
                 Step::Type("shutdown\r"),
                 Step::Console("the steward leaves"),
             ],

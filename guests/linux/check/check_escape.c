@@ -760,8 +760,8 @@ static void takeover(void)
 static void mapper(void)
 {
 	const unsigned int order = 8;
-	volatile u32 *batch = (u32 *)(GATE + ORDERS_BATCH), *used = (u32 *)(GATE + ORDERS_USED);
-	volatile u64 *command = (u64 *)(GATE + ORDERS_COMMANDS);
+	volatile u32 *batch = (u32 *)MAILBOX_REQUEST_BATCH, *used = (u32 *)MAILBOX_REQUEST_USED;
+	volatile u64 *command = (u64 *)MAILBOX_REQUEST_COMMANDS;
 	unsigned long memory = __get_free_pages(GFP_KERNEL, order), round, turns;
 	u8 *page;
 
@@ -783,13 +783,13 @@ static void mapper(void)
 		command[5] = MEMORY_FD;
 		command[6] = virt_to_phys((void *)memory);
 		*used = 1;
-		WRITE_ONCE(*(u32 *)VCPU_PROGRAM, 1 + READ_ONCE(*(u32 *)VCPU_RUNNING));
+		WRITE_ONCE(*(u32 *)VCPU_USER_WANTED, 1 + READ_ONCE(*(u32 *)VCPU_RUNNING));
 		bell();
 		for (turns = 0; turns < 20000; turns++) {
 			++*batch;
 			/* Message of the process when it is ready. */
-			*(volatile u32 *)(GATE + REPORTS_BATCH) = 1;
-			HOST(NR_FUTEX, GATE + REPORTS_BATCH, 1, 1);
+			*(volatile u32 *)MAILBOX_RESPONSE_BATCH = 1;
+			HOST(NR_FUTEX, MAILBOX_RESPONSE_BATCH, 1, 1);
 			HOST(NR_FUTEX, (unsigned long)batch, 1, 1);
 		}
 		schedule_timeout_interruptible(1);
@@ -805,7 +805,7 @@ static void processes(void)
 			u64 other = VCPUS + vcpu * VCPU_LENGTH - OWN_VCPU;
 
 			WRITE_ONCE(*(u32 *)(VCPU_WANTED + other), slot + 1);
-			WRITE_ONCE(*(u32 *)(VCPU_PROGRAM + other), slot + 1);
+			WRITE_ONCE(*(u32 *)(VCPU_USER_WANTED + other), slot + 1);
 		}
 		bell();
 		wait_a_moment(2000);

@@ -16,7 +16,7 @@ use heapless::Vec;
 use native_rt::device::{self as memory, Shared};
 use native_rt::{Irq, Notification, Window, error, info, time};
 use proto::control::code;
-use proto::net::{Frame, Info, MAX_FRAME, NEEDS_SUM, Offload, Port, Takes, segments};
+use proto::net::{Frame, Info, MAX_FRAME, NEEDS_SUM, Offload, OffloadCaps, Port, segments};
 use proto::service::{MAX_SESSIONS, NetServer};
 use proto::start::{Role, Start, event, slot};
 
@@ -68,7 +68,7 @@ impl Data {
 }
 
 /// Whether a client takes a frame as it is.
-fn passes(takes: Takes, offload: &Offload) -> bool {
+fn passes(takes: OffloadCaps, offload: &Offload) -> bool {
     let kind = match offload.segments & !segments::ECN {
         segments::NONE => true,
         segments::TCP4 => takes.tcp4,
@@ -142,7 +142,7 @@ impl Server {
         let whole = match to {
             End::Port(number) => {
                 let Some(client) = self.clients.get_mut(number) else { return Ok(()) };
-                passes(client.port.takes(), &data.offload)
+                passes(client.port.offload_caps(), &data.offload)
             }
             End::Uplink => {
                 let uplink = self.uplink.as_ref();

@@ -274,7 +274,7 @@ impl Control {
         let mut report = Report { written: now, exits: shares.past, ..Report::default() };
         for (share, idle) in shares.each.iter().zip(&self.idle) {
             report.entries += share.entries;
-            report.settled += share.settled;
+            report.handled_in_kernel += share.settled;
             report.halted += share.halted;
             report.used += share.used;
             for (sum, count) in report.exits.iter_mut().zip(share.exits) {

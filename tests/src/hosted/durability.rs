@@ -95,7 +95,7 @@ fn check(text: &str) -> Result<()> {
         }
         Ok(())
     };
-    let wanted = ["an early flush succeeds", "the host refuses a request", "ends\n", "reopened"];
+    let wanted = ["an early flush succeeds", "request failed", "ends\n", "reopened"];
     let unwanted = ["data is safe", "a late flush succeeds", "a later flush succeeds"];
     part("lost by kvm", &wanted, &unwanted)?;
     part("lost by process", &wanted, &unwanted)?;

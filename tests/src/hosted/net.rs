@@ -307,7 +307,7 @@ fn killed(rig: &Rig, net: &str, word: &str) -> Result<()> {
     let console = String::from_utf8_lossy(&output.stdout).into_owned();
     let messages = String::from_utf8_lossy(&output.stderr).into_owned();
     let ended = Ended { code: output.status.code().unwrap_or(-1), console, messages };
-    ended.well(0, &["the cable is out", "network 0: the other side has gone"])?;
+    ended.well(0, &["the cable is out", "network 0: connection closed"])?;
     Ok(())
 }
 

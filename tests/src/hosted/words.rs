@@ -8,9 +8,10 @@ use crate::system::{artifacts, workspace};
 use anyhow::{Context, Result, ensure};
 use proto::requests::{PARTS, Part, Queue, REQUESTS, Request, op};
 use proto::system::MAX_VCPUS;
-use proto::wedge::debug::Debug;
+use proto::wedge::debug::DebugState;
 use proto::wedge::{
-    Disk, Filters, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, Net, Share, Start, layout,
+    DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, NetRecord, ShareRecord,
+    Start, layout,
 };
 use std::fmt::Write;
 use std::fs;
@@ -81,9 +82,9 @@ pub fn all() -> Result<Vec<Word>> {
         (0..count).map(one).collect()
     };
     words.extend(numbered("start", 0, Start::WORDS, 8));
-    words.extend(numbered("disk", layout::DISKS, MAX_DISKS, 8 * Disk::WORDS));
-    words.extend(numbered("net", layout::NETS, MAX_NETS, 8 * Net::WORDS));
-    words.extend(numbered("share", layout::SHARES, MAX_SHARES, 8 * Share::WORDS));
+    words.extend(numbered("disk", layout::DISKS, MAX_DISKS, 8 * DiskRecord::WORDS));
+    words.extend(numbered("net", layout::NETS, MAX_NETS, 8 * NetRecord::WORDS));
+    words.extend(numbered("share", layout::SHARES, MAX_SHARES, 8 * ShareRecord::WORDS));
     words.extend(numbered("filter", layout::FILTERS, Filters::COUNT, 8 * Filters::WORDS));
     macro_rules! fields {
         ($name:literal, $at:expr, $type:ty; $($field:ident)*) => {
@@ -94,8 +95,8 @@ pub fn all() -> Result<Vec<Word>> {
             ));)*
         };
     }
-    fields!("debug", layout::DEBUG, Debug; wanted news breakpoints vcpus);
-    fields!("queue", layout::QUEUES, Queue; waiting done calls answers rung epoch);
+    fields!("debug", layout::DEBUG, DebugState; wanted halt_pending breakpoints vcpus);
+    fields!("queue", layout::QUEUES, Queue; waiting done calls answers pending epoch);
     Ok(words)
 }
 
@@ -149,7 +150,6 @@ pub fn header() -> Result<String> {
         ("STUBS", layout::STUBS),
         ("STUBS_LENGTH", layout::STUBS_LENGTH),
         ("PRIVATE", layout::PRIVATE),
-        ("GATE", layout::GATE),
         ("SLOTS", layout::SLOTS as u64),
         ("QUEUES", layout::QUEUES),
         ("FILTERS", layout::FILTERS),

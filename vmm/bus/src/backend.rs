@@ -7,7 +7,7 @@
 
 use proto::channel::{Broken, Message, SendError, View, register::NAME_LEN};
 use proto::vsock::Header;
-use proto::wedge::Disk;
+use proto::wedge::DiskRecord;
 use vmm_mem::GuestMemory;
 
 /// A contiguous part of guest-physical memory.
@@ -143,7 +143,7 @@ impl BlockInfo {
     pub const FILE_BYTES: u32 = 126 * 4096;
 
     /// Properties of a disk backed by a file of the host.
-    pub const fn of_file(disk: &Disk) -> Self {
+    pub const fn of_file(disk: &DiskRecord) -> Self {
         Self {
             sectors: disk.sectors,
             read_only: disk.read_only,

@@ -38,7 +38,7 @@ pub trait NetEndpoint: Frames {
 }
 
 /// Properties of a network for the device model.
-pub fn info(record: &wedge::Net) -> NetInfo {
+pub fn info(record: &wedge::NetRecord) -> NetInfo {
     NetInfo { mac: record.mac, mtu: record.mtu, no_offloads: !record.is_tap() }
 }
 
@@ -54,7 +54,7 @@ pub struct NetPort<P> {
 
 impl<P: NetEndpoint> NetPort<P> {
     /// Creates a port with frames of a stream, or of a tap device with offload headers.
-    pub fn new(endpoint: P, record: &wedge::Net) -> Self {
+    pub fn new(endpoint: P, record: &wedge::NetRecord) -> Self {
         let (header, most) = match record.is_tap() {
             true => (Offload::HEADER as u32, MAX_FRAME),
             false => (0, MAX_STREAM_FRAME),
