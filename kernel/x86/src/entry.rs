@@ -4,6 +4,7 @@
 //! points to the context's end, so the processor itself pushes the last five words. The kernel
 //! then runs on the CPU's own stack. Interrupts that come in ring 0 (only where the kernel opens a
 //! window for them: idle, and after a guest) are noted in `PerCpu::pending` and nothing else.
+//! Vectors 0 to 31 are exceptions always: the local APIC delivers no interrupt there (`idt::TASK_PRIORITY`).
 
 use core::arch::{global_asm, naked_asm};
 use core::cell::UnsafeCell;

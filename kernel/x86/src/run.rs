@@ -151,7 +151,9 @@ fn arm_for_log(number: usize) {
 pub fn handle_vector(kernel: &Kernel<X86>, number: usize, vector: u8) {
     count(&kernel.counters.interrupts);
     match vector {
-        idt::SPURIOUS => return,
+        // A device can send this vector, too. Then it is in service, and without its end nothing else comes.
+        idt::SPURIOUS if !apic::local().is_in_service(vector) => return,
+        idt::SPURIOUS => {}
         idt::TIMER => {
             local(number).armed.set(u64::MAX);
             kernel.timer(number);

@@ -32,7 +32,7 @@ use crate::features::{Features, features};
 use crate::io::{rdmsr, read_cr0, read_xcr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
 use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
-use crate::{vectors, virq};
+use crate::{idt, vectors, virq};
 
 // ---- permission maps -------------------------------------------------------------------------------
 
@@ -700,7 +700,7 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
             // QEMU's VMRUN makes V_IRQ known without a lock, and may undo that an interrupt of the host became known at that
             // moment. It stays pending in the local APIC unnoticed until that looks again, as it does when its task
             // priority is written.
-            asm!("mov cr8, {}", in(reg) 0u64, options(nostack, preserves_flags));
+            asm!("mov cr8, {}", in(reg) idt::TASK_PRIORITY as u64, options(nostack, preserves_flags));
         }
         end_guest_mode(matches!(code, exit::INTR | exit::NMI));
     }
