@@ -58,6 +58,10 @@ pub const VM_HSAVE_PA: u32 = 0xc001_0117;
 pub mod mc_status {
     /// The bank holds an error.
     pub const VAL: u64 = 1 << 63;
+    /// The hardware could not correct it.
+    pub const UC: u64 = 1 << 61;
+    /// Such errors raise machine checks (the bank's control register says so).
+    pub const EN: u64 = 1 << 60;
     /// The bank holds its address.
     pub const ADDRV: u64 = 1 << 58;
 }

@@ -332,6 +332,7 @@ extern "C" fn continue_on_own_stack() -> ! {
         panic!("the local APIC is out of reach");
     };
     local.enable();
+    crate::machine_check::init();
     find_frequencies(machine);
     if let Some(madt) = find_madt(machine.rsdp) {
         ioapic::init(&madt);

@@ -94,6 +94,7 @@ pub unsafe extern "C" fn processor_main(index: usize) -> ! {
     // SAFETY: the first thing that this CPU does, and its area is there.
     unsafe { cpu::activate(index) };
     apic::local().enable();
+    crate::machine_check::init();
     let id = apic::local().id();
     if id != cpu::current().apic_id {
         log!("CPU {index}: local APIC says {id}, the firmware {}", cpu::current().apic_id);

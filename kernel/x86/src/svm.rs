@@ -961,6 +961,7 @@ pub fn run(
             exit::MACHINE_CHECK => {
                 crate::machine_check::stop("while a guest ran", frames.vmcb().save.rip)
             }
+            exit::SHUTDOWN => Some(shut_down(&kernel, seat)),
             exit::VINTR => {
                 state.window &= window::STANDING;
                 Some(give(&kernel, seat, kernel_exit::WINDOW, group::IP))
@@ -1031,6 +1032,14 @@ fn report(kernel: &Kernel<X86>, seat: Seat<'_>, code: u64, reported: u64) -> Bac
         _ => group::IP | group::CONTROL | group::CODE,
     };
     give(kernel, seat, reported, groups)
+}
+
+/// The guest has shut down, which its VMM is to see, unless the machine has to stop.
+#[cold]
+#[inline(never)]
+fn shut_down(kernel: &Kernel<X86>, seat: Seat<'_>) -> Back {
+    crate::machine_check::look_after_shutdown(seat.vcpu.arch.vmcb().save.rip);
+    report(kernel, seat, exit::SHUTDOWN, exit::SHUTDOWN)
 }
 
 /// Brings the processor structures of a vCPU, and what the CPU holds of it, up to date.
