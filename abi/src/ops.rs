@@ -116,7 +116,8 @@ operations! {
     /// Rights: vcpu `RUN`.
     VcpuState = 11 ("vcpu, groups") -> ("");
     /// Binds an interrupt to bit `bit` of a notification (action 0; notification `SIGNAL`), acknowledges
-    /// and unmasks it (action 1), masks it (action 2), or returns message address and data (action 3).
+    /// and unmasks it (action 1), masks it (action 2), or returns message address and data (action 3), those
+    /// too that an I/O APIC sends for its input.
     /// Rights: irq `IRQ`.
     IrqControl = 12 ("irq, action, notification, bit") -> ("address, data");
     /// Changes priority (up to the highest of the factory that it was made from), budget and period; with budget 0

@@ -1179,6 +1179,7 @@ fn server_scenarios() -> Vec<Scenario> {
                 Step::Log("the disk cannot read and cannot write what is not its server's"),
                 Step::Log("CHECK dma ok"),
                 Step::Log("vm witness started"),
+                Step::Log("the disk cannot send interrupts of its choice"),
                 Step::Log("CHECK messages ok"),
                 Step::Log("vm witness ended: power-off code 0"),
                 Step::Type("shutdown\r"),
