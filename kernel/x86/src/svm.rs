@@ -32,7 +32,7 @@ use crate::features::{Features, features};
 use crate::io::{rdmsr, read_cr0, read_xcr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
 use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
-use crate::{vectors, virq};
+use crate::{idt, vectors, virq};
 
 // ---- permission maps -------------------------------------------------------------------------------
 
@@ -703,7 +703,7 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
             // QEMU's VMRUN makes V_IRQ known without a lock, and may undo that an interrupt of the host became known at that
             // moment. It stays pending in the local APIC unnoticed until that looks again, as it does when its task
             // priority is written.
-            asm!("mov cr8, {}", in(reg) 0u64, options(nostack, preserves_flags));
+            asm!("mov cr8, {}", in(reg) idt::TASK_PRIORITY as u64, options(nostack, preserves_flags));
         }
         end_guest_mode(matches!(code, exit::INTR | exit::NMI));
     }
@@ -970,6 +970,7 @@ pub fn run(
             exit::MACHINE_CHECK => {
                 crate::machine_check::stop("while a guest ran", frames.vmcb().save.rip)
             }
+            exit::SHUTDOWN => Some(shut_down(&kernel, seat)),
             exit::VINTR => {
                 state.window &= window::PERSISTENT;
                 Some(return_exit(&kernel, entry, kernel_exit::WINDOW, group::IP))
@@ -1040,6 +1041,14 @@ fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, code: u64, reported: u64)
         _ => group::IP | group::CONTROL | group::CODE,
     };
     return_exit(kernel, entry, reported, groups)
+}
+
+/// The guest has shut down, which its VMM is to see, unless the machine has to stop.
+#[cold]
+#[inline(never)]
+fn shut_down(kernel: &Kernel<X86>, seat: Seat<'_>) -> Back {
+    crate::machine_check::look_after_shutdown(seat.vcpu.arch.vmcb().save.rip);
+    report(kernel, seat, exit::SHUTDOWN, exit::SHUTDOWN)
 }
 
 /// Brings the processor structures of a vCPU, and what the CPU holds of it, up to date.

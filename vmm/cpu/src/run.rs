@@ -88,8 +88,9 @@ pub struct Cpu {
     window: InterruptWindow,
     /// The task priority known to both the [`Vcpu`] and the local APIC.
     cr8: u8,
-    /// An interrupt is pending below the task priority.
-    held: bool,
+    /// The guest exits when it writes `CR8`: an interrupt is pending below the task priority, or the
+    /// write clears bits that `CR8` does not show.
+    cr8_exits: bool,
     pub(crate) eoi: EoiWord,
     pub(crate) steal: StealRecord,
     /// A virtual interrupt or an EOI without exit is on offer and may have completed without an
@@ -121,7 +122,7 @@ impl Cpu {
             deferred: Event::NONE,
             window: InterruptWindow::Nothing,
             cr8: 0,
-            held: false,
+            cr8_exits: false,
             eoi: EoiWord::OFF,
             steal: StealRecord::OFF,
             virq_offered: false,
@@ -267,9 +268,10 @@ impl Cpu {
             vcpu.set_cr8(signals.cr8);
         }
         let held = signals.interrupt == PendingInterrupt::Masked;
-        if held != self.held {
-            self.held = held;
-            vcpu.set_cr8_exits(held);
+        let cr8_exits = held || signals.tpr_low;
+        if cr8_exits != self.cr8_exits {
+            self.cr8_exits = cr8_exits;
+            vcpu.set_cr8_exits(cr8_exits);
         }
         self.deliver(vcpu, board, if held { PendingInterrupt::None } else { signals.interrupt });
         if self.activity != Activity::Running {
@@ -906,6 +908,7 @@ mod tests {
         multicasts: Vec<(ApicIds, InterruptMessage)>,
         tsc_written: Vec<u64>,
         cr8: u8,
+        tpr_low: bool,
         apic_base: Option<u64>,
         emulated: Emulated,
     }
@@ -951,6 +954,7 @@ mod tests {
                 multicasts: Vec::new(),
                 tsc_written: Vec::new(),
                 cr8: 0,
+                tpr_low: false,
                 apic_base: None,
                 emulated: Emulated::Unknown,
             }
@@ -1046,6 +1050,7 @@ mod tests {
                 startup: self.startup.take(),
                 deadline: self.deadline,
                 cr8: self.cr8,
+                tpr_low: self.tpr_low,
             }
         }
         fn acknowledge(&mut self, _: usize) -> Option<Acknowledged> {

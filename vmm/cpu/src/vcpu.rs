@@ -228,8 +228,10 @@ pub trait Vcpu {
     }
     /// Sets `CR8` for the next entry.
     fn set_cr8(&mut self, _value: u8) {}
-    /// Makes writes of `CR8` exit, because an interrupt is pending below the task priority. A back
-    /// end whose guest always exits when it lowers `CR8` keeps the default.
+    /// Makes writes of `CR8` exit, because an interrupt is pending below the task priority, or
+    /// because the write clears bits 3:0 of the task priority. A back end whose guest always exits
+    /// when it lowers `CR8` keeps the default: its guest finds bits 3:0 unchanged after a write of
+    /// the same class.
     fn set_cr8_exits(&mut self, _exit: bool) {}
 
     /// Makes the next `IRET` exit before it is executed ([`Exit::Iret`]). Returns `false` if the
