@@ -255,6 +255,7 @@ const GUESTS: &[(&str, i32, &str)] = &[
     ("memory", 0, "vm guest ended: power-off"),
     ("msr", 0, "vm guest ended: power-off"),
     ("interrupts", 0, "vm guest ended: power-off"),
+    ("pic", 0, "pic: 200 interrupts, each once"),
     ("x2apic", 0, "vm guest ended: power-off"),
     ("shadow", 0, "vm guest ended: power-off"),
     ("steps", 0, "steps: every round, and both breakpoints"),

@@ -166,6 +166,11 @@ impl Event {
         (self.0 & event::VECTOR) as u8
     }
 
+    /// Whether this is a maskable interrupt.
+    pub const fn is_interrupt(self) -> bool {
+        self.is_some() && self.0 & event::TYPE_MASK == event::TYPE_INTR
+    }
+
     /// Whether this is an exception (not an interrupt).
     pub const fn is_exception(self) -> bool {
         self.is_some() && self.0 & event::TYPE_MASK == event::TYPE_EXCEPTION
@@ -237,7 +242,8 @@ pub trait Backend {
     }
 
     /// The event in the slot. After an exit: the one whose delivery the exit cut short; it is delivered at
-    /// the next entry unless it is replaced.
+    /// the next entry unless it is replaced. (A maskable interrupt without a window may also be one that the guest has yet to take:
+    /// a back end may make it pending. So it is left to the guest instead, with [`Window::Take`].)
     fn event(&mut self) -> Event;
     /// Puts an event into the slot, or empties it; it is delivered at the next entry.
     fn set_event(&mut self, event: Event);
