@@ -165,6 +165,11 @@ impl Event {
         (self.0 & event::VECTOR) as u8
     }
 
+    /// True for a maskable interrupt.
+    pub const fn is_interrupt(self) -> bool {
+        self.is_some() && self.0 & event::TYPE_MASK == event::TYPE_INTR
+    }
+
     /// True for an exception (not an interrupt).
     pub const fn is_exception(self) -> bool {
         self.is_some() && self.0 & event::TYPE_MASK == event::TYPE_EXCEPTION
@@ -241,7 +246,9 @@ pub trait Vcpu {
     }
 
     /// Event in the slot. After an exit: the event whose delivery the exit interrupted; the next
-    /// entry delivers it unless it is replaced.
+    /// entry delivers it unless it is replaced. A maskable interrupt without a window is never put
+    /// there, because a back end may offer it as a virtual one that the guest has not taken yet:
+    /// [`InterruptWindow::DeliverVirq`] offers it instead.
     fn event(&mut self) -> Event;
     /// Puts an event into the slot, or empties it; the next entry delivers it.
     fn set_event(&mut self, event: Event);
