@@ -967,7 +967,7 @@ const REFUSALS: &[(&str, &str, i32, &str)] = &[
         "truncated-kernel",
         "[system]\nboard = \"qemu-q35\"\n[[vm]]\nname = \"a\"\nmemory = \"64M\"\nkernel = \"truncated\"\n",
         65,
-        "cut short",
+        "truncated",
     ),
     (
         "too-little-guest-memory",

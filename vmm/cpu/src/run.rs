@@ -53,8 +53,8 @@ const PROTECTION: Event = Event::exception_code(13, 0);
 pub enum StopReason {
     /// Host-defined event bits: handle the events, pass input to the board, run again.
     Recall(u64),
-    /// The vCPU is halted until the host's time-stamp counter reaches this value (`u64::MAX`: no
-    /// timer) or until the vCPU is kicked. Run again after either.
+    /// The vCPU is halted, or waits for a start-up IPI, until the host's time-stamp counter reaches
+    /// this value (`u64::MAX`: no timer) or until the vCPU is kicked. Run again after either.
     Idle {
         /// Host time-stamp counter value.
         deadline_tsc: u64,

@@ -719,7 +719,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     }
 
     /// True if an interrupt is pending for this CPU, even below the task priority: the CPU may have
-    /// a task priority that its local APIC does not know yet.
+    /// a lower task priority that its local APIC does not know yet.
     #[inline]
     fn interrupt_waits(&self, cpu: usize) -> bool {
         self.machine.apics[cpu].has_pending() || self.pic_waits(cpu)

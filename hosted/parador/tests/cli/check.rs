@@ -314,12 +314,12 @@ fn files() {
     refused(
         &ONE_VM.replace("\"kernel\"", "\"short\""),
         65,
-        "system.toml:7:10: error: short: the kernel is cut short: it has 1200 of at least 2032 bytes",
+        "system.toml:7:10: error: short: the kernel is truncated: it has 1200 bytes, at least 2032 are needed",
     );
     refused(
         &ONE_VM.replace("\"kernel\"", "\"text\""),
         65,
-        "system.toml:7:10: error: text: the kernel is neither a bzImage nor an ELF file, nor has it a Multiboot header",
+        "system.toml:7:10: error: text: the kernel is neither a bzImage nor an ELF file, and has no Multiboot header",
     );
     assert_eq!(check(&vm("initrd = \"initrd\"")).0, 0);
     let with_files = |names: &str| ONE_VM.replacen("\n\n", &format!("\nfiles = [{names}]\n\n"), 1);
