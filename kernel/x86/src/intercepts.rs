@@ -4,39 +4,44 @@
 use hw_x86::vmcb::{ControlArea, intercept_exceptions, intercept3, intercept4};
 
 /// Sets the intercepts of a vCPU in its reset state.
-pub fn set(control: &mut ControlArea) {
+pub fn set(control: &ControlArea) {
     // CR8 is the VMCB's `V_TPR`, since interrupts are masked virtually; the host's task priority stays.
-    control.intercept_cr = 0;
-    control.intercept_dr = 0;
-    control.intercept_exceptions =
-        intercept_exceptions::DB | intercept_exceptions::AC | intercept_exceptions::MC;
-    control.intercept3 = intercept3::INTR
-        | intercept3::NMI
-        | intercept3::SMI
-        | intercept3::INIT
-        | intercept3::RDPMC
-        | intercept3::CPUID
-        | intercept3::INVD
-        | intercept3::HLT
-        | intercept3::INVLPGA
-        | intercept3::IOIO_PROT
-        | intercept3::MSR_PROT
-        | intercept3::TASK_SWITCH
-        | intercept3::FERR_FREEZE
-        | intercept3::SHUTDOWN;
-    control.intercept4 = intercept4::VMRUN
-        | intercept4::VMMCALL
-        | intercept4::VMLOAD
-        | intercept4::VMSAVE
-        | intercept4::STGI
-        | intercept4::CLGI
-        | intercept4::SKINIT
-        | intercept4::WBINVD
-        | intercept4::MONITOR
-        | intercept4::MWAIT
-        | intercept4::XSETBV
-        | intercept4::RDPRU;
-    control.intercept5 = 0;
+    control.intercept_cr.set(0);
+    control.intercept_dr.set(0);
+    control
+        .intercept_exceptions
+        .set(intercept_exceptions::DB | intercept_exceptions::AC | intercept_exceptions::MC);
+    control.intercept3.set(
+        intercept3::INTR
+            | intercept3::NMI
+            | intercept3::SMI
+            | intercept3::INIT
+            | intercept3::RDPMC
+            | intercept3::CPUID
+            | intercept3::INVD
+            | intercept3::HLT
+            | intercept3::INVLPGA
+            | intercept3::IOIO_PROT
+            | intercept3::MSR_PROT
+            | intercept3::TASK_SWITCH
+            | intercept3::FERR_FREEZE
+            | intercept3::SHUTDOWN,
+    );
+    control.intercept4.set(
+        intercept4::VMRUN
+            | intercept4::VMMCALL
+            | intercept4::VMLOAD
+            | intercept4::VMSAVE
+            | intercept4::STGI
+            | intercept4::CLGI
+            | intercept4::SKINIT
+            | intercept4::WBINVD
+            | intercept4::MONITOR
+            | intercept4::MWAIT
+            | intercept4::XSETBV
+            | intercept4::RDPRU,
+    );
+    control.intercept5.set(0);
 }
 
 #[cfg(test)]
@@ -85,18 +90,19 @@ mod tests {
     #[test]
     fn every_intercept_has_a_reason() {
         // SAFETY: all fields are integers.
-        let mut control: ControlArea = unsafe { core::mem::zeroed() };
+        let control: ControlArea = unsafe { core::mem::zeroed() };
         // What was there before does not stay.
-        (control.intercept_cr, control.intercept_dr) = (u32::MAX, u32::MAX);
-        control.intercept5 = u32::MAX;
-        set(&mut control);
+        control.intercept_cr.set(u32::MAX);
+        control.intercept_dr.set(u32::MAX);
+        control.intercept5.set(u32::MAX);
+        set(&control);
         let words: [(&str, u32, Table); 6] = [
-            ("CR", control.intercept_cr, &[]),
-            ("DR", control.intercept_dr, &[]),
-            ("exceptions", control.intercept_exceptions, EXCEPTIONS),
-            ("word 3", control.intercept3, WORD_3),
-            ("word 4", control.intercept4, WORD_4),
-            ("word 5", control.intercept5, &[]),
+            ("CR", control.intercept_cr.get(), &[]),
+            ("DR", control.intercept_dr.get(), &[]),
+            ("exceptions", control.intercept_exceptions.get(), EXCEPTIONS),
+            ("word 3", control.intercept3.get(), WORD_3),
+            ("word 4", control.intercept4.get(), WORD_4),
+            ("word 5", control.intercept5.get(), &[]),
         ];
         for (name, word, table) in words {
             let listed = table.iter().fold(0, |bits, (bit, _)| bits | 1 << bit);

@@ -16,11 +16,11 @@ use core::cell::{Cell, UnsafeCell};
 use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use abi::vcpu::{Segment, VcpuState, exit as kernel_exit, gpr, group, window};
+use abi::vcpu::{SharedSegment, VcpuState, exit as kernel_exit, gpr, group, window};
 use abi::{ABI_VERSION, Status};
 use hw_x86::msr;
 use hw_x86::paging::{cr0, xcr0};
-use hw_x86::vmcb::{ControlArea, Vmcb, VmcbSegment, event, exit, npf, tlb_control, v_intr};
+use hw_x86::vmcb::{ControlArea, SavedSegment, Vmcb, event, exit, npf, tlb_control, v_intr};
 use kernel_core::arch::Arch;
 use kernel_core::object::{Notification, Task, Thread, Vcpu, Vm};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
@@ -211,9 +211,9 @@ impl Default for Local {
 pub struct VcpuFrames {
     vmcb_frame: Frame,
     fpu_frame: Frame,
-    vmcb: *mut Vmcb,
+    vmcb: *const Vmcb,
     vmcb_physical: u64,
-    state: *mut VcpuState,
+    state: *const VcpuState,
     fpu: *mut u8,
     /// Objects that belong to the vCPU, found once for many entries. Objects do not move, and these are there as long as
     /// `Memory::destroyed_count` is what it was.
@@ -278,7 +278,7 @@ impl VcpuFrames {
 
     /// Counts that something else runs instead.
     pub fn count_preemption(&self) {
-        self.state().preemptions += 1;
+        self.state().preemptions.add(1);
     }
 
     /// Gives the frames back.
@@ -287,32 +287,26 @@ impl VcpuFrames {
         memory.free_raw(self.fpu_frame, fpu_frames());
     }
 
+    /// The VMCB. Its fields are cells: the processor writes them while the guest runs.
     #[inline(always)]
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "a frame outside `self`; every user follows the rule below"
-    )]
-    fn vmcb(&self) -> &mut Vmcb {
-        // SAFETY: a frame of this vCPU alone, zeroed when allocated (all fields are integers). References are
-        // short-lived: within one function of this module, by the CPU that runs the vCPU or holds the lock, and
-        // none is used again after another was taken.
-        unsafe { &mut *self.vmcb }
+    fn vmcb(&self) -> &Vmcb {
+        // SAFETY: a frame of this vCPU alone, zeroed when allocated, which is valid for all fields (cells of integers). Only
+        // the CPU that runs the vCPU or holds the lock uses it.
+        unsafe { &*self.vmcb }
     }
 
-    /// The state page. The VMM may write it at any time, so each field is read once.
+    /// The state page. The VMM may write it at any time: each field is an atomic word, read once.
     #[inline(always)]
-    #[expect(clippy::mut_from_ref, reason = "a frame outside `self`; the rule is that of `vmcb`")]
-    fn state(&self) -> &mut VcpuState {
-        // SAFETY: as for the VMCB; all fields are integers, any value is valid. The VMM's own thread is in the
-        // kernel; if another of its threads writes meanwhile, it races only for its own guest's values.
-        unsafe { &mut *self.state }
+    fn state(&self) -> &VcpuState {
+        // SAFETY: a frame that exists as long as the vCPU; all fields are atomic integers, any value is valid.
+        unsafe { &*self.state }
     }
 
     /// Whether the guest, left at a `VMMCALL`, rings a doorbell.
     #[inline(always)]
     fn is_doorbell(&self) -> bool {
         let save = &self.vmcb().save;
-        save.rax == abi::vcpu::HYPERCALL_DOORBELL && save.cpl == 0
+        save.rax.get() == abi::vcpu::HYPERCALL_DOORBELL && save.cpl.get() == 0
     }
 
     fn reset(&self) {
@@ -324,17 +318,17 @@ impl VcpuFrames {
         crate::intercepts::set(control);
         // SAFETY: only the addresses of the maps are taken.
         let (io, msr) = unsafe { (&raw const (*MAPS.0.get()).io, &raw const (*MAPS.0.get()).msr) };
-        control.iopm_base_pa = image_physical(io);
-        control.msrpm_base_pa = image_physical(msr);
-        control.v_intr = v_intr::INTR_MASKING;
-        control.nested_control = NESTED_PAGING;
-        save.efer = msr::efer::SVME;
-        save.cr0 = cr0::ET;
-        save.rflags = 2;
-        save.dr6 = 0xffff_0ff0;
-        save.dr7 = 0x400;
-        save.g_pat = PAT;
-        self.state().deadline = abi::FOREVER;
+        control.iopm_base_pa.set(image_physical(io));
+        control.msrpm_base_pa.set(image_physical(msr));
+        control.v_intr.set(v_intr::INTR_MASKING);
+        control.nested_control.set(NESTED_PAGING);
+        save.efer.set(msr::efer::SVME);
+        save.cr0.set(cr0::ET);
+        save.rflags.set(2);
+        save.dr6.set(0xffff_0ff0);
+        save.dr7.set(0x400);
+        save.g_pat.set(PAT);
+        self.state().deadline.set(abi::FOREVER);
         // SAFETY: inside the FPU frames; an XSAVE area whose header is zero restores initial state.
         unsafe {
             self.fpu.add(LEGACY_FCW).cast::<u16>().write(0x37f);
@@ -342,7 +336,7 @@ impl VcpuFrames {
         }
     }
 
-    /// Copies groups to the state page and marks them valid.
+    /// Copies groups to the state page. The caller marks them valid.
     fn read_groups(&self, groups: u64) {
         let (state, vmcb) = (self.state(), self.vmcb());
         read_code(state, vmcb, groups);
@@ -350,34 +344,34 @@ impl VcpuFrames {
         if groups & group::SEGMENTS != 0 {
             for (index, from) in save.segments.iter().enumerate() {
                 if index != VcpuState::CS {
-                    state.segments[index] = to_abi(from);
+                    copy_to_state(&state.segments[index], from);
                 }
             }
-            state.gdtr = to_abi(&save.gdtr);
-            state.ldtr = to_abi(&save.ldtr);
-            state.idtr = to_abi(&save.idtr);
-            state.tr = to_abi(&save.tr);
+            copy_to_state(&state.gdtr, &save.gdtr);
+            copy_to_state(&state.ldtr, &save.ldtr);
+            copy_to_state(&state.idtr, &save.idtr);
+            copy_to_state(&state.tr, &save.tr);
         }
         if groups & group::MSRS != 0 {
-            state.star = save.star;
-            state.lstar = save.lstar;
-            state.cstar = save.cstar;
-            state.sfmask = save.sfmask;
-            state.kernel_gs_base = save.kernel_gs_base;
-            state.sysenter_cs = save.sysenter_cs;
-            state.sysenter_esp = save.sysenter_esp;
-            state.sysenter_eip = save.sysenter_eip;
-            state.pat = save.g_pat;
+            state.star.set(save.star.get());
+            state.lstar.set(save.lstar.get());
+            state.cstar.set(save.cstar.get());
+            state.sfmask.set(save.sfmask.get());
+            state.kernel_gs_base.set(save.kernel_gs_base.get());
+            state.sysenter_cs.set(save.sysenter_cs.get());
+            state.sysenter_esp.set(save.sysenter_esp.get());
+            state.sysenter_eip.set(save.sysenter_eip.get());
+            state.pat.set(save.g_pat.get());
         }
         if groups & group::DEBUG != 0 {
-            state.dr6 = save.dr6;
-            state.dr7 = save.dr7;
+            state.dr6.set(save.dr6.get());
+            state.dr7.set(save.dr7.get());
         }
         if groups & group::TSC != 0 {
-            state.tsc_offset = control.tsc_offset;
+            state.tsc_offset.set(control.tsc_offset.get());
         }
         if groups & group::XCR0 != 0 {
-            state.xcr0 = self.xcr0.get();
+            state.xcr0.set(self.xcr0.get());
         }
     }
 
@@ -395,7 +389,7 @@ impl VcpuFrames {
     fn set_window(&self, wanted: u64) {
         self.window.set(wanted);
         self.vmcb_changed.set(true);
-        virq::set_window(&mut self.vmcb().control, wanted);
+        virq::set_window(&self.vmcb().control, wanted);
     }
 
     /// Gives the guest an event at the next entry. An interrupt is made pending where that is possible: QEMU may deliver one
@@ -403,7 +397,7 @@ impl VcpuFrames {
     /// the guest's next exit. With the intercept of a window that is not possible.
     #[cold]
     fn inject(&self, event: u64) {
-        let control = &mut self.vmcb().control;
+        let control = &self.vmcb().control;
         let is_interrupt =
             event & (event::VALID | event::TYPE_MASK) == event::VALID | event::TYPE_INTR;
         if is_interrupt && virq::is_unused(self.window.get()) {
@@ -411,14 +405,14 @@ impl VcpuFrames {
             self.virq_offered.set(event);
             self.vmcb_changed.set(true);
         } else {
-            control.event_inj = event;
+            control.event_inj.set(event);
         }
     }
 
     /// Takes the interrupt back that the guest has not taken, if any.
     #[cold]
     fn withdraw_virq(&self) -> u64 {
-        let control = &mut self.vmcb().control;
+        let control = &self.vmcb().control;
         let offered = self.virq_offered.take();
         let taken = !virq::is_pending(control);
         virq::clear(control, self.window.get());
@@ -432,10 +426,10 @@ impl VcpuFrames {
     fn write_groups(&self, state: &VcpuState, dirty: u64, is_owner: bool) -> Result<(), Status> {
         let Vmcb { control, save } = self.vmcb();
         if dirty & group::IP != 0 {
-            save.rip = state.rip;
-            save.rsp = state.rsp;
-            save.rflags = state.rflags;
-            control.interrupt_shadow = state.interrupt_shadow & SHADOW;
+            save.rip.set(state.rip.get());
+            save.rsp.set(state.rsp.get());
+            save.rflags.set(state.rflags.get());
+            control.interrupt_shadow.set(state.interrupt_shadow.get() & SHADOW);
         }
         if dirty & !(group::IP | group::INJECT) != 0 {
             self.write_slow_groups(state, dirty, is_owner)?;
@@ -453,55 +447,55 @@ impl VcpuFrames {
         let Vmcb { control, save } = self.vmcb();
         self.vmcb_changed.set(true);
         if dirty & group::CONTROL != 0 {
-            save.cr0 = state.cr0;
-            save.cr2 = state.cr2;
-            save.cr3 = state.cr3;
-            save.cr4 = state.cr4;
-            save.efer = state.efer | msr::efer::SVME;
-            save.cpl = state.cpl as u8 & 3;
+            save.cr0.set(state.cr0.get());
+            save.cr2.set(state.cr2.get());
+            save.cr3.set(state.cr3.get());
+            save.cr4.set(state.cr4.get());
+            save.efer.set(state.efer.get() | msr::efer::SVME);
+            save.cpl.set(state.cpl.get() as u8 & 3);
             // What the guest's TLB holds may not fit the new registers.
             self.asid_epoch.set(0);
         }
         if dirty & group::CODE != 0 {
-            save.segments[VcpuState::CS] = from_abi(&state.segments[VcpuState::CS]);
+            copy_from_state(&save.segments[VcpuState::CS], &state.segments[VcpuState::CS]);
         }
         if dirty & group::SEGMENTS != 0 {
             for (index, from) in state.segments.iter().enumerate() {
                 if index != VcpuState::CS {
-                    save.segments[index] = from_abi(from);
+                    copy_from_state(&save.segments[index], from);
                 }
             }
-            save.gdtr = from_abi(&state.gdtr);
-            save.ldtr = from_abi(&state.ldtr);
-            save.idtr = from_abi(&state.idtr);
-            save.tr = from_abi(&state.tr);
+            copy_from_state(&save.gdtr, &state.gdtr);
+            copy_from_state(&save.ldtr, &state.ldtr);
+            copy_from_state(&save.idtr, &state.idtr);
+            copy_from_state(&save.tr, &state.tr);
         }
         if dirty & group::MSRS != 0 {
-            save.star = state.star;
-            save.lstar = state.lstar;
-            save.cstar = state.cstar;
-            save.sfmask = state.sfmask;
-            save.kernel_gs_base = state.kernel_gs_base;
-            save.sysenter_cs = state.sysenter_cs;
-            save.sysenter_esp = state.sysenter_esp;
-            save.sysenter_eip = state.sysenter_eip;
-            save.g_pat = state.pat;
+            save.star.set(state.star.get());
+            save.lstar.set(state.lstar.get());
+            save.cstar.set(state.cstar.get());
+            save.sfmask.set(state.sfmask.get());
+            save.kernel_gs_base.set(state.kernel_gs_base.get());
+            save.sysenter_cs.set(state.sysenter_cs.get());
+            save.sysenter_esp.set(state.sysenter_esp.get());
+            save.sysenter_eip.set(state.sysenter_eip.get());
+            save.g_pat.set(state.pat.get());
         }
         if dirty & group::DEBUG != 0 {
-            save.dr6 = state.dr6;
-            save.dr7 = state.dr7;
+            save.dr6.set(state.dr6.get());
+            save.dr7.set(state.dr7.get());
         }
         if dirty & group::TSC != 0 {
-            control.tsc_offset = state.tsc_offset;
+            control.tsc_offset.set(state.tsc_offset.get());
         }
         if dirty & group::PRIORITY != 0 {
-            virq::set_priority(control, state.cr8);
+            virq::set_priority(control, state.cr8.get());
         }
         if dirty & group::VECTORS != 0 {
             self.write_vectors(state, is_owner);
         }
         if dirty & group::XCR0 != 0 {
-            let new = state.xcr0;
+            let new = state.xcr0.get();
             let avx512 = new & xcr0::AVX512;
             let valid = new & xcr0::X87 != 0
                 && new & !features().xcr0_mask == 0
@@ -522,21 +516,27 @@ impl VcpuFrames {
 
 impl VcpuFrames {
     fn read_vectors(&self, is_owner: bool) {
-        let to = &mut self.state().xmm;
+        let mut vectors = [[0; 2]; 16];
         if is_owner {
-            vectors::from_cpu(to);
+            vectors::from_cpu(&mut vectors);
         } else {
             // SAFETY: the vCPU's own area, which only the CPU that holds its registers writes, with the lock held.
-            *to = unsafe { vectors::from_area(self.fpu) };
+            vectors = unsafe { vectors::from_area(self.fpu) };
+        }
+        for (to, from) in self.state().xmm.iter().zip(vectors) {
+            to[0].set(from[0]);
+            to[1].set(from[1]);
         }
     }
 
     fn write_vectors(&self, state: &VcpuState, is_owner: bool) {
+        let vectors =
+            core::array::from_fn(|index| [state.xmm[index][0].get(), state.xmm[index][1].get()]);
         if is_owner {
-            vectors::to_cpu(&state.xmm);
+            vectors::to_cpu(&vectors);
         } else {
             // SAFETY: as above.
-            unsafe { vectors::to_area(self.fpu, &state.xmm, features().xsave) };
+            unsafe { vectors::to_area(self.fpu, &vectors, features().xsave) };
         }
     }
 }
@@ -554,37 +554,40 @@ pub fn read_groups(memory: &Memory, local: &Local, vcpu: &Vcpu<X86>, groups: u64
         }
     }
     vcpu.arch.read_groups(groups);
+    let state = vcpu.arch.state();
+    state.valid.set(state.valid.get() | groups & group::ALL);
 }
 
 /// Copies what most exits need: where the guest is, and for `CONTROL` and `CODE` how its code is to be read.
 #[inline(always)]
-fn read_code(state: &mut VcpuState, Vmcb { control, save }: &Vmcb, groups: u64) {
+fn read_code(state: &VcpuState, Vmcb { control, save }: &Vmcb, groups: u64) {
     if groups & group::IP != 0 {
-        state.rip = save.rip;
-        state.rsp = save.rsp;
-        state.rflags = save.rflags;
-        state.interrupt_shadow = control.interrupt_shadow & SHADOW;
+        state.rip.set(save.rip.get());
+        state.rsp.set(save.rsp.get());
+        state.rflags.set(save.rflags.get());
+        state.interrupt_shadow.set(control.interrupt_shadow.get() & SHADOW);
     }
     if groups & group::CONTROL != 0 {
-        state.cr0 = save.cr0;
-        state.cr2 = save.cr2;
-        state.cr3 = save.cr3;
-        state.cr4 = save.cr4;
-        state.efer = save.efer & !msr::efer::SVME;
-        state.cpl = save.cpl as u64;
+        state.cr0.set(save.cr0.get());
+        state.cr2.set(save.cr2.get());
+        state.cr3.set(save.cr3.get());
+        state.cr4.set(save.cr4.get());
+        state.efer.set(save.efer.get() & !msr::efer::SVME);
+        state.cpl.set(save.cpl.get() as u64);
     }
     if groups & group::CODE != 0 {
-        state.segments[VcpuState::CS] = to_abi(&save.segments[VcpuState::CS]);
+        copy_to_state(&state.segments[VcpuState::CS], &save.segments[VcpuState::CS]);
     }
-    state.valid |= groups & group::ALL;
 }
 
-fn to_abi(from: &VmcbSegment) -> Segment {
-    Segment { selector: from.selector, attrib: from.attrib, limit: from.limit, base: from.base }
+fn copy_to_state(to: &SharedSegment, from: &SavedSegment) {
+    to.access.set(from.access.get());
+    to.base.set(from.base.get());
 }
 
-fn from_abi(from: &Segment) -> VmcbSegment {
-    VmcbSegment { selector: from.selector, attrib: from.attrib, limit: from.limit, base: from.base }
+fn copy_from_state(to: &SavedSegment, from: &SharedSegment) {
+    to.access.set(from.access.get());
+    to.base.set(from.base.get());
 }
 
 // ---- the world switch ------------------------------------------------------------------------------
@@ -662,10 +665,10 @@ unsafe fn end_guest_mode(interrupts: bool) {
 
 /// The guest goes on after the `VMMCALL` that it was left at.
 #[inline(always)]
-fn step_over_hypercall(vmcb: &mut Vmcb) {
+fn step_over_hypercall(vmcb: &Vmcb) {
     const VMMCALL_LENGTH: u64 = 3;
-    vmcb.save.rip = vmcb.save.rip.wrapping_add(VMMCALL_LENGTH);
-    vmcb.control.interrupt_shadow = 0;
+    vmcb.save.rip.set(vmcb.save.rip.get().wrapping_add(VMMCALL_LENGTH));
+    vmcb.control.interrupt_shadow.set(0);
 }
 
 /// Runs the guest with the lock not held; returns its exit code, and how many of its hypercalls the kernel answered.
@@ -673,8 +676,8 @@ fn step_over_hypercall(vmcb: &mut Vmcb) {
 fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
     let vmcb = frames.vmcb();
     let state = frames.state();
-    let registers = (&raw mut state.gpr).cast::<u64>();
-    vmcb.save.rax = state.gpr[gpr::RAX];
+    let registers = state.gpr.as_ptr().cast::<u64>().cast_mut();
+    vmcb.save.rax.set(state.gpr[gpr::RAX].get());
     let mut handled = 0;
     // SAFETY: host state goes to this CPU's own page and comes back from there; the VMCB is complete, its maps and
     // tables are the kernel's. With GIF clear nothing interrupts between VMLOAD and VMRUN.
@@ -683,16 +686,16 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
         asm!("vmload rax", in("rax") frames.vmcb_physical, options(nostack));
         loop {
             world_switch(frames.vmcb_physical, registers);
-            let code = (&raw const vmcb.control.exit_code).read_volatile();
-            if code != exit::VMMCALL || vmcb.save.rax != abi::vcpu::HYPERCALL_VERSION {
+            let code = vmcb.control.exit_code.get();
+            if code != exit::VMMCALL || vmcb.save.rax.get() != abi::vcpu::HYPERCALL_VERSION {
                 break code;
             }
             // A hypercall of the kernel's own.
             handled += 1;
-            vmcb.save.rax = ABI_VERSION as u64;
+            vmcb.save.rax.set(ABI_VERSION as u64);
             step_over_hypercall(vmcb);
-            vmcb.control.event_inj = 0;
-            vmcb.control.tlb_control = tlb_control::NOTHING;
+            vmcb.control.event_inj.set(0);
+            vmcb.control.tlb_control.set(tlb_control::NOTHING);
         }
     };
     // SAFETY: as above; the host's registers are back before anything uses GS or SYSRET.
@@ -707,7 +710,7 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
         }
         end_guest_mode(matches!(code, exit::INTR | exit::NMI));
     }
-    state.gpr[gpr::RAX] = vmcb.save.rax;
+    state.gpr[gpr::RAX].set(vmcb.save.rax.get());
     (code, handled)
 }
 
@@ -773,13 +776,13 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, GuestEntry { thread, vcpu }
 /// Gives the vCPU an ASID under which the TLB holds nothing. This is also how a guest's TLB is flushed.
 #[cold]
 fn assign_asid(local: &Local, frames: &VcpuFrames, vm: &Vm<X86>) {
-    let control = &mut frames.vmcb().control;
+    let control = &frames.vmcb().control;
     if local.next_asid.get() >= features().asids {
         local.next_asid.set(1);
         local.asid_epoch.set(local.asid_epoch.get() + 1);
-        control.tlb_control = tlb_control::FLUSH_ALL;
+        control.tlb_control.set(tlb_control::FLUSH_ALL);
     }
-    control.guest_asid = local.next_asid.replace(local.next_asid.get() + 1);
+    control.guest_asid.set(local.next_asid.replace(local.next_asid.get() + 1));
     frames.asid_epoch.set(local.asid_epoch.get());
     frames.vm_generation.set(vm.space.generation.get());
     frames.vmcb_changed.set(true);
@@ -898,7 +901,7 @@ pub fn run(
         }
         let active = &entry.vm().space.active;
         active.set(active.get() | local.guest.bit.get());
-        arm(local, kernel.cpus[cpu_index].deadline().min(entry.vcpu.arch.state().deadline));
+        arm(local, kernel.cpus[cpu_index].deadline().min(entry.vcpu.arch.state().deadline.get()));
         let (frames, unlocked, destroyed_count) =
             (&raw const entry.vcpu.arch, entry.unlocked(), kernel.memory.destroyed_count());
         unlock(kernel);
@@ -920,22 +923,22 @@ pub fn run(
         active.set(active.get() & !local.guest.bit.get());
         let frames = &entry.vcpu.arch;
         let undelivered = if frames.virq_offered.get() != 0 { frames.withdraw_virq() } else { 0 };
-        let (state, control) = (frames.state(), &mut frames.vmcb().control);
-        state.entries += 1;
+        let (state, control) = (frames.state(), &frames.vmcb().control);
+        state.entries.add(1);
         if handled != 0 {
             // Each is an exit and another entry.
-            state.entries += handled;
-            state.handled_in_kernel += handled;
+            state.entries.add(handled);
+            state.handled_in_kernel.add(handled);
             add(&kernel.counters.vm_entries, handled);
             add(&kernel.counters.handled_in_kernel, handled);
         }
-        control.tlb_control = tlb_control::NOTHING;
-        state.inject = match interrupted_event(control.exit_int_info) {
+        control.tlb_control.set(tlb_control::NOTHING);
+        state.inject.set(match interrupted_event(control.exit_int_info.get()) {
             0 => undelivered,
             // QEMU keeps one pending too whose delivery was cut short.
             event => event,
-        };
-        state.cr8 = virq::priority(control);
+        });
+        state.cr8.set(virq::priority(control));
         if frames.window.get() & window::DELIVER_VIRQ != 0 {
             if !virq::is_pending(control) {
                 // The guest has taken it.
@@ -943,17 +946,18 @@ pub fn run(
                 frames.window.set(left);
                 frames.vmcb_changed.set(true);
                 virq::clear(control, left);
-                state.window = left;
-            } else if (state.inject ^ frames.window.get()) & event::VECTOR == 0 {
+                state.window.set(left);
+            } else if (state.inject.get() ^ frames.window.get()) & event::VECTOR == 0 {
                 // QEMU again: it is pending still, and comes that way.
-                state.inject = 0;
+                state.inject.set(0);
             }
         }
         let to_vmm = match code {
             exit::VMMCALL if frames.is_doorbell() => {
-                state.gpr[gpr::RAX] = kernel.ring_doorbell(entry.vm(), state.gpr[gpr::RBX]);
+                state.gpr[gpr::RAX]
+                    .set(kernel.ring_doorbell(entry.vm(), state.gpr[gpr::RBX].get()));
                 step_over_hypercall(frames.vmcb());
-                state.handled_in_kernel += 1;
+                state.handled_in_kernel.add(1);
                 count(&kernel.counters.handled_in_kernel);
                 if !kernel.has_work(cpu_index) {
                     continue;
@@ -961,24 +965,24 @@ pub fn run(
                 None
             }
             exit::INTR | exit::NMI | exit::SMI | exit::INIT => {
-                state.handled_in_kernel += 1;
+                state.handled_in_kernel.add(1);
                 count(&kernel.counters.handled_in_kernel);
                 handle_pending(&kernel, cpu_index);
                 after_interrupt(&kernel, cpu_index);
                 None
             }
             exit::MACHINE_CHECK => {
-                crate::machine_check::stop("while a guest ran", frames.vmcb().save.rip)
+                crate::machine_check::stop("while a guest ran", frames.vmcb().save.rip.get())
             }
             exit::SHUTDOWN => Some(shut_down(&kernel, seat)),
             exit::VINTR => {
-                state.window &= window::PERSISTENT;
+                state.window.set(state.window.get() & window::PERSISTENT);
                 Some(return_exit(&kernel, entry, kernel_exit::WINDOW, group::IP))
             }
             exit::HLT
-                if state.halt != 0
-                    && state.window == 0
-                    && state.inject == 0
+                if state.halt.get() != 0
+                    && state.window.get() == 0
+                    && state.inject.get() == 0
                     && halt(&kernel, cpu_index, entry) =>
             {
                 None
@@ -996,7 +1000,7 @@ fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
     // It may have been stopped meanwhile.
     let Some(name) = kernel.cpus[cpu_index].current.get() else { return false };
     let since = crate::time::tsc();
-    let deadline = vcpu.arch.state().deadline;
+    let deadline = vcpu.arch.state().deadline.get();
     let halts = deadline > since
         && kernel.halt(name, thread, (vcpu.notification, entry.notification()), deadline);
     if halts {
@@ -1010,8 +1014,8 @@ fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
 fn end_halt(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
     let state = entry.vcpu.arch.state();
     let since = entry.vcpu.arch.halted.take();
-    state.events = entry.notification().bits.take();
-    state.halted += crate::time::tsc().saturating_sub(since);
+    state.events.set(entry.notification().bits.take());
+    state.halted.add(crate::time::tsc().saturating_sub(since));
     report(kernel, entry, exit::HLT, kernel_exit::HALTED)
 }
 
@@ -1020,12 +1024,12 @@ fn end_halt(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
 fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, code: u64, reported: u64) -> ExitToVmm {
     let frames = &entry.vcpu.arch;
     let (state, control) = (frames.state(), &frames.vmcb().control);
-    state.exit_info1 = control.exit_info1;
-    state.exit_info2 = control.exit_info2;
+    state.exit_info1.set(control.exit_info1.get());
+    state.exit_info2.set(control.exit_info2.get());
     // A processor that does not save the next instruction's address leaves 0. Then the VMM looks at the
     // instruction, but for port accesses, where EXITINFO2 has that address.
-    state.next_rip = control.n_rip;
-    state.bytes_len = 0;
+    state.next_rip.set(control.n_rip.get());
+    state.bytes_len.set(0);
     let groups = match code {
         exit::NPF => {
             page_fault_bytes(state, control);
@@ -1033,11 +1037,11 @@ fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, code: u64, reported: u64)
         }
         exit::IOIO => group::IP,
         // The sizes in this leaf depend on it.
-        exit::CPUID if state.gpr[gpr::RAX] as u32 == hw_x86::cpuid::leaf::XSAVE => {
+        exit::CPUID if state.gpr[gpr::RAX].get() as u32 == hw_x86::cpuid::leaf::XSAVE => {
             frames.save_xcr0(features());
             group::IP | group::CONTROL | group::CODE | group::XCR0
         }
-        _ if control.n_rip != 0 => group::IP,
+        _ if control.n_rip.get() != 0 => group::IP,
         _ => group::IP | group::CONTROL | group::CODE,
     };
     return_exit(kernel, entry, reported, groups)
@@ -1060,15 +1064,15 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
     }
     let frames = &vcpu.arch;
     let state = frames.state();
-    let dirty = state.dirty;
+    let dirty = state.dirty.get();
     if dirty != 0 {
         let is_owner = local.state_owner.get() == entry.thread.vcpu.get();
-        state.dirty = 0;
+        state.dirty.set(0);
         frames.write_groups(state, dirty, is_owner).map_err(EntryError::Failed)?;
     }
     let bits = entry.notification().bits.take();
     if bits != 0 {
-        state.events = bits;
+        state.events.set(bits);
         return Err(EntryError::Exit(kernel_exit::RECALL));
     }
     if local.tsc_aux_owner.get() != entry.thread.vcpu.get() {
@@ -1078,28 +1082,30 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
         || frames.vm_generation.get() != vm.space.generation.get()
     {
         assign_asid(local, frames, vm);
-        frames.vmcb().control.n_cr3 = kernel.memory.physical(vm.space.root);
+        frames.vmcb().control.n_cr3.set(kernel.memory.physical(vm.space.root));
     }
     if frames.port_generation.get() != vm.space.port_generation.get() {
         frames.port_generation.set(vm.space.port_generation.get());
         frames.vmcb_changed.set(true);
         if let Some(map) = vm.space.port_map.get() {
-            frames.vmcb().control.iopm_base_pa = kernel.memory.physical(map);
+            frames.vmcb().control.iopm_base_pa.set(kernel.memory.physical(map));
         }
     }
-    let window = state.window;
+    let window = state.window.get();
     if frames.window.get() != window {
         frames.set_window(window);
     }
-    frames.vmcb().control.event_inj = 0;
-    if state.inject != 0 {
-        frames.inject(core::mem::take(&mut state.inject));
+    frames.vmcb().control.event_inj.set(0);
+    let event = state.inject.get();
+    if event != 0 {
+        state.inject.set(0);
+        frames.inject(event);
     }
-    let control = &mut frames.vmcb().control;
-    control.clean = CLEAN;
+    let control = &frames.vmcb().control;
+    control.clean.set(CLEAN);
     if frames.vmcb_changed.get() {
         frames.vmcb_changed.set(false);
-        control.clean = 0;
+        control.clean.set(0);
     }
     Ok(())
 }
@@ -1139,22 +1145,24 @@ fn after_interrupt(kernel: &Kernel<X86>, cpu_index: usize) {
     // The thread may have been stopped or its call ended.
     let Some(entry) = GuestEntry::current(kernel, cpu_index) else { return };
     let frames = &entry.vcpu.arch;
-    if frames.vmcb().control.interrupt_shadow & SHADOW != 0 {
+    if frames.vmcb().control.interrupt_shadow.get() & SHADOW != 0 {
         // Not every processor takes a shadow back into the guest (QEMU's does not), so the VMM has to see the
         // instruction in it.
-        frames.state().events = 0;
+        frames.state().events.set(0);
         return_exit(kernel, entry, kernel_exit::RECALL, group::IP);
-    } else if frames.state().deadline <= crate::time::tsc() {
+    } else if frames.state().deadline.get() <= crate::time::tsc() {
         return_exit(kernel, entry, kernel_exit::DEADLINE, group::IP);
     }
 }
 
 /// Bytes of the instruction that faulted, where the processor has them (APM vol. 2 §15.33.5).
 #[cold]
-fn page_fault_bytes(state: &mut VcpuState, control: &ControlArea) {
-    if features().decode_assist && control.exit_info1 & npf::FETCH == 0 {
-        state.bytes_len = control.fetched_bytes as u64 & 0xf;
-        state.bytes[..15].copy_from_slice(&control.instruction_bytes);
+fn page_fault_bytes(state: &VcpuState, control: &ControlArea) {
+    if features().decode_assist && control.exit_info1.get() & npf::FETCH == 0 {
+        state.bytes_len.set(control.fetched_bytes.get() as u64 & 0xf);
+        for (to, from) in state.bytes.iter().zip(control.instruction_bytes.get()) {
+            to.set(from);
+        }
     }
 }
 
@@ -1194,8 +1202,8 @@ fn return_exit(
     const IP_ONLY: u64 = group::IP;
     const DECODE: u64 = group::IP | group::CONTROL | group::CODE;
     let (state, vmcb) = (vcpu.arch.state(), vcpu.arch.vmcb());
-    state.exit_code = code;
-    state.valid = group::INJECT | group::PRIORITY;
+    state.exit_code.set(code);
+    state.valid.set(group::INJECT | group::PRIORITY | groups);
     // Constants make straight code of the frequent cases.
     match groups {
         IP_ONLY => read_code(state, vmcb, IP_ONLY),
