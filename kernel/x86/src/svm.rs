@@ -974,7 +974,7 @@ pub fn run(
             exit::MACHINE_CHECK => {
                 crate::machine_check::stop("while a guest ran", frames.vmcb().save.rip.get())
             }
-            exit::SHUTDOWN => Some(shut_down(&kernel, seat)),
+            exit::SHUTDOWN => Some(shut_down(&kernel, entry)),
             exit::VINTR => {
                 state.window.set(state.window.get() & window::PERSISTENT);
                 Some(return_exit(&kernel, entry, kernel_exit::WINDOW, group::IP))
@@ -1050,9 +1050,9 @@ fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, code: u64, reported: u64)
 /// The guest has shut down, which its VMM is to see, unless the machine has to stop.
 #[cold]
 #[inline(never)]
-fn shut_down(kernel: &Kernel<X86>, seat: Seat<'_>) -> Back {
-    crate::machine_check::look_after_shutdown(seat.vcpu.arch.vmcb().save.rip);
-    report(kernel, seat, exit::SHUTDOWN, exit::SHUTDOWN)
+fn shut_down(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
+    crate::machine_check::look_after_shutdown(entry.vcpu.arch.vmcb().save.rip.get());
+    report(kernel, entry, exit::SHUTDOWN, exit::SHUTDOWN)
 }
 
 /// Brings the processor structures of a vCPU, and what the CPU holds of it, up to date.

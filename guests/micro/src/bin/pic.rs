@@ -5,7 +5,7 @@
 
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use guests_micro::random::Random;
-use guests_micro::trap::Frame;
+use guests_micro::trap::TrapFrame;
 use guests_micro::{apic, check, cpu, guest, port, println};
 use hw_x86::apic::local::{LVT_LINT0, TPR};
 
@@ -26,7 +26,7 @@ const EXTERNAL: u32 = 7 << 8;
 
 static INTERRUPTS: AtomicU32 = AtomicU32::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     if frame.vector() != TIMER {
         guests_micro::trap::unexpected(frame);
     }
