@@ -1173,12 +1173,14 @@ fn server_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
-            // A server whose device is told to access the kernel.
+            // A server whose device is told to access the kernel, and to send interrupts.
             steps: vec![
                 Step::Console("steward> "),
                 Step::Log("the disk cannot read and cannot write what is not its server's"),
                 Step::Log("CHECK dma ok"),
                 Step::Log("vm witness started"),
+                Step::Log("the disk cannot send interrupts of its choice"),
+                Step::Log("CHECK messages ok"),
                 Step::Log("vm witness ended: power-off code 0"),
                 Step::Type("shutdown\r"),
                 Step::Console("the steward leaves"),
@@ -1194,6 +1196,9 @@ fn server_scenarios() -> Vec<Scenario> {
             steps: vec![
                 Step::Console("steward> "),
                 Step::Log("the disk can read and can write what is not its server's"),
+                Step::Log("the disk can send interrupts of its choice"),
+                Step::Log("CHECK messages ok"),
+                Step::Log("vm witness ended: power-off code 0"),
                 Step::Type("shutdown\r"),
                 Step::Console("the steward leaves"),
             ],

@@ -176,7 +176,7 @@ fn arguments(plan: &Plan, image: &Image, options: &Options) -> Vec<OsString> {
     // Without these virtio devices pass the IOMMU by.
     let translated = if plan.iommu { ",iommu_platform=on,disable-legacy=on" } else { "" };
     if plan.iommu {
-        add(&["-device", "amd-iommu"]);
+        add(&["-device", "amd-iommu,intremap=on"]);
     }
     for (number, disk) in plan.disks.iter().enumerate() {
         let on_off = |on| if on { "on" } else { "off" };

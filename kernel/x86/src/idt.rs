@@ -24,6 +24,10 @@ pub const IPI: u8 = 0xf1;
 pub const SPURIOUS: u8 = 0xff;
 /// First vector after the exceptions.
 pub const FIRST_INTERRUPT: u8 = 0x20;
+/// Task priority class of every CPU (bits 7:4 of TPR, CR8), for ever: the local APIC delivers no interrupt of this class and
+/// below, vectors 0 to 31. A device may request such an interrupt by a message. Delivered, it could not be told from the
+/// exception of that vector before the stack is read, since it has no error code; so it never is.
+pub const TASK_PRIORITY: u8 = FIRST_INTERRUPT / 16 - 1;
 
 /// Breakpoint and overflow: the exceptions that tasks may raise by instruction.
 const BY_SOFTWARE: [usize; 2] = [3, 4];

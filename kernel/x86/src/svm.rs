@@ -36,7 +36,7 @@ use crate::features::{Features, features};
 use crate::io::{rdmsr, read_cr0, read_xcr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
 use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
-use crate::{vectors, virq};
+use crate::{idt, vectors, virq};
 
 // ---- permission maps ---------------------------------------------------------------------------
 
@@ -716,7 +716,7 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
             // QEMU TCG's VMRUN raises V_IRQ without a lock, and may clear the pending state of a
             // host interrupt that arrives at that moment. The interrupt stays in the local APIC
             // unnoticed until that re-evaluates it, as it does on a write of its task priority.
-            asm!("mov cr8, {}", in(reg) 0u64, options(nostack, preserves_flags));
+            asm!("mov cr8, {}", in(reg) idt::TASK_PRIORITY as u64, options(nostack, preserves_flags));
         }
         end_guest_mode(matches!(code, exit::INTR | exit::NMI));
     }
@@ -987,6 +987,7 @@ pub fn run(
             exit::MACHINE_CHECK => {
                 crate::machine_check::stop("while a guest ran", frames.vmcb().save.rip)
             }
+            exit::SHUTDOWN => Some(shut_down(&kernel, entry)),
             exit::VINTR => {
                 state.window &= window::PERSISTENT;
                 Some(return_exit(&kernel, entry, kernel_exit::WINDOW, group::IP))
@@ -1058,6 +1059,14 @@ fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, code: u64, reported: u64)
         _ => group::IP | group::CONTROL | group::CODE,
     };
     return_exit(kernel, entry, reported, groups)
+}
+
+/// Handles a shutdown of the guest: an exit for its VMM, unless a hardware error caused it.
+#[cold]
+#[inline(never)]
+fn shut_down(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
+    crate::machine_check::check_after_shutdown(entry.vcpu.arch.vmcb().save.rip);
+    report(kernel, entry, exit::SHUTDOWN, exit::SHUTDOWN)
 }
 
 /// Updates the processor structures of a vCPU, and its state loaded in the CPU, before an entry.

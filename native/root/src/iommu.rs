@@ -1,19 +1,27 @@
-//! AMD IOMMUs: what memory a device may access.
+//! AMD IOMMUs: what memory a device may access, and what interrupts it may send.
 //!
 //! Root has all memory anyway, so the driver of what protects it from devices is in root, and the kernel knows
 //! nothing of it. All IOMMUs of the machine use one device table. A function that no server drives may access
 //! nothing. That of a server may access the memory that the server has for it, and the sessions of its clients, at their
-//! physical addresses; interrupts pass. Page tables belong to a server's number and stay, as that memory does, so
+//! physical addresses. Page tables belong to a server's number and stay, as that memory does, so
 //! a server that is started again needs no new ones.
+//!
+//! Interrupts are remapped where the firmware describes all I/O APICs, without which theirs could not be told from others. A
+//! function that no server drives may send none then. That of a server has a table with one interrupt, which root's message
+//! names; all else that it writes to the addresses of interrupts is blocked: other vectors and processors, NMI, INIT and external
+//! interrupts. The I/O APICs share a table in which an interrupt's number is its vector, so the kernel, which programs
+//! them, knows nothing of it. Where interrupts are not remapped, they pass.
 //!
 //! Reference: [`hw_x86::iommu`].
 
 use abi::{PAGE_SIZE, boot};
 use heapless::Vec;
-use hw_tables::acpi::Ivrs;
+use hw_tables::acpi::{Ivrs, IvrsIoApic, Madt, MadtEntry};
+use hw_x86::apic::msi;
 use hw_x86::iommu::{
-    ADDRESS_LIMIT, BLOCKED, DEVICE_ENTRY, DEVICE_TABLE_LENGTH, ENTRY, LEVELS, RING_PAGE, command,
-    control, device_entry, event_device, index, leaf, next_table, register, status, table,
+    ADDRESS_LIMIT, BLOCKED, DEVICE_ENTRY, DEVICE_TABLE_LENGTH, ENTRY, INTERRUPT_ENTRY, INTERRUPTS,
+    LEVELS, RING_PAGE, command, control, device_entry, event_device, index, leaf, next_table,
+    register, remapped, status, table, with_interrupts,
 };
 use native_rt::device::Registers;
 use native_rt::start::Boot;
@@ -25,6 +33,10 @@ use crate::pci::{self, Address};
 
 /// Most IOMMUs that are driven.
 const MAX_UNITS: usize = 8;
+/// Most I/O APICs; the kernel uses no more.
+const MAX_IO_APICS: usize = 8;
+/// Pages of an interrupt remapping table. It has as many entries as a message can name, since QEMU looks beyond a shorter one.
+const INTERRUPT_PAGES: u64 = (INTERRUPTS * INTERRUPT_ENTRY).div_ceil(PAGE_SIZE);
 /// Pages of a server's page tables: for memory in about as many places.
 const TABLE_PAGES: u64 = 32;
 /// Looks at memory until a command must have been carried out.
@@ -43,17 +55,32 @@ struct Unit {
     head: u64,
 }
 
-/// A server's page tables; the first page is the root.
+/// A server's page tables; the first page is the root. And the remapping table of its function's interrupts, if they are
+/// remapped.
 struct Domain {
     pages: Window,
     used: u64,
+    interrupts: Option<Window>,
 }
+
+/// Remapping of the I/O APICs' interrupts.
+struct Lines {
+    /// The functions that the interrupts come from.
+    devices: Vec<u16, MAX_IO_APICS>,
+    /// Their table.
+    table: Window,
+}
+
+/// Address and data by which a function interrupts, or an input of an I/O APIC.
+pub type Message = (u64, u64);
 
 /// All IOMMUs.
 pub struct Iommu {
     units: Vec<Unit, MAX_UNITS>,
     devices: Window,
     domains: [Option<Domain>; MAX_SERVERS],
+    /// `None`: interrupts are not remapped.
+    lines: Option<Lines>,
 }
 
 /// There is no memory for tables, or memory that they do not reach.
@@ -77,6 +104,39 @@ fn write(window: Window, offset: u64, words: &[u64]) {
     }
 }
 
+/// Makes an entry of an interrupt remapping table: message `number` arrives as `message` does without remapping.
+fn remap(table: Window, number: u64, (address, data): Message) {
+    let apic_id = (address >> msi::DESTINATION_SHIFT) as u8;
+    let entry = remapped(data as u8, apic_id);
+    let _ = table.write(number * INTERRUPT_ENTRY, &entry.to_le_bytes());
+}
+
+/// The functions that the I/O APICs' interrupts come from, by their ids in the MADT. `None`: not all are known.
+fn sources<I: Iterator<Item = IvrsIoApic>>(
+    ids: impl Iterator<Item = u8>,
+    known: impl Fn() -> I,
+) -> Option<Vec<u16, MAX_IO_APICS>> {
+    let mut devices = Vec::new();
+    for id in ids {
+        let io_apic = known().find(|known| known.id == id)?;
+        devices.push(io_apic.device).ok()?;
+    }
+    (!devices.is_empty()).then_some(devices)
+}
+
+impl Lines {
+    /// `None`: interrupts cannot be remapped.
+    fn new(boot: &Boot, ivrs: Ivrs, memory: &mut Memory, owner: usize) -> Option<Self> {
+        let madt = Madt::parse(pci::table(boot, Madt::SIGNATURE)?).ok()?;
+        let ids = madt.entries().filter_map(|entry| match entry {
+            MadtEntry::IoApic { id, .. } => Some(id),
+            _ => None,
+        });
+        let devices = sources(ids, || ivrs.io_apics())?;
+        Some(Self { devices, table: memory.take(owner, INTERRUPT_PAGES)? })
+    }
+}
+
 impl Iommu {
     /// Takes all IOMMUs into use; no device may access memory from then on. `None`: there are none. Their memory belongs to
     /// `owner`.
@@ -84,8 +144,13 @@ impl Iommu {
         let ivrs = Ivrs::parse(pci::table(boot, Ivrs::SIGNATURE)?).ok()?;
         let pages = DEVICE_TABLE_LENGTH / PAGE_SIZE;
         let devices = memory.take_aligned(owner, pages, pages)?;
+        let lines = Lines::new(boot, ivrs, memory, owner);
         for entry in 0..DEVICE_TABLE_LENGTH / DEVICE_ENTRY {
-            write(devices, entry * DEVICE_ENTRY, &BLOCKED);
+            write(devices, entry * DEVICE_ENTRY, &blocked(lines.is_some()));
+        }
+        for &device in lines.iter().flat_map(|lines| &lines.devices) {
+            let table = lines.as_ref().map(|lines| physical(lines.table));
+            write(devices, u64::from(device) * DEVICE_ENTRY, &with_interrupts(BLOCKED, table));
         }
         let mut units: Vec<Unit, MAX_UNITS> = Vec::new();
         let mut bases: Vec<u64, MAX_UNITS> = Vec::new();
@@ -103,6 +168,9 @@ impl Iommu {
             };
             unit.enable(devices);
             info!("IOMMU at {:#x}: devices may access what their servers have", iommu.base);
+            if lines.is_none() {
+                warn!("the IOMMU remaps no interrupts: devices may send any");
+            }
             // There is room for as many.
             let _ = (bases.push(iommu.base), units.push(unit));
         }
@@ -110,7 +178,57 @@ impl Iommu {
             units,
             devices,
             domains: [const { None }; MAX_SERVERS],
+            lines,
         })
+    }
+
+    /// The tables of a server, made at its first start.
+    fn domain(
+        &mut self,
+        memory: &mut Memory,
+        owner: usize,
+        server: usize,
+    ) -> Result<&mut Domain, NoRoom> {
+        let domain = self.domains.get_mut(server).ok_or(NoRoom)?;
+        if domain.is_none() {
+            let pages = memory.take(owner, TABLE_PAGES).ok_or(NoRoom)?;
+            let interrupts = match self.lines {
+                Some(_) => Some(memory.take(owner, INTERRUPT_PAGES).ok_or(NoRoom)?),
+                None => None,
+            };
+            let mut new = Domain { pages, used: 0, interrupts };
+            new.add_table().ok_or(NoRoom)?;
+            *domain = Some(new);
+        }
+        domain.as_mut().ok_or(NoRoom)
+    }
+
+    /// The message by which the function of a server is to interrupt, so that it arrives as `message` from the next
+    /// [`allow`](Self::allow) on.
+    pub fn message(
+        &mut self,
+        memory: &mut Memory,
+        owner: usize,
+        server: usize,
+        message: Message,
+    ) -> Result<Message, NoRoom> {
+        const FIRST: u64 = 0;
+        let domain = self.domain(memory, owner, server)?;
+        let Some(table) = domain.interrupts else { return Ok(message) };
+        remap(table, FIRST, message);
+        Ok((msi::ADDRESS, FIRST))
+    }
+
+    /// An input of an I/O APIC may interrupt by this message.
+    pub fn add_line(&mut self, message: Message) {
+        let Some(lines) = &self.lines else { return };
+        // The I/O APIC's own vector is the number of its message.
+        remap(lines.table, message.1 & 0xff, message);
+        for unit in &mut self.units {
+            for &device in &lines.devices {
+                unit.invalidate_interrupts(device);
+            }
+        }
     }
 
     /// Lets the function of a server access these windows, and nothing else.
@@ -122,29 +240,24 @@ impl Iommu {
         function: Address,
         windows: impl Iterator<Item = Window>,
     ) -> Result<(), NoRoom> {
-        let domain = self.domains.get_mut(server).ok_or(NoRoom)?;
-        let domain = match domain {
-            Some(domain) => domain,
-            None => {
-                let pages = memory.take(owner, TABLE_PAGES).ok_or(NoRoom)?;
-                let mut new = Domain { pages, used: 0 };
-                new.add_table().ok_or(NoRoom)?;
-                domain.insert(new)
-            }
-        };
+        let domain = self.domain(memory, owner, server)?;
         for window in windows {
             for offset in (0..window.length()).step_by(PAGE_SIZE as usize) {
                 domain.map(physical(window) + offset).ok_or(NoRoom)?;
             }
         }
         let entry = device_entry(physical(domain.pages), domain_number(server));
+        let entry = match domain.interrupts {
+            Some(table) => with_interrupts(entry, Some(physical(table))),
+            None => entry,
+        };
         self.set(function, server, entry);
         Ok(())
     }
 
     /// The function of a server may access nothing any more.
     pub fn deny(&mut self, server: usize, function: Address) {
-        self.set(function, server, BLOCKED);
+        self.set(function, server, blocked(self.lines.is_some()));
     }
 
     fn set(&mut self, function: Address, server: usize, entry: [u64; 4]) {
@@ -152,7 +265,7 @@ impl Iommu {
         let at = u64::from(device) * DEVICE_ENTRY;
         // The rights last when they are given, first when they are taken: either way the first word alone has none yet, or
         // none any more.
-        if entry == BLOCKED {
+        if entry[0] == BLOCKED[0] {
             write(self.devices, at, &entry);
         } else {
             write(self.devices, at + 8, &entry[1..]);
@@ -183,6 +296,11 @@ impl Iommu {
             warn!("IOMMU: {more} more events");
         }
     }
+}
+
+/// Device table entry of a function that no server drives.
+fn blocked(remaps: bool) -> [u64; 4] {
+    if remaps { with_interrupts(BLOCKED, None) } else { BLOCKED }
 }
 
 /// Domain 0 is nobody's.
@@ -250,10 +368,16 @@ impl Unit {
 
     /// Makes the IOMMU forget what it knows of a function and a domain, and waits until it has.
     fn forget(&mut self, device: u16, domain: u16) {
-        self.answer += 1;
-        let place = physical(self.pages) + Self::ANSWER;
         self.put(command::invalidate_device(device));
         self.put(command::invalidate_domain(domain));
+        self.invalidate_interrupts(device);
+    }
+
+    /// Makes it forget what it knows of a function's interrupts, and waits until it has done all commands.
+    fn invalidate_interrupts(&mut self, device: u16) {
+        self.answer += 1;
+        let place = physical(self.pages) + Self::ANSWER;
+        self.put(command::invalidate_interrupts(device));
         self.put(command::completion(place, self.answer));
         self.registers.write64(register::COMMAND_TAIL, self.tail);
         let done = (0..PATIENCE).any(|_| read(self.pages, Self::ANSWER) == self.answer);
@@ -287,5 +411,27 @@ impl Unit {
         self.registers.write64(register::EVENT_TAIL, 0);
         self.registers.write64(register::STATUS, status::EVENT_OVERFLOW);
         self.registers.write64(register::CONTROL, control);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interrupts_are_remapped_if_all_io_apics_are_known() {
+        let known = [(0, 0xa0), (2, 0xa1), (0, 0xa2)];
+        let known = known.map(|(id, device)| IvrsIoApic { id, device });
+        let find = |ids: &[u8]| sources(ids.iter().copied(), || known.iter().copied());
+        assert_eq!(find(&[2, 0]).as_deref(), Some(&[0xa1, 0xa0][..]));
+        assert_eq!(find(&[0, 1]), None, "interrupts of the second one would be blocked");
+        assert_eq!(find(&[]), None, "nothing says that there are no others");
+        assert_eq!(find(&[0; MAX_IO_APICS + 1]), None);
+    }
+
+    #[test]
+    fn a_function_without_a_server_sends_nothing() {
+        assert_eq!(blocked(true), [BLOCKED[0], 0, 1, 0]);
+        assert_eq!(blocked(false), BLOCKED, "the machine could not remap what it let pass");
     }
 }

@@ -6,8 +6,8 @@
 
 use abi::{PAGE_SIZE, boot, rights};
 use heapless::Vec;
-use native_rt::Window;
 use native_rt::start::Boot;
+use native_rt::{Irq, Window};
 use proto::service::{
     Attachment, DiskClient, DiskDriver, DiskServer, MAX_SESSIONS, NetPort, NetServer, Service,
 };
@@ -297,12 +297,25 @@ impl Sessions {
         };
         child.add_window(RangeKind::Dma, window, MEMORY, physical(window))?;
 
-        let (address, data) = child.add_interrupt(resources, 0, MESSAGE)?.message()?;
+        let mut message = child.add_interrupt(resources, 0, MESSAGE)?.message()?;
+        if let Some(iommu) = &mut self.iommu {
+            let remapped = iommu.message(&mut resources.memory, KEPT, number, message);
+            message = remapped.map_err(|NoRoom| StartError::Memory)?;
+        }
+        let (address, data) = message;
         if !function.enable(&bars, address, data as u32) {
             return Err(StartError::Device);
         }
         native_rt::info!("server has PCI function {}", function.address);
         Ok(function.address)
+    }
+
+    /// A server has this interrupt of an I/O APIC.
+    pub fn add_line(&mut self, interrupt: Irq) -> Result<(), StartError> {
+        if let Some(iommu) = &mut self.iommu {
+            iommu.add_line(interrupt.message()?);
+        }
+        Ok(())
     }
 
     /// A server has ended: its device must not access memory any more.

@@ -226,8 +226,9 @@ pub trait Backend {
     }
     /// What it is from the next entry on.
     fn set_cr8(&mut self, _value: u8) {}
-    /// Whether the guest exits when it writes `CR8`, because an interrupt waits for a lower task priority. A back end whose
-    /// guest exits in any case when it lowers it need not have it.
+    /// Whether the guest exits when it writes `CR8`, because an interrupt waits for a lower task priority, or because the write
+    /// clears bits 3:0 of the task priority. A back end whose guest exits in any case when it lowers the priority need not have
+    /// it: such a guest finds bits 3:0 unchanged after a write of the same class.
     fn set_cr8_exits(&mut self, _exit: bool) {}
 
     /// Whether the guest exits at its next `IRET`, before that is executed ([`Exit::Iret`]). `false`: the back end masks

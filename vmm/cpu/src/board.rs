@@ -87,6 +87,8 @@ pub struct Signals {
     pub deadline: Nanos,
     /// The task priority as `CR8` shows it.
     pub cr8: u8,
+    /// Bits 3:0 of the task priority are not 0. A write of `CR8` clears them, even one of the same value.
+    pub tpr_low: bool,
 }
 
 /// Something the guest did that the machine does not know: counted, and logged once each.

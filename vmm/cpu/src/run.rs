@@ -84,8 +84,9 @@ pub struct Cpu {
     window: Window,
     /// The task priority that both the back end and the local APIC know of.
     cr8: u8,
-    /// An interrupt waits for a lower one.
-    held: bool,
+    /// The guest exits when it writes `CR8`: an interrupt waits for a lower task priority, or the write clears bits that `CR8`
+    /// does not show.
+    cr8_exits: bool,
     pub(crate) eoi: EoiWord,
     pub(crate) steal: StealRecord,
     /// The guest may have taken the interrupt, or ended one, without an exit.
@@ -115,7 +116,7 @@ impl Cpu {
             deferred: Event::NONE,
             window: Window::Nothing,
             cr8: 0,
-            held: false,
+            cr8_exits: false,
             eoi: EoiWord::OFF,
             steal: StealRecord::OFF,
             left: false,
@@ -259,9 +260,10 @@ impl Cpu {
             vcpu.set_cr8(signals.cr8);
         }
         let held = signals.interrupt == Waiting::Held;
-        if held != self.held {
-            self.held = held;
-            vcpu.set_cr8_exits(held);
+        let cr8_exits = held || signals.tpr_low;
+        if cr8_exits != self.cr8_exits {
+            self.cr8_exits = cr8_exits;
+            vcpu.set_cr8_exits(cr8_exits);
         }
         self.deliver(vcpu, board, if held { Waiting::Nothing } else { signals.interrupt });
         if self.activity != Activity::Running {
@@ -886,6 +888,7 @@ mod tests {
         multicasts: Vec<(ApicIds, InterruptMessage)>,
         tsc_written: Vec<u64>,
         cr8: u8,
+        tpr_low: bool,
         apic_base: Option<u64>,
         emulated: Emulated,
     }
@@ -931,6 +934,7 @@ mod tests {
                 multicasts: Vec::new(),
                 tsc_written: Vec::new(),
                 cr8: 0,
+                tpr_low: false,
                 apic_base: None,
                 emulated: Emulated::Unknown,
             }
@@ -1026,6 +1030,7 @@ mod tests {
                 startup: self.startup.take(),
                 deadline: self.deadline,
                 cr8: self.cr8,
+                tpr_low: self.tpr_low,
             }
         }
         fn acknowledge(&mut self, _: usize) -> Option<Acknowledged> {

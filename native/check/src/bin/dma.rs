@@ -1,5 +1,5 @@
-//! In place of a disk server: has its disk read and write memory that it was not given, and prints whether the disk could.
-//! Overwrites a sector between the partition table and the first partition.
+//! In place of a disk server: has its disk read and write memory that it was not given, and send interrupts that it was not
+//! given, and prints whether the disk could. Overwrites a sector between the partition table and the first partition.
 //!
 //! Devices may report success for what an IOMMU kept from them, so only contents count. What is read is the kernel's program. What is
 //! written is memory that nobody uses after boot; if that is not possible, the kernel's program is overwritten, too: whoever
@@ -12,10 +12,10 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use native_check::Report;
 use native_rt::device::{configuration, dma, registers};
-use native_rt::{Notification, info, time};
+use native_rt::{Irq, Notification, info, time};
 use native_virtio::{QUEUE_BYTES, Queue, Transport, WRITE};
 use proto::disk::SECTOR;
-use proto::start::{Clock, Start, slot};
+use proto::start::{Clock, Start, event, slot};
 
 /// Where the kernel's program is in physical memory, and at least so many sectors of it.
 const KERNEL: u64 = 0x10_0000;
@@ -33,6 +33,19 @@ const OUT: u64 = 1;
 const RECORD: usize = QUEUE_BYTES as usize / 8;
 const STATUS: usize = RECORD + 2;
 const DATA: usize = RECORD + 64;
+/// Bytes of a message that interrupts; where a device writes them is the local APICs' (APM vol. 2, section 16.6.9).
+const MESSAGE: u64 = 4;
+const APIC: u64 = 0xfee0_0000;
+/// Vectors of exceptions, and the last one, which is that of spurious interrupts.
+const EXCEPTIONS: u32 = 32;
+const SPURIOUS: u32 = 0xff;
+/// Delivery modes of messages: lowest priority, NMI, and as the 8259 says. Two are left out: SMI is the firmware's, and INIT resets
+/// the processor, which nothing but the remapping of interrupts keeps a device from.
+const LOWEST: u32 = 1 << 8;
+const NMI: u32 = 4 << 8;
+const EXTERNAL: u32 = 7 << 8;
+/// Flag of the available ring: the device is not to interrupt (virtio 1.2, section 2.7.7).
+const NO_INTERRUPT: u64 = 1;
 /// Time for a request, in looks and ns.
 const LOOKS: u32 = 100;
 const PAUSE: u64 = 10_000_000;
@@ -42,6 +55,7 @@ native_rt::entry!(main);
 fn main(start: &Start<'static>) -> u64 {
     let mut report = Report::default();
     report.case("dma", check(start));
+    report.case("messages", messages(start));
     report.exit_code()
 }
 
@@ -66,6 +80,39 @@ fn check(start: &Start<'static>) -> Result<(), &'static str> {
     if again == Some(table) { Ok(()) } else { Err("the disk does not work any more") }
 }
 
+/// The kernel takes none of these for an exception of whoever runs, of itself neither, and goes on taking other interrupts.
+fn messages(start: &Start<'static>) -> Result<(), &'static str> {
+    let mut disk = Disk::new(start)?;
+    let irq = Irq::at(slot::DEVICE);
+    let notification = Notification::at(slot::NOTIFICATION);
+    irq.bind(notification, event::INTERRUPT.trailing_zeros()).map_err(|_| "no interrupt")?;
+    let (address, own) = irq.message().map_err(|_| "the interrupt is no message")?;
+    if address & !0xf_f000 != APIC {
+        return Err("messages are written elsewhere");
+    }
+    disk.silence();
+    disk.events = 0;
+    // They come while other programs and guests run, or nobody does; then while this one does.
+    for waits in [true, false] {
+        disk.waits = waits;
+        for vector in 0..EXCEPTIONS {
+            disk.send(start, vector)?;
+            disk.send(start, LOWEST | vector)?;
+        }
+        for message in [SPURIOUS, NMI, EXTERNAL, SPURIOUS] {
+            disk.send(start, message)?;
+        }
+    }
+    if disk.events != 0 {
+        return Err("an interrupt came that nobody has sent");
+    }
+    disk.send(start, own as u32)?;
+    disk.events |= notification.wait(time::after(&start.clock, PAUSE)).unwrap_or(0);
+    let can = disk.events & event::INTERRUPT != 0;
+    info!("the disk {} send interrupts of its choice", if can { "can" } else { "cannot" });
+    Ok(())
+}
+
 /// The words of a sector.
 type Sector = [u64; SECTOR as usize / 8];
 
@@ -75,6 +122,10 @@ struct Disk {
     queue: Queue<'static>,
     words: &'static [AtomicU64],
     physical: u64,
+    /// Whether it sleeps while the disk works.
+    waits: bool,
+    /// What came meanwhile.
+    events: u64,
 }
 
 impl Disk {
@@ -88,7 +139,30 @@ impl Disk {
         let queue = Queue::new(words, physical, transport.queue_size(0)).ok_or("no queue")?;
         transport.set_queue(0, &queue).map_err(|_| "no queue")?;
         transport.start();
-        Ok(Self { clock: start.clock, transport, queue, words, physical })
+        let clock = start.clock;
+        Ok(Self { clock, transport, queue, words, physical, waits: true, events: 0 })
+    }
+
+    /// The disk does not interrupt any more when it has done something.
+    fn silence(&self) {
+        let [_, available, _] = self.queue.addresses();
+        self.words[((available - self.physical) / 8) as usize]
+            .fetch_or(NO_INTERRUPT, Ordering::Release);
+    }
+
+    /// Has the disk write a message to a processor's local APIC: reads a sector that begins with it.
+    fn send(&mut self, start: &Start<'static>, message: u32) -> Result<(), &'static str> {
+        self.words[DATA].store(message.into(), Ordering::Relaxed);
+        if !self.request(OUT, FREE, self.at(DATA)) {
+            return Err("the disk cannot write");
+        }
+        let rest = (self.at(DATA + 1), (SECTOR - MESSAGE) as u32);
+        if !self.transfer(IN, FREE, &[(APIC, MESSAGE as u32), rest]) {
+            let (waits, events) = (self.waits, self.events);
+            *self = Self { waits, events, ..Self::new(start)? };
+            self.silence();
+        }
+        Ok(())
     }
 
     /// The address of a word of its memory.
@@ -130,26 +204,43 @@ impl Disk {
 
     /// Moves a sector from or to a physical address; whether the disk did.
     fn request(&mut self, kind: u64, sector: u64, address: u64) -> bool {
+        self.transfer(kind, sector, &[(address, SECTOR as u32)])
+    }
+
+    /// Moves a sector from or to a place in one or two parts: physical addresses and lengths.
+    fn transfer(&mut self, kind: u64, sector: u64, parts: &[(u64, u32)]) -> bool {
         for (word, value) in [(RECORD, kind), (RECORD + 1, sector), (STATUS, u64::MAX)] {
             self.words[word].store(value, Ordering::Relaxed);
         }
         let flags = if kind == IN { WRITE } else { 0 };
         let (record, status) = (self.at(RECORD), self.at(STATUS));
-        let chain = [(record, 16, 0), (address, SECTOR as u32, flags), (status, 1, WRITE)];
-        if !self.queue.offer(0, &chain) {
+        let part = |&(address, length): &(u64, u32)| (address, length, flags);
+        let (head, tail) = ((record, 16, 0), (status, 1, WRITE));
+        let offered = match parts {
+            [one] => self.queue.offer(0, &[head, part(one), tail]),
+            [one, two] => self.queue.offer(0, &[head, part(one), part(two), tail]),
+            _ => false,
+        };
+        if !offered {
             return false;
         }
         self.transport.notify(self.transport.doorbell(0), 0);
-        for _ in 0..LOOKS {
+        self.finish()
+    }
+
+    /// Waits for the end of a request; whether it succeeded.
+    fn finish(&mut self) -> bool {
+        let end = time::after(&self.clock, PAUSE * u64::from(LOOKS));
+        while time::tsc() < end {
             if self.queue.take().is_ok_and(|taken| taken.is_some()) {
                 return self.words[STATUS].load(Ordering::Acquire) as u8 == 0;
             }
             if self.transport.needs_reset() {
                 return false;
             }
-            let deadline = time::after(&self.clock, PAUSE);
-            // Nobody signals: this is a pause.
-            let _ = Notification::at(slot::NOTIFICATION).wait(deadline);
+            // A pause, unless an interrupt comes.
+            let deadline = if self.waits { time::after(&self.clock, PAUSE) } else { 0 };
+            self.events |= Notification::at(slot::NOTIFICATION).wait(deadline).unwrap_or(0);
         }
         false
     }
