@@ -24,9 +24,10 @@ pub const IPI: u8 = 0xf1;
 pub const SPURIOUS: u8 = 0xff;
 /// First vector after the exceptions.
 pub const FIRST_INTERRUPT: u8 = 0x20;
-/// Task priority class of every CPU (bits 7:4 of TPR, CR8), for ever: the local APIC delivers no interrupt of this class and
-/// below, vectors 0 to 31. A device may request such an interrupt by a message. Delivered, it could not be told from the
-/// exception of that vector before the stack is read, since it has no error code; so it never is.
+/// Task priority class of every CPU (bits 7:4 of TPR, CR8), constant: the local APIC delivers no
+/// interrupt of this class and below, i.e. vectors 0 to 31. A device may request one by an MSI. If
+/// it were delivered, the entry code could not distinguish it from the exception with that vector
+/// before reading the stack, since it has no error code.
 pub const TASK_PRIORITY: u8 = FIRST_INTERRUPT / 16 - 1;
 
 /// Breakpoint and overflow: the exceptions that tasks may raise by instruction.
