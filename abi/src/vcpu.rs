@@ -6,6 +6,9 @@
 //! groups that it has changed. Field and attribute formats are those of the VMCB (AMD APM vol. 2,
 //! appendix B).
 
+use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::{AtomicU8, AtomicU64};
+
 /// State groups.
 pub mod group {
     /// `rip`, `rsp`, `rflags`, `interrupt_shadow`.
@@ -97,36 +100,43 @@ pub mod doorbell {
     pub const UNBOUND: u64 = 1;
 }
 
-/// Defines a word of memory that kernel and VMM share.
-macro_rules! shared {
-    ($($name:ident: $word:ty, $atomic:ident;)*) => {$(
-        #[doc = concat!("A word of type `", stringify!($word), "` in memory that kernel and VMM share.")]
-        #[derive(Debug, Default)]
-        #[repr(transparent)]
-        pub struct $name(core::sync::atomic::$atomic);
+/// A word of type `u8` in memory that kernel and VMM share.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub struct SharedU8(AtomicU8);
 
-        impl $name {
-            /// Reads the word once.
-            #[inline(always)]
-            pub fn get(&self) -> $word {
-                self.0.load(core::sync::atomic::Ordering::Relaxed)
-            }
+impl SharedU8 {
+    /// Reads the word once.
+    #[inline(always)]
+    pub fn get(&self) -> u8 {
+        self.0.load(Relaxed)
+    }
 
-            /// Writes the word once.
-            #[inline(always)]
-            pub fn set(&self, value: $word) {
-                self.0.store(value, core::sync::atomic::Ordering::Relaxed);
-            }
-        }
-    )*};
+    /// Writes the word once.
+    #[inline(always)]
+    pub fn set(&self, value: u8) {
+        self.0.store(value, Relaxed);
+    }
 }
 
-shared! {
-    SharedU8: u8, AtomicU8;
-    SharedU64: u64, AtomicU64;
-}
+/// A word of type `u64` in memory that kernel and VMM share.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub struct SharedU64(AtomicU64);
 
 impl SharedU64 {
+    /// Reads the word once.
+    #[inline(always)]
+    pub fn get(&self) -> u64 {
+        self.0.load(Relaxed)
+    }
+
+    /// Writes the word once.
+    #[inline(always)]
+    pub fn set(&self, value: u64) {
+        self.0.store(value, Relaxed);
+    }
+
     /// Adds to the word. Reads and writes it once each, not as one atomic operation: for counters
     /// with one writer.
     #[inline(always)]

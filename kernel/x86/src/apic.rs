@@ -148,7 +148,7 @@ impl<R: ApicRegisters> Apic<R> {
         self.write(local::EOI, 0);
     }
 
-    /// Whether the interrupt with this vector is in service. A spurious one is not.
+    /// Returns whether the interrupt with this vector is in service; a spurious one is not.
     #[cold]
     pub fn is_in_service(&self, vector: u8) -> bool {
         let register = local::ISR + 0x10 * (vector as u32 / 32);

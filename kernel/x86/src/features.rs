@@ -44,7 +44,7 @@ pub struct Features {
     pub pku: bool,
     /// Machine-check exceptions.
     pub mce: bool,
-    /// Machine-check architecture: registers that tell about errors.
+    /// Machine-check architecture: error-reporting registers.
     pub mca: bool,
     /// FXSAVE and FXRSTOR.
     pub fxsr: bool,

@@ -157,7 +157,7 @@ fn arm_for_log(cpu_index: usize) {
 pub fn handle_vector(kernel: &Kernel<X86>, cpu_index: usize, vector: u8) {
     count(&kernel.counters.interrupts);
     match vector {
-        // A device can send this vector, too. Then it is in service, and without its end nothing else comes.
+        // A device can also send this vector. Such an interrupt is in service and needs an EOI.
         idt::SPURIOUS if !apic::local().is_in_service(vector) => return,
         idt::SPURIOUS => {}
         idt::TIMER => {

@@ -1,19 +1,23 @@
-//! Virtual interrupts and the window for them in the VMCB (APM vol. 2 §15.21), and the intercepts that change with it.
+//! Virtual interrupts and interrupt windows in the VMCB (APM vol. 2 §15.21), with the intercepts
+//! that depend on them.
 //!
 //! # Invariants
 //!
-//! * `V_TPR` is the guest's CR8, which it reads and writes without an exit. Nothing here changes it.
-//! * A virtual interrupt ignores `V_TPR`: the VMM has compared with the task priority. So as long as one is pending the guest
-//!   is left when it writes CR8, and the VMM compares again. (`V_INTR_PRIO` would do the same without an exit, but QEMU's
-//!   processor takes an interrupt of the same class, too; and it does not survive a write of CR8 while one is pending.)
+//! * `V_TPR` is the guest's CR8, which the guest reads and writes without an exit. Only
+//!   [`set_priority`] changes it.
+//! * A virtual interrupt ignores `V_TPR`: the VMM has compared it with the task priority. While one
+//!   is pending, writes of CR8 exit, and the VMM compares again. (`V_INTR_PRIO` would do the same
+//!   without an exit, but QEMU TCG also delivers an interrupt of the same class, and loses it on a
+//!   write of CR8 while one is pending.)
 
 use abi::vcpu::window;
 use hw_x86::vmcb::{ControlArea, event, intercept_cr, intercept3, v_intr};
 
-/// A virtual interrupt, whatever the guest's task priority.
+/// A pending virtual interrupt that ignores the guest's task priority.
 const PENDING: u64 = v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIFT;
 
-/// Sets what is pending, beside the task priority; writes of CR8 exit as long as something is, or if `exit_wanted`.
+/// Sets the pending virtual interrupt, keeping the task priority. Writes of CR8 exit while one is
+/// pending, or if `exit_wanted` is set.
 fn set(control: &ControlArea, pending: u64, exit_wanted: bool) {
     control.v_intr.set(control.v_intr.get() & v_intr::TPR | v_intr::INTR_MASKING | pending);
     let exits = exit_wanted || pending != 0;
@@ -24,12 +28,12 @@ fn pending(vector: u64) -> u64 {
     PENDING | (vector & event::VECTOR) << v_intr::VECTOR_SHIFT
 }
 
-/// What a window asks of writes of CR8.
+/// Returns whether a window requests exits on writes of CR8.
 const fn wants_cr8_exit(wanted: u64) -> bool {
     wanted & window::PRIORITY != 0
 }
 
-/// Whether a window leaves virtual interrupts to others.
+/// Returns whether a window leaves the virtual interrupt unused.
 pub const fn is_unused(wanted: u64) -> bool {
     wanted & (window::EXIT | window::DELIVER_VIRQ) == 0
 }
@@ -45,13 +49,13 @@ pub fn priority(control: &ControlArea) -> u64 {
     control.v_intr.get() & v_intr::TPR
 }
 
-/// Whether a virtual interrupt waits for the guest.
+/// Returns whether a virtual interrupt is pending.
 #[inline(always)]
 pub fn is_pending(control: &ControlArea) -> bool {
     control.v_intr.get() & v_intr::IRQ != 0
 }
 
-/// Says what happens as soon as the guest can take an interrupt: that is when the processor delivers a virtual one.
+/// Configures a window: its action occurs when the processor could deliver a virtual interrupt.
 pub fn set_window(control: &ControlArea, wanted: u64) {
     let virq = if is_unused(wanted) { 0 } else { pending(wanted) };
     set(control, virq, wants_cr8_exit(wanted));
@@ -64,12 +68,12 @@ pub fn set_window(control: &ControlArea, wanted: u64) {
     }
 }
 
-/// Makes an interrupt pending while the window is free ([`is_unused`]).
+/// Makes an interrupt pending while the window leaves the virtual interrupt unused ([`is_unused`]).
 pub fn offer(control: &ControlArea, vector: u64, wanted: u64) {
     set(control, pending(vector), wants_cr8_exit(wanted));
 }
 
-/// There is nothing pending any more, because the guest has taken it or it is taken back.
+/// Clears the virtual interrupt, which the guest has taken or the kernel withdraws.
 pub fn clear(control: &ControlArea, wanted: u64) {
     set(control, 0, wants_cr8_exit(wanted));
 }
@@ -86,7 +90,7 @@ mod tests {
         control
     }
 
-    /// Whether writes of CR8 exit, whether the window exits, what is pending (its vector), and the task priority.
+    /// State of the VMCB: writes of CR8 exit, the window exits, pending vector, task priority.
     fn state(control: &ControlArea) -> (bool, bool, Option<u64>, u64) {
         let vector = control.v_intr.get() >> v_intr::VECTOR_SHIFT & 0xff;
         assert_eq!(control.intercept_cr.get() & !intercept_cr::WRITE_CR8, 0, "reads never exit");
@@ -115,7 +119,7 @@ mod tests {
             set_window(&control, wanted);
             assert_eq!(state(&control), expected, "{wanted:#x}");
         }
-        // What a VMM writes there is a task priority and nothing else.
+        // Any value written by a VMM changes only the task priority.
         set_priority(&control, u64::MAX);
         assert_eq!(state(&control), (false, false, None, 15));
     }

@@ -1,29 +1,31 @@
-//! Blocks of the IVRS and their device entries (AMD I/O Virtualization Technology Specification, rev. 3, section 5.2.2).
+//! Blocks of the IVRS and their device entries (AMD I/O Virtualization Technology Specification,
+//! rev. 3, section 5.2.2).
 
 use super::Ivrs;
 use crate::bytes;
 
-/// An I/O APIC behind an IOMMU.
+/// An I/O APIC whose interrupts an IOMMU remaps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IvrsIoApic {
-    /// Its id, as the MADT has it.
+    /// I/O APIC id, as in the MADT.
     pub id: u8,
-    /// The function that its interrupts come from, for the IOMMU: bus, device (5 bits), function (3 bits).
+    /// Source function of its interrupts for the IOMMU: bus, device (5 bits), function (3 bits).
     pub device: u16,
 }
 
 impl<'a> Ivrs<'a> {
-    /// Kind of the IVHD whose fixed part is shorter, and lengths of both.
+    /// Type of the IVHD with the short fixed part, and lengths of both fixed parts.
     const SHORT: u8 = 0x10;
     const SHORT_FIXED: usize = 24;
     const LONG_FIXED: usize = 40;
-    /// Kind of device entries of what is no PCI function, and their variety of I/O APICs.
+    /// Type of device entries for special devices, and the variety for I/O APICs.
     const SPECIAL: u8 = 72;
     const IO_APIC: u8 = 1;
-    /// Kind of device entries of variable length: at 21 is the length of what follows the first 22 bytes.
+    /// Type of device entries of variable length: the byte at 21 is the length beyond the first 22
+    /// bytes.
     const NAMED: u8 = 240;
 
-    /// The IVHDs.
+    /// IVHDs up to the first malformed block.
     pub(super) fn blocks(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
         let mut rest = self.bytes.get(Self::FIXED..).unwrap_or(&[]);
         let blocks = core::iter::from_fn(move || {
@@ -35,7 +37,7 @@ impl<'a> Ivrs<'a> {
         blocks.filter(|block| Self::IVHD.contains(&block[0]))
     }
 
-    /// The device entries of an IVHD; the list ends at one that makes no sense.
+    /// Device entries of an IVHD, up to the first malformed one.
     fn entries(block: &'a [u8]) -> impl Iterator<Item = &'a [u8]> + use<'a> {
         let fixed = if block[0] == Self::SHORT { Self::SHORT_FIXED } else { Self::LONG_FIXED };
         let mut rest = block.get(fixed..).unwrap_or(&[]);
@@ -51,7 +53,7 @@ impl<'a> Ivrs<'a> {
         })
     }
 
-    /// The I/O APICs that the IVHDs describe. One that several describe comes several times.
+    /// I/O APICs described by the IVHDs; one described several times is repeated.
     pub fn io_apics(&self) -> impl Iterator<Item = IvrsIoApic> + use<'a> {
         self.blocks().flat_map(Self::entries).filter_map(|entry| {
             let is_io_apic = entry[0] == Self::SPECIAL && bytes::u8(entry, 7)? == Self::IO_APIC;
@@ -67,7 +69,7 @@ mod tests {
     use crate::acpi::Table;
     use crate::acpi::tests::table;
 
-    /// An IVHD with these entries.
+    /// Creates an IVHD with these entries.
     fn block(kind: u8, fixed: usize, entries: &[u8]) -> Vec<u8> {
         let mut block = vec![0; fixed];
         block[0] = kind;
@@ -97,7 +99,7 @@ mod tests {
         let long = block(0x40, 40, &[&named[..], &[200; 32], &APIC].concat());
         let foreign = block(0x20, 40, &APIC);
         assert_eq!(io_apics(&[short, foreign, long]), [expected; 2]);
-        // One that is cut short, and one whose length is beyond the block.
+        // A truncated entry, and one whose length exceeds the block.
         assert_eq!(io_apics(&[block(0x11, 40, &APIC[..7])]), []);
         assert_eq!(io_apics(&[block(0x11, 40, &[240; 22])]), []);
     }
