@@ -137,7 +137,8 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
         return None;
     }
     let (offset, _) = Ram::new(&crate::shared::start()?).offset(frame)?;
-    if frames::are_used() && !frames::may_copy(offset) {
+    // With keys it is a copy already.
+    if !keys::are_on() && !frames::may_copy(offset) {
         return None;
     }
     let mut original = [0; PAGE as usize];
@@ -191,7 +192,7 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
 /// Changes the rights of a page that this process alone has.
 pub fn protect(page: u64, rights: u32) -> Result<(), Errno> {
     // SAFETY: the page is a copy of a program's.
-    unsafe { sys::call(linux::__NR_mprotect, [page, PAGE, rights.into(), 0, 0, 0]).map(drop) }
+    unsafe { sys::protect(page, PAGE, rights) }
 }
 
 /// The first instruction, `mov rcx, behind`, and a jump to the wedge.
@@ -243,7 +244,7 @@ pub fn is_current(page: u64, frame: u64, memory: &GuestMemory) -> bool {
     /// Bytes that are compared at once.
     const CHUNK: usize = 64;
     let mut bytes = [0; PAGE as usize];
-    if memory.read_slice(frame, &mut bytes).is_err() || keys::are_on() && !code::close(&mut bytes) {
+    if memory.read_slice(frame, &mut bytes).is_err() {
         return false;
     }
     // SAFETY: the copy is this process's own memory, readable, and nobody writes to it now.
@@ -310,11 +311,12 @@ fn is_jump_for(jump: &[u8], original: &[u8]) -> bool {
     original.starts_with(&first) && original.ends_with(&SYSCALL)
 }
 
-/// Drops the copies of the frame at this offset of guest memory.
-pub fn drop_copies(offset: u64) {
+/// Drops the copies of frames in a range of guest memory, given by its offset.
+pub fn drop_copies(offset: u64, length: u64) {
     for index in 0..PAGES {
         let calls = calls();
-        if calls.pages[index] != 0 && calls.frames[index] == offset {
+        let is_wanted = (offset..offset + length).contains(&calls.frames[index]);
+        if calls.pages[index] != 0 && is_wanted {
             let page = calls.pages[index];
             memory::drop_range(page, page + PAGE);
         }

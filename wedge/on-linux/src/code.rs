@@ -27,7 +27,7 @@ use wedge_core::mapped::Piece;
 use crate::memory::{self, PAGE, Ram};
 use crate::shared::mine;
 use crate::sites::MOST_POKED;
-use crate::{calls, sys};
+use crate::{calls, frames, sys};
 
 /// First byte of both.
 const FIRST: u8 = 0x0f;
@@ -105,9 +105,21 @@ struct Steps {
     pushes: bool,
     /// The trap flag is the program's own.
     traps: bool,
+    /// Pages that the instruction writes to, as bits from the first page on: they can be written.
+    written: u8,
+    /// Guest-physical addresses of the pages.
+    frames: [u64; 2],
 }
 
-const NO_STEPS: Steps = Steps { start: 0, end: 0, alone: false, pushes: false, traps: false };
+const NO_STEPS: Steps = Steps {
+    start: 0,
+    end: 0,
+    alone: false,
+    pushes: false,
+    traps: false,
+    written: 0,
+    frames: [0; 2],
+};
 
 fn ends() -> &'static mut [(u64, [u8; 2]); ENDS] {
     // SAFETY: it is in the process's own memory, and only its one thread uses it, outside of signal handlers. The functions here do not call
@@ -125,8 +137,9 @@ pub fn forget(start: u64, end: u64) {
     let Steps { start: first, end: last, .. } = *steps();
     if start < last && first < end {
         // A page that is left has not been searched: it is executed by steps or not at all.
-        *steps() = match first < start {
-            true => Steps { start: first, end: start, alone: true, ..NO_STEPS },
+        let steps = steps();
+        *steps = match first < start {
+            true => Steps { end: start, alone: true, written: steps.written & 1, ..*steps },
             false => NO_STEPS,
         };
         if end < last {
@@ -211,7 +224,7 @@ impl Searched {
 }
 
 /// Makes a page what may be executed; `false`: it must not be.
-pub fn close(bytes: &mut [u8; PAGE as usize]) -> bool {
+fn close(bytes: &mut [u8; PAGE as usize]) -> bool {
     let mut from = 0;
     while let Some(at) = find(bytes, from) {
         if !is_instruction(bytes, at) {
@@ -223,16 +236,13 @@ pub fn close(bytes: &mut [u8; PAGE as usize]) -> bool {
     true
 }
 
-/// Whether the copy of a page is what the page is now.
-pub fn is_current(memory: &GuestMemory, address: u64, offset: u64) -> bool {
-    // SAFETY: as in `renew`.
-    let copy = unsafe { &*place(offset) };
-    // Most pages have no sequence.
-    if memory.is_equal(address, copy) == Ok(true) {
-        return true;
+/// Drops what this process executes of frames in a range of guest memory, given by its offset: they are going to be written.
+pub fn drop_copies(offset: u64, length: u64) {
+    let Steps { start, end, .. } = *steps();
+    if start != end {
+        memory::drop_range(start, end);
     }
-    let mut bytes = [0; PAGE as usize];
-    memory.read_slice(address, &mut bytes).is_ok() && close(&mut bytes) && bytes == *copy
+    memory::drop_mapped(copies_offset() + offset, length, linux::PROT_EXEC);
 }
 
 /// Makes the copy of a page of guest memory what the page is; whether it was another one. `None`: it must not be executed.
@@ -420,17 +430,42 @@ fn next(bytes: &[u8]) -> Next {
     }
 }
 
-/// A page of a program with sequences is to be executed: the next instruction can be done as a step. `false`: it is an undefined one.
-pub fn open_steps(cpu: &VirtualCpu, memory: &GuestMemory) -> bool {
+/// The pages that the instruction at an address may be in: the first and the last.
+fn pages_of(rip: u64) -> (u64, u64) {
+    (rip & !(PAGE - 1), rip.wrapping_add(LONGEST - 1) & !(PAGE - 1))
+}
+
+/// Whether an address is in a page that the instruction at `rip` may be in.
+pub fn is_beside(rip: u64, linear: u64) -> bool {
+    let (first, last) = pages_of(rip);
+    [first, last].contains(&(linear & !(PAGE - 1)))
+}
+
+/// A page of a program with sequences is to be executed: the next instruction is a step. `false`: it cannot be executed.
+pub fn open_steps(cpu: &VirtualCpu, ram: &Ram, memory: &GuestMemory) -> bool {
     let rip = cpu.frame.rip;
-    let first = rip & !(PAGE - 1);
-    let last = rip.wrapping_add(LONGEST - 1) & !(PAGE - 1);
+    let (first, last) = pages_of(rip);
     if !memory::is_program(first) || !memory::is_program(last) {
         return false;
     }
+    let mut frames = [0; 2];
+    let mut found: usize = 0;
+    for page in (first..=last).step_by(PAGE as usize) {
+        let paging = cpu.paging(page, true);
+        let Ok((address, _)) = paging.translate(memory, page, Intent::Fetch, true) else { break };
+        let Some((offset, _)) = ram.offset(address) else { break };
+        frames::track(offset, PAGE, cpu.cpl == 3);
+        frames[found] = address;
+        found += 1;
+    }
+    let offsets = frames[..found].iter().filter_map(|&address| ram.offset(address));
+    if !offsets.into_iter().all(|(offset, _)| frames::holds(offset, PAGE)) {
+        // One of them has been written since: once more.
+        return true;
+    }
     memory::drop_range(first, last + PAGE);
-    let pages = (last - first) / PAGE + 1;
-    let mapped = (0..pages).take_while(|page| map_step(cpu, memory, first + page * PAGE).is_some());
+    let wanted = frames[..found].iter().zip((first..).step_by(PAGE as usize));
+    let mapped = wanted.take_while(|&(&address, page)| map_step(memory, page, address).is_some());
     let end = first + PAGE * mapped.count() as u64;
     // What could be mapped only in part.
     if end <= last {
@@ -440,19 +475,64 @@ pub fn open_steps(cpu: &VirtualCpu, memory: &GuestMemory) -> bool {
         return false;
     }
     crate::guest::serialize();
-    *steps() = Steps { start: first, end, alone: end <= last, ..NO_STEPS };
-    let goes = may_step(rip).is_some_and(|next| next != Next::Never);
+    *steps() = Steps { start: first, end, alone: end <= last, frames, ..NO_STEPS };
+    let goes = may_step(rip).is_some();
     if !goes {
         memory::drop_range(first, end);
     }
     goes
 }
 
-/// Maps a page as it is now.
-fn map_step(cpu: &VirtualCpu, memory: &GuestMemory, page: u64) -> Option<()> {
+/// The next instruction of a program writes to a page that it may be in itself, and may do so: it is a step in which it can. What it writes
+/// goes to guest memory behind it. Otherwise the page would be executed and written in turns for ever.
+pub fn open_writing_step(cpu: &VirtualCpu, ram: &Ram, memory: &GuestMemory, linear: u64) -> bool {
+    let page = linear & !(PAGE - 1);
+    if !is_stepped(page) && !open_steps(cpu, ram, memory) {
+        return false;
+    }
+    let Steps { start, end, .. } = *steps();
+    if !is_stepped(page) {
+        // A page has been written meanwhile: once more. Else the host has no room for this one.
+        return start == end;
+    }
+    let rights = linux::PROT_READ | linux::PROT_WRITE | linux::PROT_EXEC;
+    if calls::protect(page, rights).is_err() {
+        return false;
+    }
+    steps().written |= 1 << ((page - start) / PAGE);
+    true
+}
+
+/// Puts what a step has written to its pages into guest memory.
+fn write_back(ram: &Ram, memory: &GuestMemory) {
+    let Steps { start, end, written, frames, .. } = *steps();
+    for (index, (page, address)) in (start..end).step_by(PAGE as usize).zip(frames).enumerate() {
+        if written >> index & 1 == 0 {
+            continue;
+        }
+        // SAFETY: the page is this process's own memory, readable, and the guest does not run.
+        let new = unsafe { &*(page as *const Page) };
+        let mut old = [0; PAGE as usize];
+        if memory.is_equal(address, new) == Ok(true)
+            || memory.read_slice(address, &mut old).is_err()
+        {
+            continue;
+        }
+        let differs = |&at: &usize| new[at] != old[at];
+        let Some(first) = (0..new.len()).find(differs) else { continue };
+        let last = (0..new.len()).rfind(differs).unwrap_or(first);
+        if let Some((offset, _)) = ram.offset(address) {
+            frames::write(offset, PAGE);
+        }
+        // Guest memory is there as long as the process.
+        let _ = memory.write_slice(address + first as u64, &new[first..=last]);
+    }
+}
+
+/// Maps the page at a guest-physical address as it is now.
+fn map_step(memory: &GuestMemory, page: u64, address: u64) -> Option<()> {
     let mut bytes = [0; PAGE as usize];
-    let found = cpu.paging(page, true).translate(memory, page, Intent::Fetch, true);
-    memory.read_slice(found.ok()?.0, &mut bytes).ok()?;
+    memory.read_slice(address & !(PAGE - 1), &mut bytes).ok()?;
     let rights = linux::PROT_READ | linux::PROT_WRITE;
     // SAFETY: a page of a program, where nothing is mapped.
     unsafe {
@@ -460,6 +540,11 @@ fn map_step(cpu: &VirtualCpu, memory: &GuestMemory, page: u64) -> Option<()> {
         (page as *mut [u8; PAGE as usize]).write(bytes);
     }
     calls::protect(page, linux::PROT_READ | linux::PROT_EXEC).ok()
+}
+
+/// Whether an address is in the pages of a step.
+pub fn is_stepped(rip: u64) -> bool {
+    (steps().start..steps().end).contains(&rip)
 }
 
 /// The instruction at an address, if it is in the pages of a step as a whole, or as far as it can be executed.
@@ -474,28 +559,48 @@ fn may_step(rip: u64) -> Option<Next> {
     Some(next(unsafe { core::slice::from_raw_parts(rip as *const u8, length as usize) }))
 }
 
+/// How the guest goes on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Begin {
+    /// Without steps.
+    Free,
+    /// By one instruction.
+    Step,
+    /// By one instruction, which the wedge has to carry out.
+    Instead,
+}
+
 /// Before the guest goes on: whether it does one instruction only, of the pages of a step. If it is elsewhere, they go.
-pub fn begin_step(cpu: &mut VirtualCpu) -> bool {
+pub fn begin_step(cpu: &mut VirtualCpu) -> Begin {
     let Steps { start, end, .. } = *steps();
     if start == end {
-        return false;
+        return Begin::Free;
     }
     let next = if cpu.cpl == 3 { may_step(cpu.frame.rip) } else { None };
-    let Some(next) = next.filter(|next| *next != Next::Never) else {
-        // A sequence comes back as a fault.
-        memory::drop_range(start, end);
-        return false;
+    let next = match next {
+        None => {
+            memory::drop_range(start, end);
+            return Begin::Free;
+        }
+        Some(Next::Never) => return Begin::Instead,
+        Some(next) => next,
     };
     let steps = steps();
     steps.pushes = next == Next::Pushes;
     steps.traps = cpu.frame.rflags & rflags::TF != 0;
     cpu.frame.rflags |= rflags::TF;
-    true
+    Begin::Step
 }
 
 /// The guest has stopped after [`begin_step`], by a trap or not. Gives whether that was for the step alone.
-pub fn end_step(cpu: &mut VirtualCpu, memory: &GuestMemory, trapped: bool) -> bool {
-    let Steps { pushes, traps, .. } = *steps();
+pub fn end_step(cpu: &mut VirtualCpu, ram: &Ram, memory: &GuestMemory, trapped: bool) -> bool {
+    let Steps { start, end, pushes, traps, written, .. } = *steps();
+    if written != 0 {
+        write_back(ram, memory);
+        if trapped {
+            memory::drop_range(start, end);
+        }
+    }
     if traps {
         return false;
     }

@@ -1,16 +1,15 @@
-//! Page frames of guest memory of which guest processes have private copies ([`crate::calls`]).
+//! Page frames of guest memory of which guest processes have private copies: of pages with rewritten system calls ([`crate::calls`]), and with
+//! protection keys of all executable pages of user mode ([`crate::code`]).
 //!
 //! While a frame is in the table of the VM, no process maps it writable where the guest writes: not in the direct map, not in the
 //! kernel's image, not for user mode. A write faults, and a device's write is known when it completes: the frame leaves the table,
-//! each process drops its copies of it before it runs the guest again, and then the write is carried out. A frame that is written
-//! often is not copied for a while.
+//! each process drops its copies of it before it runs the guest again, and then the write is carried out.
 //!
-//! Each process keeps the table as it has applied it. A vCPU applies it before it runs the guest ([`settle`]); if frames have left the
-//! table, it also waits until every other vCPU has applied that, is idle, or is in the guest's kernel with interrupts disabled and comes
-//! here before user mode. A copy is only made once every vCPU write-protects the frame, without waiting. Entries have
-//! generations: a frame that left and came back is another entry.
-//!
-//! With protection keys all executable pages are copies that flushes compare ([`crate::code`]); this table is not used.
+//! The table has the frames in groups, and a log of its changes, which each process follows. A vCPU follows it before it runs the guest ([`settle`]);
+//! if frames have left the table, it also waits until every other vCPU has followed, is idle, or is in the guest's kernel with interrupts disabled
+//! and comes here before user mode. A copy is only made once every vCPU that is not idle write-protects the frame. Rewritten system calls can do
+//! without one meanwhile ([`may_copy`]); a page that is only executed from its copy waits ([`track`]), which only user mode may do: it has no lock of
+//! the guest's kernel. A frame that is written often has no rewritten system calls for a while.
 
 use core::sync::atomic::Ordering::SeqCst;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
@@ -20,10 +19,26 @@ use proto::wedge::layout;
 
 use crate::memory::{self, PAGE, Ram};
 use crate::shared::{Vcpu, mine, shared, vcpu, vcpus};
-use crate::{calls, device, idle, keys, sys};
+use crate::{calls, code, device, idle, keys, report, sys};
 
-/// Frames in the table.
-pub const FRAMES: usize = 256;
+/// Frames of an entry, which has a bit for each.
+const GROUP: u64 = 16;
+/// Bytes of a group.
+const GROUP_LENGTH: u64 = GROUP * PAGE;
+/// All bits of an entry.
+const ALL: u64 = (1 << GROUP) - 1;
+/// Groups in the table: of what a process of Linux can have mapped (65,530 pieces, `vm.max_map_count`) they take less than half while frames of one
+/// group lie together.
+const ENTRIES: usize = 1 << ENTRIES_SHIFT;
+const ENTRIES_SHIFT: u32 = 13;
+/// Places that a group can have.
+const PROBES: usize = 16;
+/// Changes that the log has.
+const LOG: u32 = 1024;
+/// In the log: frames leave the table.
+const REMOVED: u64 = 1 << 63;
+/// In the log: all frames leave the table.
+const EMPTIED: u64 = 0;
 /// Written frames that are remembered.
 const WRITTEN: usize = 256;
 /// Writes after which a frame is not copied for a while.
@@ -32,30 +47,79 @@ const OFTEN: u64 = 4;
 const REFUSALS: u64 = 64;
 /// Looks at the other vCPUs before they are interrupted once more.
 const LOOKS: u32 = 256;
+/// How often the host may refuse to protect memory before that is the machine's end, with protection keys.
+const MOST_REFUSED: u32 = 8;
 
 /// The table of the VM, in shared memory.
 #[repr(C)]
 pub struct Table {
     /// A vCPU changes the table.
     is_locked: AtomicBool,
+    /// Changes that have begun so far.
+    begun: AtomicU32,
     /// Changes so far.
     changes: AtomicU32,
     /// The last change that took a frame out.
     removals: AtomicU32,
-    /// Frame number in the upper half, generation in the lower; 0: free.
-    entries: [AtomicU64; FRAMES],
+    /// Frames in it.
+    used: AtomicU32,
+    /// Number of a group plus 1, and its frames as bits from bit 0 on ([`GROUP`]); 0: free.
+    entries: [AtomicU64; ENTRIES],
+    /// The last changes: as in [`Self::entries`] the frames that come, or with [`REMOVED`] that go; [`EMPTIED`].
+    log: [AtomicU64; LOG as usize],
     /// Frame number, refusals and writes of frames that were written: 48, 8 and 8 bits.
     written: [AtomicU64; WRITTEN],
 }
 
-/// The table as a process has applied it.
+/// What a process has followed of the table.
 #[derive(Clone, Copy)]
 pub struct Applied {
+    /// Changes that its mappings follow.
     changes: u32,
-    entries: [u64; FRAMES],
-    /// Frame numbers in ascending order.
-    sorted: [u32; FRAMES],
-    used: usize,
+    /// Changes that no vCPU of the VM is behind any longer, as far as frames have left the table.
+    settled: u32,
+    /// How often the host has refused to protect frames, one time after the other.
+    refused: u32,
+}
+
+/// Some frames of a group.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Frames {
+    group: u64,
+    bits: u64,
+}
+
+impl Frames {
+    /// Of an entry of the table or the log.
+    fn of(entry: u64) -> Option<Self> {
+        let group = (entry & !REMOVED) >> GROUP;
+        Some(Self { group: group.checked_sub(1)?, bits: entry & ALL })
+    }
+
+    fn entry(self) -> u64 {
+        ((self.group + 1) << GROUP) | self.bits
+    }
+
+    /// Those in a range of guest memory, given by its offset.
+    fn in_range(offset: u64, length: u64) -> impl Iterator<Item = Self> {
+        let (first, last) = (offset / PAGE, (offset + length.max(1) - 1) / PAGE);
+        (first / GROUP..=last / GROUP).map(move |group| {
+            let from = first.saturating_sub(group * GROUP);
+            let to = (last - group * GROUP).min(GROUP - 1);
+            Self { group, bits: (ALL << from) & (ALL >> (GROUP - 1 - to)) }
+        })
+    }
+
+    /// Offsets in guest memory and lengths of what follows each other.
+    fn runs(self) -> impl Iterator<Item = (u64, u64)> {
+        let Self { group, bits: mut left } = self;
+        core::iter::from_fn(move || {
+            let first = u64::from(left.trailing_zeros());
+            let length = u64::from((left >> first.min(63)).trailing_ones());
+            left &= !((ALL >> (GROUP - length.min(GROUP))) << first.min(63));
+            (length != 0).then_some((group * GROUP_LENGTH + first * PAGE, length * PAGE))
+        })
+    }
 }
 
 fn table() -> &'static Table {
@@ -68,134 +132,203 @@ fn applied() -> &'static mut Applied {
     unsafe { &mut *mine().copied.at() }
 }
 
-fn number(entry: u64) -> u32 {
-    (entry >> 32) as u32
-}
-
 fn is_after(change: u32, other: u32) -> bool {
     change.wrapping_sub(other) as i32 >= 0
 }
 
-/// Changes the table, by a function that gets the change's number; no other vCPU does meanwhile.
-fn change(act: impl FnOnce(&Table, u32)) {
-    let table = table();
-    while table.is_locked.swap(true, SeqCst) {
-        sys::yield_now();
+impl Table {
+    /// Places where a group can be.
+    fn places(&self, group: u64) -> impl Iterator<Item = &AtomicU64> {
+        let hash = group.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - ENTRIES_SHIFT);
+        (0..PROBES).map(move |probe| &self.entries[(hash as usize + probe) % ENTRIES])
     }
-    let number = table.changes.load(SeqCst).wrapping_add(1);
-    act(table, number);
-    // Who has seen this number has seen all of the change.
-    table.changes.store(number, SeqCst);
-    table.is_locked.store(false, SeqCst);
+
+    /// Which of some frames it has.
+    fn has(&self, frames: Frames) -> u64 {
+        if self.used.load(SeqCst) == 0 {
+            return 0;
+        }
+        let entries = self.places(frames.group).map(|place| place.load(SeqCst));
+        let found = entries
+            .take_while(|entry| *entry != 0)
+            .find_map(|entry| Frames::of(entry).filter(|found| found.group == frames.group));
+        found.map_or(0, |found| found.bits & frames.bits)
+    }
+
+    /// Carries out a change, by a function that gets the table and what the log is told; no other vCPU does meanwhile.
+    fn change(&self, act: impl FnOnce(&mut dyn FnMut(u64, &mut dyn FnMut()))) {
+        while self.is_locked.swap(true, SeqCst) {
+            sys::yield_now();
+        }
+        act(&mut |record, act| {
+            let number = self.changes.load(SeqCst).wrapping_add(1);
+            // Before the entries: a vCPU that misses one waits for all that may not.
+            self.begun.store(number, SeqCst);
+            if record == EMPTIED || record & REMOVED != 0 {
+                self.removals.store(number, SeqCst);
+            }
+            act();
+            self.log[(number % LOG) as usize].store(record, SeqCst);
+            self.changes.store(number, SeqCst);
+        });
+        self.is_locked.store(false, SeqCst);
+    }
+
+    /// Puts frames in; if there is no room, all others go first.
+    fn insert(&self, frames: Frames) {
+        self.change(|record| {
+            let is_same = |place: &&AtomicU64| {
+                Frames::of(place.load(SeqCst)).is_some_and(|found| found.group == frames.group)
+            };
+            let is_free = |place: &&AtomicU64| place.load(SeqCst) & ALL == 0;
+            let mut places = self.places(frames.group);
+            let place = places.find(is_same);
+            let place = place.or_else(|| self.places(frames.group).find(is_free));
+            let Some(place) = place else {
+                record(EMPTIED, &mut || self.clear());
+                return;
+            };
+            let old = Frames::of(place.load(SeqCst)).filter(|old| old.group == frames.group);
+            let bits = old.map_or(0, |old| old.bits);
+            let new = frames.bits & !bits;
+            if new != 0 {
+                record(Frames { bits: new, ..frames }.entry(), &mut || {
+                    self.used.fetch_add(new.count_ones(), SeqCst);
+                    place.store(Frames { bits: bits | new, ..frames }.entry(), SeqCst);
+                });
+            }
+        });
+    }
+
+    /// Takes frames out.
+    fn remove(&self, frames: Frames) {
+        self.change(|record| {
+            let bits = self.has(frames);
+            if bits == 0 {
+                return;
+            }
+            let gone = Frames { bits, ..frames };
+            record(gone.entry() | REMOVED, &mut || {
+                for place in self.places(frames.group) {
+                    let entry = place.load(SeqCst);
+                    if Frames::of(entry).is_some_and(|found| found.group == frames.group) {
+                        place.store(entry & !bits, SeqCst);
+                    }
+                }
+                self.used.fetch_sub(bits.count_ones(), SeqCst);
+            });
+        });
+    }
+
+    /// Takes all frames out.
+    fn empty(&self) {
+        self.change(|record| record(EMPTIED, &mut || self.clear()));
+    }
+
+    fn clear(&self) {
+        self.entries.iter().for_each(|place| place.store(0, SeqCst));
+        self.used.store(0, SeqCst);
+    }
+
+    /// What the log says of a change; `None`: it is too old.
+    fn record(&self, change: u32) -> Option<u64> {
+        let record = self.log[(change % LOG) as usize].load(SeqCst);
+        let is_there = self.begun.load(SeqCst).wrapping_sub(change) < LOG;
+        (is_there && record != EMPTIED).then_some(record)
+    }
 }
 
 /// Whether this process may copy the frame at this offset of guest memory now. If not, it may be allowed to later.
 pub fn may_copy(offset: u64) -> bool {
-    let frame = (offset / PAGE) as u32;
     let table = table();
-    if is_written_often(frame) {
+    if is_written_often(offset / PAGE) {
         return false;
     }
     if holds(offset, PAGE) {
         let changes = table.changes.load(SeqCst);
-        let has_applied = |vcpu: &Vcpu| {
-            vcpu.idle.load(SeqCst) != idle::state::BUSY
-                || is_after(vcpu.frames_applied.load(SeqCst), changes)
-        };
-        return applied().changes == changes && others().all(|(_, vcpu)| has_applied(vcpu));
+        return applied().changes == changes && others().all(|(_, vcpu)| is_up_to(vcpu, changes));
     }
-    insert(frame);
+    Frames::in_range(offset, PAGE).for_each(|frames| table.insert(frames));
     false
 }
 
-fn insert(frame: u32) {
-    change(|table, change| {
-        let (mut free, mut is_there) = (None, false);
-        for place in &table.entries {
-            match place.load(SeqCst) {
-                0 => free = Some(place),
-                entry => is_there |= number(entry) == frame,
-            }
-        }
-        match free {
-            _ if is_there => {}
-            Some(place) => place.store(u64::from(frame) << 32 | u64::from(change), SeqCst),
-            None => {
-                // Another one makes room; it comes back if it is in use.
-                table.removals.store(change, SeqCst);
-                table.entries[change as usize % FRAMES].store(0, SeqCst);
-            }
-        }
-    });
+/// Whether a vCPU write-protects what is in the table since a change, or has nothing to run.
+fn is_up_to(vcpu: &Vcpu, change: u32) -> bool {
+    vcpu.idle.load(SeqCst) != idle::state::BUSY
+        || is_after(vcpu.frames_applied.load(SeqCst), change)
 }
 
-/// Takes the entries of some frames out.
-fn remove(is_wanted: impl Fn(u64) -> bool) {
-    change(|table, change| {
-        // Before the entries: who misses one waits for all who may not.
-        table.removals.store(change, SeqCst);
-        for place in &table.entries {
-            let entry = place.load(SeqCst);
-            if entry != 0 && is_wanted(entry) {
-                note_written(number(entry));
-                place.store(0, SeqCst);
-            }
+/// With protection keys: makes every vCPU write-protect frames of guest memory, given by their offset, so that they may be copied. Waits
+/// for the other vCPUs if it may, which it must not while this one is in the guest's kernel; then returns whether they do already.
+pub fn track(offset: u64, length: u64, may_wait: bool) -> bool {
+    let table = table();
+    let is_missing = |frames: &Frames| table.has(*frames) != frames.bits;
+    let mut looks = 0;
+    loop {
+        for frames in Frames::in_range(offset, length).filter(is_missing) {
+            table.insert(frames);
         }
-    });
+        let changes = apply();
+        if Frames::in_range(offset, length).any(|frames| is_missing(&frames)) {
+            continue;
+        }
+        let Some((index, _)) = others().find(|(_, vcpu)| !is_up_to(vcpu, changes)) else {
+            return true;
+        };
+        if !may_wait {
+            return false;
+        }
+        if looks % LOOKS == 0 {
+            device::interrupt(index);
+        }
+        looks += 1;
+        sys::yield_now();
+    }
 }
 
 /// The guest writes to a range of guest memory, given by its offset: before it goes on, all copies of these frames go. Returns
 /// whether there was one in the table.
 pub fn write(offset: u64, length: u64) -> bool {
-    let (first, last) = (offset / PAGE, (offset + length - 1) / PAGE);
-    let is_written = |entry| (first..=last).contains(&u64::from(number(entry)));
-    let is_listed = match is_applied() {
-        true => holds(offset, length),
-        // It was idle: others may have copied what it has not write-protected.
-        false => table()
-            .entries
-            .iter()
-            .map(|place| place.load(SeqCst))
-            .any(|entry| entry != 0 && is_written(entry)),
-    };
-    if is_listed {
-        remove(is_written);
+    let table = table();
+    let mut is_listed = false;
+    for frames in Frames::in_range(offset, length) {
+        let bits = table.has(frames);
+        if bits == 0 {
+            continue;
+        }
+        is_listed = true;
+        table.remove(frames);
+        (0..GROUP)
+            .filter(|bit| bits >> bit & 1 != 0)
+            .for_each(|bit| note_written(frames.group * GROUP + bit));
     }
     is_listed
 }
 
 /// A device writes to guest-physical memory, or has done so: the observer of the only memory that the device models of the wedge have, and
-/// what who carries out their requests says of the rest.
+/// what the processes that carry out their requests say of the rest.
 pub fn write_by_device(address: u64, length: u64) {
-    if is_applied() && applied().used == 0 {
+    if table().used.load(SeqCst) == 0 || length == 0 {
         return;
     }
     let Some(start) = crate::shared::start() else { return };
-    if let Some((offset, left)) = Ram::new(&start).offset(address)
-        && length != 0
-    {
+    if let Some((offset, left)) = Ram::new(&start).offset(address) {
         write(offset, left.min(length));
     }
 }
 
-/// Whether this process follows the table as it is now.
-fn is_applied() -> bool {
-    applied().changes == table().changes.load(SeqCst)
-}
-
-/// Whether a frame of this range of guest memory is in the table, as far as this process has applied it.
+/// Whether a frame of this range of guest memory is in the table.
 pub fn holds(offset: u64, length: u64) -> bool {
-    let applied = applied();
-    let frames = &applied.sorted[..applied.used];
-    let next = frames.partition_point(|&frame| u64::from(frame) < offset / PAGE);
-    frames.get(next).is_some_and(|&frame| u64::from(frame) * PAGE < offset + length)
+    let table = table();
+    table.used.load(SeqCst) != 0
+        && Frames::in_range(offset, length).any(|frames| table.has(frames) != 0)
 }
 
-fn is_written_often(frame: u32) -> bool {
+fn is_written_often(frame: u64) -> bool {
     let place = &table().written[frame as usize % WRITTEN];
     let value = place.load(SeqCst);
     let (writes, refusals) = (value & 0xff, value >> 8 & 0xff);
-    if value >> 16 != u64::from(frame) || writes < OFTEN {
+    if value >> 16 != frame || writes < OFTEN {
         return false;
     }
     let next = if refusals + 1 == REFUSALS { 0 } else { value + 0x100 };
@@ -204,11 +337,11 @@ fn is_written_often(frame: u32) -> bool {
     true
 }
 
-fn note_written(frame: u32) {
+fn note_written(frame: u64) {
     let place = &table().written[frame as usize % WRITTEN];
     let value = place.load(SeqCst);
-    let writes = if value >> 16 == u64::from(frame) { (value & 0xff) + 1 } else { 1 };
-    place.store(u64::from(frame) << 16 | writes.min(OFTEN), SeqCst);
+    let writes = if value >> 16 == frame { (value & 0xff) + 1 } else { 1 };
+    place.store(frame << 16 | writes.min(OFTEN), SeqCst);
 }
 
 fn others() -> impl Iterator<Item = (usize, &'static Vcpu)> {
@@ -216,19 +349,16 @@ fn others() -> impl Iterator<Item = (usize, &'static Vcpu)> {
     vcpus().iter().enumerate().filter(move |(index, _)| *index != own)
 }
 
-/// Before the guest runs: applies the changes of the table, and waits until no vCPU executes a copy that has to go.
+/// Before the guest runs: follows the changes of the table, and waits until no vCPU executes a copy that has to go.
 pub fn settle() {
-    if applied().changes == table().changes.load(SeqCst) {
+    if applied().settled == table().begun.load(SeqCst) {
         return;
     }
     loop {
         let changes = apply();
-        vcpu().frames_applied.store(changes, SeqCst);
         let removals = table().removals.load(SeqCst);
         let is_done = |vcpu: &Vcpu| {
-            vcpu.idle.load(SeqCst) != idle::state::BUSY
-                || is_after(vcpu.frames_applied.load(SeqCst), removals)
-                || is_after(vcpu.frames_seen.load(SeqCst), removals)
+            is_up_to(vcpu, removals) || is_after(vcpu.frames_seen.load(SeqCst), removals)
         };
         let mut looks = 0;
         while let Some((index, _)) = others().find(|(_, vcpu)| !is_done(vcpu)) {
@@ -241,7 +371,8 @@ pub fn settle() {
             looks += 1;
             sys::yield_now();
         }
-        if table().changes.load(SeqCst) == changes {
+        if table().begun.load(SeqCst) == changes {
+            applied().settled = changes;
             return;
         }
     }
@@ -254,63 +385,118 @@ pub fn see() {
 
 /// Makes this process's mappings follow the table; returns the last change that they follow.
 fn apply() -> u32 {
-    let changes = table().changes.load(SeqCst);
-    if applied().changes == changes {
-        return changes;
-    }
-    for (index, place) in table().entries.iter().enumerate() {
-        let entry = place.load(SeqCst);
-        let old = core::mem::replace(&mut applied().entries[index], entry);
-        if old == entry {
-            continue;
-        }
-        if old != 0 {
-            calls::drop_copies(u64::from(number(old)) * PAGE);
-            protect(number(old), linux::PROT_READ | linux::PROT_WRITE);
-        }
-        if entry != 0 && !protect(number(entry), linux::PROT_READ) {
-            // The host has no room for the mapping: it is not copied.
-            remove(|other| other == entry);
+    let table = table();
+    let changes = table.changes.load(SeqCst);
+    let mut next = applied().changes;
+    if let Some(ram) = crate::shared::start().map(|start| Ram::new(&start)) {
+        while next != changes {
+            next = next.wrapping_add(1);
+            match table.record(next) {
+                Some(record) => follow(&ram, record),
+                None => {
+                    follow_all(&ram);
+                    break;
+                }
+            }
         }
     }
-    let applied = applied();
-    applied.changes = changes;
-    applied.used = 0;
-    for entry in applied.entries.into_iter().filter(|&entry| entry != 0) {
-        applied.sorted[applied.used] = number(entry);
-        applied.used += 1;
-    }
-    applied.sorted[..applied.used].sort_unstable();
+    applied().changes = changes;
+    vcpu().frames_applied.store(changes, SeqCst);
     changes
 }
 
-/// Changes the rights of a frame in the direct map and in the kernel's image, and drops its writable mappings of user mode; `false`:
-/// the host refuses.
-fn protect(frame: u32, rights: u32) -> bool {
-    let offset = u64::from(frame) * PAGE;
-    let Some(ram) = crate::shared::start().map(|start| Ram::new(&start)) else { return false };
-    let Some(address) = ram.address(offset) else { return false };
-    if rights & linux::PROT_WRITE == 0 {
-        memory::drop_writable(offset);
+/// Makes this process's mappings follow one change.
+fn follow(ram: &Ram, record: u64) {
+    let Some(frames) = Frames::of(record) else { return };
+    if record & REMOVED == 0 {
+        frames.runs().for_each(|(offset, length)| memory::drop_writable(offset, length));
+        add(ram, frames);
+        return;
     }
-    let mut done = calls::protect(layout::DIRECT + address, rights).is_ok();
-    if address < ram.image() {
-        done &= calls::protect(layout::IMAGE + address, rights | linux::PROT_EXEC).is_ok();
+    for (offset, length) in frames.runs() {
+        match keys::are_on() {
+            true => code::drop_copies(offset, length),
+            false => calls::drop_copies(offset, length),
+        }
+        if protect(ram, offset, length, linux::PROT_READ | linux::PROT_WRITE).is_err() {
+            // The host has no room for the pieces: in one there is.
+            follow_all(ram);
+            return;
+        }
     }
-    done
 }
 
-/// Whether the table is used: the mode has private copies of other pages than protection keys have.
-pub fn are_used() -> bool {
-    !keys::are_on()
+/// Write-protects frames in this process.
+fn add(ram: &Ram, frames: Frames) {
+    for (offset, length) in frames.runs() {
+        let Err(error) = protect(ram, offset, length, linux::PROT_READ) else {
+            applied().refused = 0;
+            continue;
+        };
+        // The host has no room for the mapping.
+        if !keys::are_on() {
+            write(offset, length);
+            continue;
+        }
+        applied().refused += 1;
+        if applied().refused > MOST_REFUSED {
+            report::fatal(format_args!("the host cannot protect guest memory: {error}"));
+        }
+        table().empty();
+        return;
+    }
 }
 
-/// The offset in guest memory of a write by the guest's kernel in its direct map or image, if it is in the table.
-pub fn written_by_kernel(ram: &Ram, linear: u64) -> Option<u64> {
-    let address = match linear {
-        layout::IMAGE..layout::LOW_END => linear - layout::IMAGE,
-        _ => linear.checked_sub(layout::DIRECT)?,
-    };
-    let (offset, _) = ram.offset(address)?;
-    holds(offset & !(PAGE - 1), PAGE).then_some(offset & !(PAGE - 1))
+/// Makes this process's mappings what the table says now, whatever they follow.
+fn follow_all(ram: &Ram) {
+    memory::drop_programs();
+    // What cannot be written then is, when it faults.
+    let _ = protect(ram, 0, ram.length(), linux::PROT_READ | linux::PROT_WRITE);
+    for place in &table().entries {
+        if let Some(frames) = Frames::of(place.load(SeqCst)) {
+            add(ram, frames);
+        }
+    }
+}
+
+/// Changes the rights of frames in the direct map, and without protection keys in the kernel's image: with them user mode executes nothing in
+/// place, and the kernel writes to what is no part of its image by the direct map.
+fn protect(ram: &Ram, offset: u64, length: u64, rights: u32) -> Result<(), sys::Errno> {
+    let mut done = 0;
+    while done < length {
+        // Guest memory has a hole, its descriptor has none.
+        let Some(address) = ram.address(offset + done) else { break };
+        let left = ram.offset(address).map_or(0, |(_, left)| left).min(length - done);
+        if left == 0 {
+            break;
+        }
+        // SAFETY: the wedge uses guest memory by another address.
+        unsafe { sys::protect(layout::DIRECT + address, left, rights) }?;
+        if address < ram.image() && !keys::are_on() {
+            let left = left.min(ram.image() - address);
+            // SAFETY: as above.
+            unsafe { sys::protect(layout::IMAGE + address, left, rights | linux::PROT_EXEC) }?;
+        }
+        done += left;
+    }
+    Ok(())
+}
+
+/// Whether the guest's kernel has been kept from writing in its direct map or image because of the table; then the frame leaves that.
+pub fn write_by_kernel(ram: &Ram, linear: u64) -> bool {
+    // What follows the image is filled in, and with protection keys that is never write-protected.
+    let image = linear.checked_sub(layout::IMAGE);
+    let image = image.filter(|&address| address < ram.image() && !keys::are_on());
+    let address = image.or_else(|| linear.checked_sub(layout::DIRECT));
+    let found = address.and_then(|address| ram.offset(address));
+    let Some((offset, _)) = found else { return false };
+    let page = offset & !(PAGE - 1);
+    if !write(page, PAGE) {
+        // Another vCPU has taken it out, or the host has refused to make it writable.
+        let rights = linux::PROT_READ | linux::PROT_WRITE;
+        if let Err(error) = protect(ram, page, PAGE, rights) {
+            report::fatal(format_args!("the host cannot protect guest memory: {error}"));
+        }
+    }
+    true
 }

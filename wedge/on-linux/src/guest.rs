@@ -23,6 +23,7 @@ use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
 use wedge_x86::{CODE_32, CODE_64, Cause, Stub, decode_all};
 
+use crate::code::Begin;
 use crate::config::{self, config};
 use crate::memory::{self, Fault, Ram};
 use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
@@ -104,6 +105,8 @@ pub struct LinuxVcpu<'m> {
     debugs: bool,
     /// For the debugger, it carries out one instruction and stops.
     step: DebugStep,
+    /// It carries out one instruction, of the pages of a step, before it looks for events.
+    steps_at_once: bool,
 }
 
 /// Where a step for the debugger is.
@@ -242,7 +245,10 @@ enum Step {
 impl LinuxVcpu<'_> {
     /// Runs the guest's code until it stops, and sees to what the processor itself does then.
     fn step(&mut self) -> Step {
-        let steps = keys::are_on() && code::begin_step(cpu());
+        let begin = if keys::are_on() { code::begin_step(cpu()) } else { Begin::Free };
+        if begin == Begin::Instead {
+            return self.step_instead();
+        }
         let cause = processes::enter(&self.ram);
         if compat::concerns(cpu()) {
             compat::note(cpu());
@@ -251,12 +257,12 @@ impl LinuxVcpu<'_> {
             // No part of the guest's own flags, which an instruction may store.
             cpu().frame.rflags &= !rflags::TF;
         }
-        if steps {
+        if begin == Begin::Step {
             let signal = vcpu().signal.get();
             let trapped = matches!(cause, Cause::Signal)
                 && signal.number == linux::SIGTRAP
                 && signal.vector == u64::from(vector::DEBUG);
-            if code::end_step(cpu(), &self.memory, trapped) {
+            if code::end_step(cpu(), &self.ram, &self.memory, trapped) {
                 return Step::On;
             }
         }
@@ -554,11 +560,7 @@ impl LinuxVcpu<'_> {
         {
             return Step::On;
         }
-        if intent == Intent::Write
-            && cpu.cpl == 0
-            && let Some(offset) = frames::written_by_kernel(&self.ram, linear)
-        {
-            frames::write(offset, memory::PAGE);
+        if intent == Intent::Write && cpu.cpl == 0 && frames::write_by_kernel(&self.ram, linear) {
             return Step::On;
         }
         if !memory::is_filled_in(linear) {
@@ -589,8 +591,13 @@ impl LinuxVcpu<'_> {
                 let (write, fetch) = (intent == Intent::Write, intent == Intent::Fetch);
                 Step::Exit(Exit::MemoryFault(MemoryFault { gpa, write, fetch, walk: false }))
             }
-            Fault::Sequence if code::open_steps(cpu, &self.memory) => Step::On,
-            Fault::Sequence => self.refused(Event::exception(vector::UNDEFINED)),
+            Fault::Sequence if code::open_steps(cpu, &self.ram, &self.memory) => {
+                self.step_at_once()
+            }
+            Fault::OwnCode if code::open_writing_step(cpu, &self.ram, &self.memory, linear) => {
+                self.step_at_once()
+            }
+            Fault::Sequence | Fault::OwnCode => self.refused(Event::exception(vector::UNDEFINED)),
             Fault::Full(error) => {
                 report::say(format_args!("cannot map guest memory: {error}"));
                 Step::Exit(Exit::HostError(error.0 as u64))
@@ -608,6 +615,57 @@ impl LinuxVcpu<'_> {
             let value = self.memory.read::<u64>(current + at).unwrap_or(0);
             let _ = self.memory.write(cpu.shared.root + at, value);
         }
+    }
+
+    /// The pages of a step have been opened: it is done before events, whose handlers would drop them. On a slow host there is always one.
+    fn step_at_once(&mut self) -> Step {
+        if core::mem::replace(&mut self.steps_at_once, true) {
+            return Step::On;
+        }
+        frames::settle();
+        if compat::concerns(cpu()) {
+            compat::load(cpu(), &self.memory);
+        }
+        let held = events().swap(0, SeqCst);
+        let step = self.step();
+        events().fetch_or(held, SeqCst);
+        self.steps_at_once = false;
+        step
+    }
+
+    /// An instruction in the pages of a step that the processor must not carry out: a sequence is undefined or the wedge's, and so is what would
+    /// let the processor do another instruction before the trap.
+    fn step_instead(&mut self) -> Step {
+        let (rip, traps) = (cpu().frame.rip, cpu().frame.rflags & rflags::TF != 0);
+        let step = self.refused(Event::exception(vector::UNDEFINED));
+        let cpu = cpu();
+        if traps && cpu.frame.rip != rip && !self.event.is_some() && matches!(step, Step::On) {
+            // A single step of the program's own.
+            cpu.dr[6] |= 1 << 14;
+            self.event = Event::exception(vector::DEBUG);
+        }
+        step
+    }
+
+    /// Carries out an instruction of the pages of a step that takes flags from the stack, if the program may read that.
+    fn pop_flags(&mut self, instruction: Instruction, bytes: &[u8]) -> Step {
+        /// Bytes that `IRETQ` pops.
+        const MOST: u64 = 40;
+        let cpu = cpu();
+        let length = match instruction.op {
+            wedge_core::Op::Iret => MOST,
+            _ => instruction.size.into(),
+        };
+        for at in [cpu.frame.gpr[4], cpu.frame.gpr[4].wrapping_add(length - 1)] {
+            let found = cpu.paging(at, true).translate(&self.memory, at, Intent::Read, true);
+            if let Err(fault) = found {
+                self.faulted = Some((at, Intent::Read));
+                self.event = cpu.page_fault(fault);
+                return Step::On;
+            }
+        }
+        let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);
+        self.carry_out(&[instruction], &bytes[..instruction.length], resume)
     }
 
     /// `#GP` or `#UD` of the host: an instruction that only the wedge may carry out, without a site (in the text of an alternative); or `fault`, the
@@ -644,6 +702,7 @@ impl LinuxVcpu<'_> {
                 }
                 Step::On
             }
+            Ok(instruction) if is_for_steps(&instruction) => self.pop_flags(instruction, &bytes),
             Ok(instruction) if cpu.cpl == 0 || is_for_programs(&instruction) => {
                 count(count::UNRECORDED);
                 let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);
@@ -664,6 +723,15 @@ impl LinuxVcpu<'_> {
         const REX: core::ops::RangeInclusive<u8> = 0x40..=0x4f;
         let is_rex = |byte: &u8| REX.contains(byte);
         match wedge_core::decode(bytes) {
+            // It pops half of what it does in 64-bit code.
+            Ok(instruction)
+                if instruction.op == wedge_core::Op::Popf
+                    && is_stepped()
+                    && !bytes[..instruction.length].iter().any(is_rex) =>
+            {
+                let size = instruction.size.min(4);
+                self.pop_flags(Instruction { size, ..instruction }, bytes)
+            }
             Ok(instruction)
                 if is_for_programs(&instruction)
                     && !bytes[..instruction.length].iter().any(is_rex) =>
@@ -717,6 +785,17 @@ fn poke(
         Some(()) => Ok(u64::from_le_bytes(back)),
         None => Err(Event::exception(vector::UNDEFINED)),
     }
+}
+
+/// Whether a program is executed step by step now.
+fn is_stepped() -> bool {
+    cpu().cpl == 3 && keys::are_on() && code::is_stepped(cpu().frame.rip)
+}
+
+/// What is not executed in the pages of a step, and defined: instructions that change the trap flag.
+fn is_for_steps(instruction: &Instruction) -> bool {
+    use wedge_core::Op;
+    matches!(instruction.op, Op::Popf | Op::Iret) && is_stepped()
 }
 
 /// What the guest's kernel may let programs do, and the host does not.
@@ -1088,6 +1167,7 @@ fn drive(all: &All<'_>, index: usize) -> ! {
         star: 0,
         debugs: start.options & option::DEBUG != 0,
         step: DebugStep::None,
+        steps_at_once: false,
     };
     crate::shared::vcpu().deadline.store(u64::MAX, Relaxed);
     steal::go_on();

@@ -250,6 +250,8 @@ pub enum Fault {
     Filled,
     /// A page of code that must not be executed ([`code`]).
     Sequence,
+    /// A write to a page of code that the instruction may be in itself, with keys.
+    OwnCode,
     /// The host has no room for the mapping.
     Full(sys::Errno),
 }
@@ -279,11 +281,15 @@ pub fn fill(
         profile::watch_walk(memory, slot(), paging.cr3, linear);
     }
     let Some(leaf) = leaf(memory, paging.cr3, linear) else { return Fault::Filled };
+    let is_own = intent == Intent::Write && cpu.cpl == 3 && code::is_beside(cpu.frame.rip, linear);
+    if is_own && is_code(linear, &leaf) {
+        return Fault::OwnCode;
+    }
     let is_alone = profile::is_on() || has(option::NO_BATCHES) || needs_look(&leaf);
     if leaf.size == PAGE && !is_alone {
         return fill_around(ram, memory, linear & !(PAGE - 1), &leaf, intent);
     }
-    if let Some(fault) = fill_code(ram, memory, linear, intent, &leaf) {
+    if let Some(fault) = fill_code(cpu, ram, memory, linear, intent, &leaf) {
         return fault;
     }
     let size = leaf.size.min(LARGE);
@@ -328,8 +334,10 @@ fn rights_in_place(linear: u64, leaf: &Leaf) -> u32 {
     if is_code(linear, leaf) { rights & !linux::PROT_EXEC } else { rights }
 }
 
-/// With keys, fills in what is executed, from copies. A page that is written, too, is either. `None`: it is no such access.
+/// With keys, fills in what is executed, from copies. A page that is written, too, is either. `None`: it is no such access, or a read of the
+/// kernel's that must not wait for a copy.
 fn fill_code(
+    cpu: &VirtualCpu,
     ram: &Ram,
     memory: &GuestMemory,
     linear: u64,
@@ -358,7 +366,11 @@ fn fill_code(
     for (start, length) in [(run, size), (page, PAGE)] {
         let address = base + (start - run);
         let (offset, left) = ram.offset(address)?;
-        match code::map(memory, start, length.min(left), address, offset) {
+        let length = length.min(left);
+        if !frames::track(offset, length, cpu.cpl == 3) && intent != Intent::Fetch {
+            return None;
+        }
+        match code::map(memory, start, length, address, offset) {
             Err(error) => return Some(Fault::Full(error)),
             Ok(end) if end > page => return Some(Fault::Filled),
             Ok(_) => {}
@@ -422,19 +434,26 @@ fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf, intent
     map(linear - before, size, rights, start, leaf.user)
 }
 
-/// Drops the mappings for user mode by which a frame, given by its offset in guest memory, could be written.
-pub fn drop_writable(offset: u64) {
+/// Drops the mappings for user mode by which frames, given by their offset in guest memory, could be written.
+pub fn drop_writable(offset: u64, length: u64) {
+    drop_mapped(offset, length, linux::PROT_WRITE);
+}
+
+/// Drops the mappings for user mode of a range of the descriptor of guest memory that have some of these rights.
+pub fn drop_mapped(offset: u64, length: u64, rights: u32) {
     if !mapped().is_complete() {
         drop_programs();
         return;
     }
-    let is_writable = |piece: &&Piece| {
-        piece.rights & linux::PROT_WRITE != 0
-            && (piece.offset..piece.offset + (piece.end - piece.start)).contains(&offset)
+    let end = offset + length;
+    let is_wanted = |piece: &&Piece| {
+        let last = piece.offset + (piece.end - piece.start);
+        piece.rights & rights != 0 && piece.offset < end && offset < last
     };
-    while let Some(piece) = mapped().pieces().iter().find(is_writable).copied() {
-        let at = piece.start + (offset - piece.offset);
-        unmap(at, at + PAGE);
+    while let Some(piece) = mapped().pieces().iter().find(is_wanted).copied() {
+        let at = |offset: u64| piece.start + (offset - piece.offset);
+        let last = piece.offset + (piece.end - piece.start);
+        unmap(at(offset.max(piece.offset)), at(end.min(last)));
     }
 }
 
@@ -625,11 +644,11 @@ fn drop_stale(start: u64, end: u64) -> bool {
                 .map_or(0, |leaf| leaf.still_allows(&ram, &memory, at, copied.unwrap_or(offset)));
             let is_old = |leaf: Leaf| {
                 let address = leaf.address + (at & (size - 1));
-                if calls::has_copy(at) {
-                    unit == PAGE && !calls::is_current(at, address, &memory)
-                } else {
-                    copied.is_some_and(|offset| !code::is_current(&memory, address, offset))
-                }
+                // With keys all copies follow their frames.
+                !keys::are_on()
+                    && unit == PAGE
+                    && calls::has_copy(at)
+                    && !calls::is_current(at, address, &memory)
             };
             let change = match wanted & piece.rights {
                 rights if rights & linux::PROT_READ == 0 || leaf.is_some_and(is_old) => {
@@ -674,9 +693,8 @@ fn drop_stale(start: u64, end: u64) -> bool {
 
 /// Takes rights of pages that are mapped in one go, or pieces of them.
 fn narrow(start: u64, end: u64, rights: u32) {
-    let arguments = [start, end - start, rights.into(), 0, 0, 0];
     // SAFETY: the pages are a program's; only rights are taken.
-    if unsafe { sys::call(linux::__NR_mprotect, arguments) }.is_err() {
+    if unsafe { sys::protect(start, end - start, rights) }.is_err() {
         unmap(start, end);
         return;
     }
@@ -712,13 +730,7 @@ fn follow_copies() {
     }
     for number in seen..now {
         let offset = vcpu.renewed[number as usize % FLUSHES].load(Relaxed);
-        let has_it = |piece: &&Piece| {
-            (piece.offset..piece.offset + (piece.end - piece.start)).contains(&offset)
-        };
-        while let Some(piece) = mapped().pieces().iter().find(has_it).copied() {
-            let at = piece.start + (offset - piece.offset);
-            unmap(at, at + PAGE);
-        }
+        drop_mapped(offset, PAGE, linux::PROT_READ);
     }
 }
 

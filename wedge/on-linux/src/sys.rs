@@ -96,6 +96,15 @@ pub unsafe fn unmap(address: u64, length: u64) -> Result<()> {
     unsafe { call(linux::__NR_munmap, [address, length, 0, 0, 0, 0]).map(drop) }
 }
 
+/// Changes the rights of a range.
+///
+/// # Safety
+/// Nothing of this program is there that it goes on to use in a way that the rights forbid.
+pub unsafe fn protect(address: u64, length: u64, rights: u32) -> Result<()> {
+    // SAFETY: the caller vouches for the range.
+    unsafe { call(linux::__NR_mprotect, [address, length, rights.into(), 0, 0, 0]).map(drop) }
+}
+
 /// Waits until somebody wakes `word`, for `nanoseconds` at most, if it has the value `expected`.
 pub fn wait(word: &core::sync::atomic::AtomicU32, expected: u32, nanoseconds: Option<u64>) {
     let time = nanoseconds.map(|all| [all / 1_000_000_000, all % 1_000_000_000]);
