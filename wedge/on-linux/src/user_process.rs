@@ -1,6 +1,6 @@
 //! User/kernel isolation without protection keys: a second process for each address space of the
 //! guest, which maps the pages of guest user mode and nothing else
-//! (`docs/design/0018-programs-apart.md`).
+//! (`docs/design/0018-user-processes.md`).
 //!
 //! The *kernel process* runs the guest kernel and the wedge. To run user mode it resumes the *user
 //! process* and waits until that has stopped. Both share the [`Mailbox`]: the kernel process writes
