@@ -1353,6 +1353,8 @@ fn hosted_tests(seconds: u32) -> Vec<Test> {
         HOSTED.iter().map(|&(name, body, class)| named(name, class, body)).collect();
     let protection = named("protection", Class::SmpOrKill, keys::protection);
     tests.push(protection.with_qemu_threads(keys::HOST_CPUS));
+    let copies = named("protection-copies", Class::SmpOrKill, keys::copies);
+    tests.push(copies.with_qemu_threads(keys::HOST_CPUS));
     let with_keys = move || fuzz::keys(is_long);
     let with_keys = Test::new("hosted/random-programs-keys", Class::SmpOrKill, with_keys);
     tests.push(with_keys.with_qemu_threads(keys::HOST_CPUS));
