@@ -4,8 +4,9 @@
 set -eu
 cd "$(dirname "$0")"
 
-# Emulated machines, boot image, guest kernels, root file systems, a network of machines and a way into them; a C compiler links host
-# programs and builds the guests' driver for channels and a kernel, with tools that need the others.
+# For emulation, boot images, guest kernels, root file systems, networks of VMs and SSH access. A C
+# compiler links host programs and builds the guests' channel driver and a kernel; the kernel's
+# build tools need the other packages.
 packages="bc binutils bison bochs bochsbios busybox-static ca-certificates cpio debian-archive-keyring debootstrap diffutils e2fsprogs flex
     gcc gdb git gpgv grub-common grub-pc-bin kmod libc6-dev libelf-dev make mtools openssh-client passt qemu-system-x86
     qemu-utils strace user-mode-linux vgabios xorriso xz-utils"

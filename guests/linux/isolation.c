@@ -195,7 +195,7 @@ static void enter_stepped(int number, siginfo_t *info, void *context)
 {
 	greg_t *registers = ((ucontext_t *)context)->uc_mcontext.gregs;
 	(void)number, (void)info;
-	// Behind the call, `ret` goes on in `raise`'s caller of the handler: a copy of the return
+	// After the call, `ret` continues in `raise`'s caller of the handler: a copy of the return
 	// address.
 	registers[REG_RSP] -= 8;
 	*(long *)registers[REG_RSP] = registers[REG_RIP];
@@ -218,8 +218,8 @@ static void step_into_call(long number, long argument, long flags)
 		     : "rcx", "rdx", "r8", "r9", "r10", "r11", "memory", "cc");
 }
 
-// User mode is entered with TF set at a system call: the guest's kernel carries it out, and nobody
-// else.
+// The guest kernel enters user mode with TF set at a system call: the guest kernel executes the
+// call, and not the host.
 static void stepped_calls(void)
 {
 	for (int round = 0; round < 8; round++) {
@@ -324,7 +324,8 @@ static void leave(int number, siginfo_t *info, void *context)
 		CHECK(caught == signal); \
 	} while (0)
 
-// EFLAGS.AC is user mode's: what it interrupts is told, the kernel does not feel it.
+// EFLAGS.AC belongs to user mode: signals and system calls work while it is set, and it does not
+// affect the kernel.
 static void alignment_checks(void)
 {
 	static volatile uint64_t words[2];
@@ -423,8 +424,8 @@ static void double_mappings(void)
 	}
 }
 
-// The same by another process, and by threads on other CPUs that serialize before they execute what
-// they were told of.
+// The same by another process, and by threads on other CPUs that serialize before they execute the
+// code that the writer has announced.
 static volatile unsigned turn, done;
 static function *volatile shared_call;
 static volatile long found, expected;
@@ -461,8 +462,8 @@ static void *execute_fresh(void *unused)
 			heat(shared_call, getpid());
 		}
 		done = next;
-		// In user mode all the time, where nothing but an interrupt tells this CPU of the write;
-		// unless there is no other CPU.
+		// In user mode all the time, where only an interrupt notifies this CPU of the
+		// write; unless there is no other CPU.
 		for (unsigned long spins = 1; turn != next + 1; spins++)
 			if (spins % (1ul << 28) == 0)
 				sched_yield();
@@ -575,8 +576,8 @@ static void device_writes(void)
 	}
 }
 
-// The same by a device whose requests nobody else carries out, into a page of its driver's that user
-// mode executes (`check/check_device.c`).
+// The same by a device that only the test's driver uses, into a page of the driver that user mode
+// executes (`check/check_device.c`).
 static void driver_pages(void)
 {
 	const int rights[] = { PROT_READ | PROT_WRITE, PROT_READ | PROT_EXEC };
@@ -602,7 +603,7 @@ static void driver_pages(void)
 extern char hot_call[], quiet_place[];
 asm(".text\n.balign 4096\n nop\n nop\nhot_call: mov $110, %eax\n syscall\n ret\n nop\n nop\nquiet_place: mov $5, %eax\n ret\n.balign 4096\n");
 
-static long goes_on(pid_t child)
+static long continued(pid_t child)
 {
 	struct user_regs_struct registers;
 	CHECK(ptrace(PTRACE_CONT, child, 0, 0) == 0);
@@ -634,17 +635,17 @@ static void breakpoints(void)
 	}
 	CHECK(WIFSTOPPED(status_of(child)));
 	for (int i = 0; i < rounds; i++) {
-		CHECK(goes_on(child) == 0);
+		CHECK(continued(child) == 0);
 		long text = ptrace(PTRACE_PEEKTEXT, child, quiet_place, 0);
 		CHECK((text & 0xff) == 0xb8);
 		CHECK(ptrace(PTRACE_POKETEXT, child, quiet_place, (text & ~0xffl) | 0xcc) == 0);
-		CHECK(goes_on(child) == (long)quiet_place);
+		CHECK(continued(child) == (long)quiet_place);
 		CHECK(ptrace(PTRACE_POKETEXT, child, quiet_place, text) == 0);
-		CHECK(goes_on(child) == (i + 1 < rounds ? 0 : -1));
+		CHECK(continued(child) == (i + 1 < rounds ? 0 : -1));
 	}
 }
 
-// The handler of a refused system call finds the instruction where it is told to look.
+// The signal frame of a refused system call gives the address of the instruction.
 static volatile long refused;
 static void on_refused(int number, siginfo_t *info, void *context)
 {
@@ -773,7 +774,7 @@ static void stale_copies(void)
 			enter_call(executable + at);
 		for (int offset = 1; offset < 6; offset++) {
 			enter_with_zeros(executable + at + offset);
-			// At once: the way into the kernel and back sets it anew.
+			// At once: a kernel entry and return would reset it.
 			if (!strcmp(mode, "keys"))
 				CHECK(pkru() == USER_PKRU);
 		}
@@ -788,8 +789,9 @@ static void enter_with(uint8_t *at, unsigned accumulator, uint8_t *area, uint8_t
 		asm volatile("call *%5" : "+a"(a), "+c"(c), "+d"(d), "+D"(area), "+S"(written) : "r"(at) : "memory", "cc");
 }
 
-// A page that has to be executed in steps, whose code writes to the page behind it: the steps do not end with that page's mapping, neither
-// in front of a WRPKRU of its own nor of an XRSTOR that goes over the border.
+// A page that has to be executed in steps, whose code writes to the page after it: the steps do not
+// end with that page's mapping, neither in front of a WRPKRU of its own nor of an XRSTOR that
+// crosses the border.
 static void stepped_neighbours(void)
 {
 	static uint8_t area[PAGE] __attribute__((aligned(64)));
@@ -854,7 +856,7 @@ static void own_code(void)
 	}
 }
 
-// --- What the kernel offers and the host's processor does not give.
+// --- Features of the kernel that the host CPU does not provide.
 
 static void watchpoints(void)
 {
@@ -972,13 +974,14 @@ static void expect_gone(uint8_t *memory, long count)
 	CHECK(still_there == 0);
 }
 
-// Pages are gone when `munmap` returns, whatever user mode says in advance that its process has done.
+// Pages are unmapped when `munmap` returns, whatever user mode claims in advance that its process
+// has done.
 static void freed_pages(void)
 {
 	enum { COUNT = 16 };
 	if (!find_answers())
 		return;
-	// A lie may be told too early or too late: often.
+	// A false claim may be too early or too late: repeat it often.
 	for (int round = 0; round < ROUNDS; round++)
 		for (long counter = 0; counter < COUNTERS; counter++)
 			for (long word = -1; word < ANSWERS; word++) {
@@ -1063,8 +1066,8 @@ static int restore_state(uint8_t *code, const uint8_t *area, unsigned components
 	return restore(area, components);
 }
 
-// A program's area in the compacted format works where the processor has it and is refused
-// elsewhere, and nothing of it is left for the process that runs next.
+// A signal frame's area in the compacted format works where the CPU has it and is refused
+// elsewhere, and none of its contents remains for the process that runs next.
 static void compacted_state(void)
 {
 	static uint8_t area[PAGE] __attribute__((aligned(64)));

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sockets between a guest and its host (AF_VSOCK), for tests.
 //
-//	vsock listen PORT COUNT  accepts COUNT connections of the host, concurrently, and echoes each
+//	vsock listen PORT COUNT  accepts COUNT connections of the host, concurrently, and echoes
+//	                         each
 //	vsock connect PORT       connects to the host, sends standard input, shuts that direction
 //	                         down, and prints the answer
 //	vsock flood PORT         sends to the host until that fails, and prints the error

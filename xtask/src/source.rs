@@ -244,8 +244,7 @@ fn strip_comments(line: &str, depth: &mut usize) -> String {
 pub struct Unsafe {
     /// Blocks: places where a contract is claimed to hold.
     pub blocks: usize,
-    /// FunctionLengths, traits, implementations, foreign modules and attributes: places where one is
-    /// made.
+    /// Functions, traits, implementations, foreign modules and attributes that declare a contract.
     pub items: usize,
 }
 

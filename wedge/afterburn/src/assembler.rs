@@ -1,8 +1,9 @@
-//! The assembler as a compiler calls it: rewrites what is to be assembled and becomes the real assembler.
+//! The assembler as a compiler runs it: rewrites the input and executes the real assembler.
 //!
-//! gcc looks for a program `as` in the folder of its option `-B` first. It passes no options of ours, so they come
-//! in the environment: [`OPTIONS`]. The rewritten text is a file in memory on the real assembler's standard input,
-//! so no process waits and nothing is left behind, however it ends.
+//! gcc looks for a program `as` in the folder of its option `-B` first. It passes none of the
+//! afterburner's options, so these are in the environment: [`OPTIONS`]. The rewritten text is a
+//! memory file on the real assembler's standard input, so no process waits and no file remains,
+//! however the assembler ends.
 
 use crate::error::Error;
 use crate::rewrite::{self, Pad, Rewritten};
@@ -20,31 +21,31 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// Name under which a program is taken for the assembler.
+/// Program name under which the executable acts as the assembler.
 pub const NAME: &str = "as";
 /// Environment variable with the options: `pad=8,skip=GLOB:GLOB,stats=FILE,keep=FOLDER,off`.
 pub const OPTIONS: &str = "PARADOR_AFTERBURN";
-/// Environment variable with the real assembler, if it is not the first in `PATH`.
+/// Environment variable with the path of the real assembler, if it is not the first in `PATH`.
 pub const ASSEMBLER: &str = "PARADOR_AS";
 
-/// What the environment asks for.
+/// The options from the environment.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Options {
-    /// Bytes per site.
+    /// Minimum bytes per site.
     pub pad: Pad,
-    /// Pass everything on as it is.
+    /// Pass every text to the assembler unchanged.
     pub off: bool,
-    /// Outputs whose text is passed on as it is: not kernel code. `*` and `?` as in file names; a pattern matches
-    /// the whole path or what follows a `/`.
+    /// Outputs whose text is passed on unchanged because it is not kernel code. `*` and `?` as in
+    /// file names; a pattern matches the whole path or the part after a `/`.
     pub skip: Vec<String>,
-    /// A line of JSON for each text is appended to this file.
+    /// File to which one line of JSON is appended for each text.
     pub stats: Option<PathBuf>,
-    /// Rewritten texts are also written to this folder.
+    /// Folder to which rewritten texts are written as well.
     pub keep: Option<PathBuf>,
 }
 
 impl Options {
-    /// Reads the value of [`OPTIONS`].
+    /// Parses the value of [`OPTIONS`].
     pub fn parse(text: &str) -> Result<Self, Error> {
         let mut options = Self::default();
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
@@ -73,7 +74,7 @@ fn pad(value: &str) -> Result<Pad, Error> {
     value.parse().ok().filter(|bytes| (5..=64).contains(bytes)).map(Pad).ok_or_else(refuse)
 }
 
-/// Assembles as the arguments say: does not return if all goes well.
+/// Assembles as the arguments demand; returns only after an error.
 pub fn run(arguments: &[OsString]) -> Result<Infallible, Error> {
     let assembler = real()?;
     let options = match env::var(OPTIONS) {
@@ -118,7 +119,7 @@ fn text(
     let standard_input = inputs.is_empty() || inputs.iter().any(|&index| arguments[index] == "-");
     let mut text = Vec::new();
     let mut name = None;
-    // Several files are one text.
+    // The assembler treats several files as one text.
     for &index in inputs {
         if arguments[index] != "-" {
             let path = Path::new(&arguments[index]);
@@ -134,7 +135,7 @@ fn text(
     let mut rewritten = rewrite::rewrite(&text, &name, options.pad)?;
     let text = match rewritten.text.take() {
         Some(rewritten) => Some(rewritten),
-        // What was read from there cannot be read again.
+        // Standard input cannot be read a second time.
         None if standard_input => Some(text),
         None => None,
     };
@@ -164,11 +165,11 @@ fn memory_file(text: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-/// A line about a text.
+/// One line of statistics about a text.
 #[derive(Serialize)]
 struct Note<'a> {
     output: &'a str,
-    /// CPU time that this program took for it, in microseconds.
+    /// CPU time of this process, in microseconds.
     cpu_us: u64,
     padded: BTreeMap<&'a str, u32>,
     recorded: BTreeMap<&'a str, u32>,
@@ -189,7 +190,7 @@ fn note(path: &Path, output: &OsStr, rewritten: &Rewritten) -> Result<(), Error>
     let mut line = serde_json::to_vec(&note).map_err(|error| fail(error.into()))?;
     line.push(b'\n');
     let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(fail)?;
-    // One write, so that lines of several processes do not mix.
+    // A single write, so that lines of several processes do not interleave.
     file.write_all(&line).map_err(fail)
 }
 
@@ -199,14 +200,14 @@ fn cpu_time() -> u64 {
     Duration::try_from(time).map_or(0, |time| time.as_micros() as u64)
 }
 
-/// What the arguments ask for ("Using as", 2).
+/// The command line of the assembler ("Using as", 2).
 #[derive(PartialEq, Eq, Debug)]
 enum Call {
-    /// Nothing that is rewritten: information, or 32-bit code.
+    /// No text to rewrite: a request for information, or 32-bit code.
     Other,
     /// 64-bit code.
     Assemble {
-        /// Which arguments are inputs; none means standard input.
+        /// Indexes of the arguments that are inputs; none means standard input.
         inputs: Vec<usize>,
         output: OsString,
     },
@@ -238,13 +239,13 @@ impl Call {
                 }
                 b"--x32" | b"-msyntax=intel" | b"-mnaked-reg" => {
                     let option = String::from_utf8_lossy(argument);
-                    return Err(Error::Usage(format!("code for `{option}` is not understood")));
+                    return Err(Error::Usage(format!("code for `{option}` is not supported")));
                 }
                 b"-" => inputs.push(index),
                 _ if argument.starts_with(b"@") => {
                     let file = String::from_utf8_lossy(argument);
                     return Err(Error::Usage(format!(
-                        "arguments in a file ({file}) are not understood"
+                        "arguments in a file ({file}) are not supported"
                     )));
                 }
                 _ if argument.starts_with(b"-o") => {
@@ -259,14 +260,15 @@ impl Call {
     }
 }
 
-/// The real assembler: what the environment names, or the first in `PATH` that is not this program.
+/// The real assembler: the one that the environment names, or the first in `PATH` that is not this
+/// program.
 pub fn real() -> Result<PathBuf, Error> {
     if let Some(path) = env::var_os(ASSEMBLER).filter(|path| !path.is_empty()) {
         return Ok(path.into());
     }
     let this = env::current_exe().and_then(fs::canonicalize).ok();
     let path = env::var_os("PATH").ok_or(Error::NoAssembler)?;
-    // Relative folders mean the current one, where others may have put programs.
+    // Relative folders are relative to the current one, where another user may have put a program.
     let folders = env::split_paths(&path).filter(|folder| folder.is_absolute());
     let mut candidates = folders.map(|folder| folder.join(NAME));
     let real = |path: &PathBuf| {
@@ -275,17 +277,17 @@ pub fn real() -> Result<PathBuf, Error> {
     candidates.find(real).ok_or(Error::NoAssembler)
 }
 
-/// Whether a pattern matches the path, or the end of it after a `/`.
+/// Returns true if a pattern matches the path, or the end of the path after a `/`.
 fn path_matches(glob: &[u8], path: &[u8]) -> bool {
     let starts = std::iter::once(0)
         .chain(path.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(at, _)| at + 1));
     starts.into_iter().any(|start| matches(glob, &path[start..]))
 }
 
-/// `*` is any text, also with `/`; `?` any byte.
+/// Matches `*` with any text, also with `/`, and `?` with any byte.
 fn matches(glob: &[u8], text: &[u8]) -> bool {
     let (mut g, mut t) = (0, 0);
-    // Where to try again: after the last star, and one byte further.
+    // Positions to retry from: after the last star, and one byte later in the text.
     let mut star: Option<(usize, usize)> = None;
     while t < text.len() {
         match glob.get(g) {

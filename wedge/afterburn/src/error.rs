@@ -1,39 +1,39 @@
-//! Why something could not be done.
+//! Errors of the afterburner.
 
 use crate::rewrite::Misunderstood;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why the afterburner gave up.
+/// The reason for which the afterburner failed.
 #[derive(Debug)]
 pub enum Error {
-    /// Options that do not exist or make no sense.
+    /// Options that do not exist or contradict each other.
     Usage(String),
     /// Text that cannot be rewritten.
     Misunderstood(Misunderstood),
-    /// A binary that is not what it should be: format, tables, room.
+    /// A binary with a wrong format, wrong tables or too little room.
     Image(String),
-    /// There is no assembler.
+    /// No assembler was found.
     NoAssembler,
-    /// Something with a file; `action` completes "cannot ... PATH".
+    /// An operation on a file failed; `action` completes "cannot ... PATH".
     File {
-        /// What failed.
+        /// The operation.
         action: &'static str,
-        /// On which file.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         error: io::Error,
     },
 }
 
 impl Error {
-    /// An operation on a file failed.
+    /// Makes the error of a failed file operation.
     pub fn file(action: &'static str, path: &Path, error: io::Error) -> Self {
         Self::File { action, path: path.to_owned(), error }
     }
 
-    /// Exit code of a program that ends for this reason (`sysexits.h`; docs/spec/exit-codes.md).
+    /// Exit code of a program that ends with this error (`sysexits.h`; docs/spec/exit-codes.md).
     pub fn code(&self) -> u8 {
         match self {
             Self::Usage(_) => 64,

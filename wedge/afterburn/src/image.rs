@@ -1,8 +1,8 @@
-//! A linked kernel or a module, as far as its instructions and the tables about them go (System V ABI, "Object
+//! A linked kernel or a module: its instructions and the tables about them (System V ABI, "Object
 //! Files"; AMD64 psABI, 4.4).
 //!
-//! Sections of a module have no addresses yet. They get some, one behind the other, and what its tables say is
-//! relocated to them.
+//! Sections of a module have no addresses yet. [`Image::parse`] assigns consecutive addresses and
+//! relocates the module's tables to them.
 
 use crate::error::Error;
 use object::read::elf::{ElfFile64, ElfSection64};
@@ -17,54 +17,56 @@ use wedge_sites::{Constants, Site, Sites, Table};
 
 /// An ELF file.
 pub struct Image<'d> {
-    /// Sections that are in memory, in the order of the file.
+    /// Allocated sections, in the order of the file.
     pub sections: Vec<Section<'d>>,
     /// Symbols in these sections, by address.
     pub symbols: Vec<Symbol<'d>>,
-    /// Not linked: a module.
+    /// True for a module, which is not linked.
     pub is_module: bool,
-    /// Address of the 32-bit entry that the PVH note names (Xen, docs/misc/pvh.pandoc).
+    /// Address of the 32-bit entry point in the PVH note (Xen, docs/misc/pvh.pandoc).
     pub pvh_entry: Option<u64>,
     /// Addresses that relocations of a module refer to: every one in code begins an instruction.
     pub referred: Vec<u64>,
-    /// Physical address, virtual address and bytes of each part of a linked image that is loaded.
+    /// Physical address, virtual address and bytes of each loaded segment of a linked image.
     loaded: Vec<(u64, u64, u64)>,
-    /// Places in code that change when a linked image is moved, sorted. Known if the linker kept relocations.
+    /// Addresses in code that change when a linked image is moved, sorted. Known only if the linker
+    /// kept relocations.
     relocations: Vec<u64>,
 }
 
-/// A section that is in memory.
+/// An allocated section.
 pub struct Section<'d> {
-    /// Its name.
+    /// The section's name.
     pub name: &'d str,
-    /// Where it is, or in a module: where it was put.
+    /// The section's address; in a module, the assigned one.
     pub address: u64,
-    /// Its contents: empty if it is zero.
+    /// The section's contents; empty if it has none in the file.
     pub data: Cow<'d, [u8]>,
-    /// Where the contents are in the file.
+    /// Offset of the contents in the file.
     pub offset: u64,
-    /// Whether it has instructions.
+    /// True if the section has instructions.
     pub executable: bool,
 }
 
-/// A name for an address.
+/// A named address.
 #[derive(Clone, Copy, Debug)]
 pub struct Symbol<'d> {
     /// The address.
     pub address: u64,
-    /// Bytes; 0 if not said.
+    /// Size in bytes; 0 if the file does not give one.
     pub size: u64,
     /// The name.
     pub name: &'d str,
-    /// Its section, in [`Image::sections`]: at a border the address does not tell.
+    /// Index of the symbol's section in [`Image::sections`]: the address is ambiguous at a border
+    /// of sections.
     pub section: usize,
 }
 
-/// Where sections of a module are put: far from 0, so that distances cannot wrap around.
+/// Address of a module's first section: far from 0, so that distances cannot wrap around.
 const MODULE_BASE: u64 = 0x1_0000_0000;
 
 impl<'d> Image<'d> {
-    /// Reads a file. `path` is for messages.
+    /// Parses an ELF file. `path` is for messages.
     pub fn parse(path: &Path, data: &'d [u8]) -> Result<Self, Error> {
         let wrong =
             |what: &dyn std::fmt::Display| Error::Image(format!("{}: {what}", path.display()));
@@ -144,7 +146,7 @@ impl<'d> Image<'d> {
         Ok(Self { sections, symbols, is_module, pvh_entry, referred, loaded, relocations })
     }
 
-    /// A section by name.
+    /// The section with this name.
     pub fn section(&self, name: &str) -> Option<&Section<'d>> {
         self.sections.iter().find(|section| section.name == name)
     }
@@ -160,7 +162,8 @@ impl<'d> Image<'d> {
         self.symbols[first..].iter().take_while(move |symbol| symbol.address == address)
     }
 
-    /// How many bytes belong to a symbol: those up to the next one that is no label, if it does not say.
+    /// The size of a symbol in bytes. A symbol without a size extends to the next one that is not a
+    /// label.
     pub fn extent(&self, symbol: &Symbol<'_>) -> u64 {
         if symbol.size > 0 {
             return symbol.size;
@@ -174,12 +177,12 @@ impl<'d> Image<'d> {
         next.map_or(end, |next| next.address) - symbol.address
     }
 
-    /// Where a linked image has what is loaded at a physical address.
+    /// The virtual address of a physical address in a linked image.
     pub fn virtual_address(&self, physical: u64) -> Option<u64> {
         virtual_address(&self.loaded, physical)
     }
 
-    /// Whether moving the image would change some of these bytes.
+    /// Returns true if moving the image would change one of these bytes.
     pub fn has_relocation(&self, address: u64, length: u64) -> bool {
         let first = self.relocations.partition_point(|place| *place < address);
         self.relocations.get(first).is_some_and(|place| place - address < length)
@@ -192,15 +195,15 @@ impl<'d> Image<'d> {
         section.data.get(start..start.checked_add(length)?)
     }
 
-    /// The section that has contents at this address.
+    /// The section whose contents include this address.
     pub fn section_at(&self, address: u64) -> Option<&Section<'d>> {
         self.sections.iter().find(|section| section.contains(address))
     }
 
-    /// For people: the last symbol at or before the address, and the distance.
+    /// Describes an address for messages: the last symbol at or before it, and the distance.
     pub fn describe(&self, address: u64) -> String {
         let after = self.symbols.partition_point(|symbol| symbol.address <= address);
-        // Labels within a function say less than its name.
+        // The function's name is more useful than labels within it.
         let near = self.symbols[..after].iter().rev().take(64);
         let covers = |symbol: &&Symbol<'_>| address < symbol.address.saturating_add(symbol.size);
         let named = near
@@ -214,7 +217,7 @@ impl<'d> Image<'d> {
         }
     }
 
-    /// The sites. A module may have none; a linked image without a table of them is an error.
+    /// The sites. A module may have none; a linked image without a table of sites is an error.
     pub fn sites(&self, path: &Path) -> Result<Vec<Site>, Error> {
         let wrong =
             |what: &dyn std::fmt::Display| Error::Image(format!("{}: {what}", path.display()));
@@ -233,7 +236,7 @@ impl<'d> Image<'d> {
         Ok(sites.iter().collect())
     }
 
-    /// How many layout constants there are.
+    /// The number of layout constants.
     pub fn constants(&self, path: &Path) -> Result<usize, Error> {
         let Some(section) = self.table(path, Table::Constants)? else { return Ok(0) };
         let constants = Constants::parse(&section.data, section.address).map_err(|error| {
@@ -259,19 +262,19 @@ impl<'d> Image<'d> {
 }
 
 impl Section<'_> {
-    /// Whether it has contents at the address.
+    /// Returns true if the section's contents include the address.
     pub fn contains(&self, address: u64) -> bool {
         address.checked_sub(self.address).is_some_and(|offset| offset < self.data.len() as u64)
     }
 }
 
-/// Labels and mapping symbols rather than functions.
+/// Returns true for labels and mapping symbols, as opposed to functions.
 fn is_local(name: &str) -> bool {
     name.starts_with(".L") || name.starts_with('$') || name.is_empty()
 }
 
-/// Places of relocations in code, except distances within the image. Distances to per-CPU variables are not within it:
-/// these do not move.
+/// Addresses of relocations in code, except distances within the image. Distances to per-CPU
+/// variables are not within the image: these variables do not move.
 fn absolute(sections: &[ElfSection64<'_, '_, object::LittleEndian>]) -> Vec<u64> {
     let mut places = Vec::new();
     for section in sections.iter().filter(|section| section.kind() == object::SectionKind::Text) {
@@ -286,8 +289,8 @@ fn absolute(sections: &[ElfSection64<'_, '_, object::LittleEndian>]) -> Vec<u64>
     places
 }
 
-/// Where relocations of a module lead to. Those in instructions are distances from the end of their 32-bit field,
-/// which in branches is the end of the instruction.
+/// Targets of a module's relocations. Those in instructions are distances from the end of their
+/// 32-bit field, which in branches is the end of the instruction.
 fn referred(
     file: &ElfFile64<'_, object::LittleEndian>,
     inputs: &[ElfSection64<'_, '_, object::LittleEndian>],
@@ -344,7 +347,7 @@ fn virtual_address(loaded: &[(u64, u64, u64)], address: u64) -> Option<u64> {
     })
 }
 
-/// Applies what relocations say about a section of a module. What refers to other images stays 0.
+/// Applies the relocations of a module's section. References to other images stay 0.
 fn relocate(
     file: &ElfFile64<'_, object::LittleEndian>,
     section: &mut Section<'_>,

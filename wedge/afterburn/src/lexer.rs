@@ -1,25 +1,26 @@
-//! Statements, comments and line ends of text in the language of the GNU assembler, AT&T syntax, x86 (manual
-//! "Using as", 3.2 to 3.5; comment characters: 9.16).
+//! Statements, comments and line ends of text in the language of the GNU assembler, AT&T syntax,
+//! x86 (manual "Using as", 3.2 to 3.5; comment characters: 9.16).
 //!
-//! Every byte of the text is passed over exactly once. Nothing is copied: tokens are ranges.
+//! The lexer passes over every byte of the text exactly once. It copies nothing: tokens are ranges.
 
 use std::ops::Range;
 
 /// A piece of the text.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Token {
-    /// From the first character to the last that is neither blank nor comment. Labels are part of it.
+    /// From the first character to the last that is neither blank nor comment. Labels are part of
+    /// it.
     Statement {
-        /// Where.
+        /// The statement's range.
         range: Range<usize>,
-        /// Whether there is a comment inside.
+        /// True if there is a comment inside.
         commented: bool,
     },
     /// `# ...` to the end of the line, or a line that begins with `/`.
     Comment {
-        /// Where, without the line's end.
+        /// The comment's range, without the line's end.
         range: Range<usize>,
-        /// Whether nothing but blanks stands before it on its line.
+        /// True if only blanks precede it on its line.
         first: bool,
     },
     /// `/* ... */`.
@@ -28,7 +29,7 @@ pub enum Token {
     Newline,
 }
 
-/// Why a text is not assembler text.
+/// An unterminated token.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unterminated {
     /// `"` without an end on its line.
@@ -37,7 +38,7 @@ pub enum Unterminated {
     Comment,
 }
 
-/// What a character may begin.
+/// The kind of token that a character may begin.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Class {
     Plain,
@@ -65,20 +66,20 @@ const CLASSES: [Class; 256] = {
     table
 };
 
-/// Splits `text[at..end]`.
+/// Lexer of `text[at..end]`.
 pub struct Lexer<'a> {
     text: &'a [u8],
     at: usize,
     end: usize,
-    /// Lines passed.
+    /// Number of lines passed.
     line: usize,
-    /// Nothing but blanks since the line began.
+    /// True if only blanks precede on the line.
     line_start: bool,
-    /// A statement that is not finished: start, end so far, whether it has a comment inside.
+    /// The unfinished statement: start, end so far, and true if it has a comment inside.
     open: Option<(usize, usize, bool)>,
-    /// A comment came after `open` that is inside it if more follows.
+    /// A comment followed `open`; it is inside the statement if more text of the statement follows.
     comment_after: bool,
-    /// A token that follows the one just returned.
+    /// The token to return after the last one.
     next: Option<Token>,
 }
 
@@ -123,7 +124,7 @@ impl<'a> Lexer<'a> {
                 }
                 Class::Slash if self.peek(at + 1) == Some(b'*') => {
                     let end = self.block(at).ok_or(Unterminated::Comment)?;
-                    // Line ends in a comment end the statement as others do.
+                    // A line end in a comment ends the statement, too.
                     let lines = self.text[at..end].iter().filter(|&&byte| byte == b'\n').count();
                     if lines > 0
                         && let Some(statement) = self.close()
@@ -162,9 +163,9 @@ impl<'a> Lexer<'a> {
         Ok(self.close())
     }
 
-    /// Something of a statement ends at `end`.
+    /// Extends the statement to `end`.
     fn part(&mut self, end: usize) {
-        // Runs of plain characters are the most of every text.
+        // Runs of plain characters are the largest part of every text.
         let mut end = end;
         while end < self.end && CLASSES[usize::from(self.text[end])] == Class::Plain {
             end += 1;
@@ -183,7 +184,7 @@ impl<'a> Lexer<'a> {
         Some(Token::Statement { range: start..end, commented })
     }
 
-    /// The open statement if there is one, and then `token`.
+    /// Returns the open statement if there is one, and `token` after it.
     fn after_statement(&mut self, token: Token) -> Token {
         match self.close() {
             Some(statement) => {
@@ -198,7 +199,7 @@ impl<'a> Lexer<'a> {
         self.text[..self.end].get(at).copied()
     }
 
-    /// The end of a character constant: `'x`, `'\x`, with or without a `'` behind.
+    /// The end of a character constant: `'x`, `'\x`, with or without a closing `'`.
     fn character(&self, at: usize) -> usize {
         let value = at + 1 + usize::from(self.peek(at + 1) == Some(b'\\'));
         match self.peek(value) {
@@ -222,7 +223,8 @@ impl<'a> Lexer<'a> {
     }
 }
 
-/// The place behind the string that begins at `at`; `None` if its line has no end of it.
+/// The position after the string that begins at `at`; `None` if the string does not end on its
+/// line.
 pub fn string_end(text: &[u8], at: usize) -> Option<usize> {
     let mut end = at + 1;
     loop {

@@ -1,8 +1,9 @@
-//! The afterburner: makes kernels ready to run without privilege, by working on their assembly, not on their source.
+//! The afterburner: prepares kernels for execution without privilege, by rewriting their assembly,
+//! not their source.
 //!
-//! [`rewrite()`] pads and records sensitive instructions in assembler text, [`assembler`] does so where a compiler
-//! calls the assembler. [`verify()`] decodes what came out and finds what was missed. [`null()`] makes an
-//! image of which every site goes through a stub.
+//! [`rewrite()`] pads and records sensitive instructions in assembler text; [`assembler`] does so
+//! when a compiler runs the assembler. [`verify()`] decodes the result and finds missed
+//! instructions. [`null()`] makes an image in which every site jumps to a stub.
 #![forbid(unsafe_code)]
 
 pub mod assembler;

@@ -1,13 +1,14 @@
-//! What an instruction in machine code is: the same list as in [`crate::mnemonics`], for decoded bytes. Whatever
-//! the front-end overlooks in text, the verifier finds here.
+//! Classifies decoded instructions by the same list as [`crate::mnemonics`]. The verifier finds
+//! here the instructions that the rewriter overlooks in text.
 
 use iced_x86::{Code, Instruction, Mnemonic, OpKind, Register};
 use wedge_sites::Kind;
 
-/// A segment override that 64-bit mode ignores (APM vol. 3, 1.2.4): what pads before instructions are made of.
+/// A segment override that 64-bit mode ignores (APM vol. 3, 1.2.4): pads before instructions
+/// consist of it.
 pub const CS: u8 = 0x2e;
 
-/// The kind of a sensitive instruction of 64-bit code, `None` of any other.
+/// The kind of a sensitive instruction of 64-bit code; `None` for any other instruction.
 pub fn kind(instruction: &Instruction) -> Option<Kind> {
     use Mnemonic as M;
     Some(match instruction.mnemonic() {
@@ -127,7 +128,7 @@ pub fn kind(instruction: &Instruction) -> Option<Kind> {
     })
 }
 
-/// The kind of two instructions that are one site when they stand together.
+/// The kind of two adjacent instructions that form one site.
 pub fn pair(first: &Instruction, second: &Instruction) -> Option<Kind> {
     Some(match (first.mnemonic(), second.mnemonic()) {
         (Mnemonic::Sti, Mnemonic::Hlt) => Kind::StiHlt,

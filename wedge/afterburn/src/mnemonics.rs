@@ -1,16 +1,17 @@
-//! What an instruction in assembler text is, by mnemonic and operands: AT&T syntax, 64-bit mode.
+//! Classifies instructions in assembler text by mnemonic and operands: AT&T syntax, 64-bit mode.
 //!
-//! Sensitive is what is privileged, what behaves differently without privilege (`popf`), and what tells a guest
-//! where it runs (`sgdt`, `cpuid`, segment registers): AMD64 APM vol. 3 (24594), chapters 3 and 4; for VMX and
-//! others SDM vol. 2. Time stamps, protection keys and the base registers of FS and GS are not in the list: they do
-//! in user mode what they do in the kernel, if the operating system allows them.
+//! Sensitive instructions are privileged, behave differently without privilege (`popf`), or reveal
+//! to a guest that it is virtualized (`sgdt`, `cpuid`, segment registers): AMD64 APM vol. 3
+//! (24594), chapters 3 and 4; for VMX and others SDM vol. 2. Time stamps, protection keys and the
+//! base registers of FS and GS are not in the list: if the operating system allows them in user
+//! mode, they behave there as in the kernel.
 
 use wedge_sites::Kind;
 
-/// What is to be known of an instruction.
+/// The class of an instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Class {
-    /// Sensitive.
+    /// A sensitive instruction.
     Sensitive(Kind),
     /// A prefix without its instruction.
     Prefix,
@@ -22,11 +23,11 @@ pub enum Class {
     ReadsFlags,
     /// Sets all arithmetic flags, or leaves the function in a way that loses them.
     EndsFlags,
-    /// Nothing of this.
+    /// None of these.
     Other,
 }
 
-/// Mnemonics that are sensitive whatever their operands.
+/// Mnemonics that are sensitive with any operands.
 const SENSITIVE: &[(&str, Kind)] = &[
     ("cli", Kind::Cli),
     ("sti", Kind::Sti),
@@ -205,17 +206,17 @@ const SENSITIVE: &[(&str, Kind)] = &[
     ("wrussq", Kind::Other),
 ];
 
-/// Mnemonics that are sensitive whatever their operands.
+/// Mnemonics that are sensitive with any operands.
 pub fn sensitive() -> impl Iterator<Item = (&'static str, Kind)> {
     SENSITIVE.iter().copied()
 }
 
-/// Longest mnemonic that matters.
+/// Length of the longest mnemonic in the table.
 const LONGEST: usize = 10;
 
-/// A place in `SENSITIVE` for each pair of first letters, so that most mnemonics need no comparison.
+/// Bit set of first letter pairs in `SENSITIVE`, so that most mnemonics need no comparison.
 struct Index {
-    /// Bit `second letter` of entry `first letter`.
+    /// Entry `first letter` has bit `second letter` set.
     pairs: [u32; 26],
 }
 
@@ -241,7 +242,7 @@ impl Index {
     }
 }
 
-/// The kind of a mnemonic that is sensitive whatever its operands; any case.
+/// The kind of a mnemonic that is sensitive with any operands; any case.
 pub fn always_sensitive(mnemonic: &[u8]) -> Option<Kind> {
     if mnemonic.len() > LONGEST {
         return None;
@@ -254,7 +255,7 @@ pub fn always_sensitive(mnemonic: &[u8]) -> Option<Kind> {
     SENSITIVE.iter().find(|(known, _)| known.as_bytes() == name).map(|&(_, kind)| kind)
 }
 
-/// Sensitive mnemonics that begin and end like this and have something between.
+/// Sensitive mnemonics with this start and end and at least one character between.
 pub fn completions<'t>(
     begin: &'t [u8],
     end: &'t [u8],
@@ -304,7 +305,7 @@ pub fn class(mnemonic: &[u8], operands: &[u8]) -> Class {
 
 /// `mov` with a control, debug or segment register.
 fn moved(operands: &[u8]) -> Class {
-    // Most have none of them.
+    // Most operands have none of these registers.
     if !operands.windows(2).any(|pair| {
         pair[0] == b'%' && matches!(pair[1].to_ascii_lowercase(), b'c'..=b'g' | b's' | b' ' | b'\t')
     }) {
@@ -332,7 +333,7 @@ fn moved(operands: &[u8]) -> Class {
     Class::Sensitive(kind)
 }
 
-/// Operands, separated by commas outside parentheses.
+/// Splits operands at commas outside parentheses.
 pub fn operand_list(operands: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut depth = 0_u32;
     operands
@@ -375,7 +376,8 @@ fn is_numbered(name: &[u8], prefix: &[u8; 2]) -> bool {
     }
 }
 
-/// Whether this, alone or after `%`, names a register that makes `mov`, `push` or `pop` sensitive.
+/// Returns true if this name, alone or after `%`, is a register that makes `mov`, `push` or `pop`
+/// sensitive.
 pub fn is_sensitive_register(text: &[u8]) -> bool {
     let name = text.strip_prefix(b"%").unwrap_or(text);
     is_segment(name) || [b"cr", b"dr", b"db"].iter().any(|prefix| is_numbered(name, prefix))
@@ -418,12 +420,12 @@ fn is_rex(name: &[u8]) -> bool {
     bits.is_some_and(|bits| bits.iter().all(|bit| b".wrxb64yz".contains(bit)))
 }
 
-/// An instruction that the assembler takes for a prefix.
+/// Returns true for an instruction that the assembler treats as a prefix.
 pub fn is_wait(name: &[u8]) -> bool {
     name.eq_ignore_ascii_case(b"wait") || name.eq_ignore_ascii_case(b"fwait")
 }
 
-/// Whether some instruction of this mnemonic is sensitive, or it stands before one.
+/// Returns true if some instruction of this mnemonic is sensitive, or if it is a prefix of one.
 pub fn may_be_sensitive(name: &[u8]) -> bool {
     let name = name.to_ascii_lowercase();
     [&b""[..], b"%cr0,%rax", b"%ds"]
@@ -432,7 +434,7 @@ pub fn may_be_sensitive(name: &[u8]) -> bool {
         || is_wait(&name)
 }
 
-/// Conservative: what is not known to lose the flags is taken to keep them.
+/// Conservative: an instruction that is not known to overwrite the flags is assumed to keep them.
 fn flags(name: &[u8]) -> Class {
     match name {
         b"jmp" | b"jmpq" | b"call" | b"callq" | b"ret" | b"retq" => Class::EndsFlags,

@@ -1,14 +1,15 @@
-//! The null image: every site of a linked kernel is a jump to a stub that does what the site did.
+//! The null image: every site of a linked kernel jumps to a stub that executes the site's
+//! instruction.
 //!
-//! Nothing is emulated, so the image must behave as the kernel that it was made of. That shows, on hardware or an
-//! emulator, that every pad can be rewritten, and what going through a stub costs; and with counters, how often each
-//! kind of site is executed.
+//! The stubs emulate nothing, so the image must behave as the original kernel. This shows, on
+//! hardware or an emulator, that every pad can be rewritten, and the cost of the jump through a
+//! stub; with counters it shows how often each kind of site executes.
 //!
-//! The stubs are in room that the kernel reserves between the symbols `parador_arena` and `parador_arena_end`. A stub
-//! is the instruction, moved there, and a jump behind the site. Where an exception may name the instruction it stays
-//! in its place, and the jump comes behind it. Nothing of this needs a stack, so it works in entry code. Sites of
-//! modules are rewritten in the same way by a program in the arena (`null/modules.S`), which the sites `announce` and
-//! `retract` call.
+//! The stubs are in the area that the kernel reserves between the symbols `parador_arena` and
+//! `parador_arena_end`. A stub is the instruction, moved there, and a jump to the end of the site.
+//! An instruction that an exception may refer to stays in its place, with the jump after it. Stubs
+//! need no stack, so they work in entry code. A routine in the arena (`null/modules.S`) rewrites
+//! the sites of modules in the same way; the sites `announce` and `retract` call it.
 
 use crate::assembler;
 use crate::error::Error;
@@ -22,20 +23,20 @@ use std::path::Path;
 use std::process::Command;
 use wedge_sites::{Flags, JUMP, Kind, Site};
 
-/// Start of the room for stubs.
+/// Start of the area for stubs.
 const ARENA: &str = "parador_arena";
-/// Its end.
+/// End of the area for stubs.
 const ARENA_END: &str = "parador_arena_end";
-/// Writable room for a 64-bit counter for each kind: an object with a size, or with an end.
+/// Writable area with one 64-bit counter per kind: an object with a size, or with an end symbol.
 const COUNTERS: &str = "parador_counters";
 const COUNTERS_END: &str = "parador_counters_end";
 
 /// Linux compares the address of a fault with this one: the `iret` there has to stay.
 const FIXED: &[&str] = &["native_irq_return_iret"];
-/// Linux copies these functions before it runs them: what is in them cannot jump away.
+/// Linux copies these functions before it executes them: their instructions cannot jump away.
 const COPIED: &[&str] =
     &["relocate_kernel", "identity_mapped", "virtual_mapped", "swap_pages", "core_restore_code"];
-/// Without a stack that could be used: code of Linux' start and of its entry points, by symbols around it.
+/// Code without a usable stack: Linux' start-up and entry code, by the symbols around it.
 const WITHOUT_STACK: &[(&str, &str)] = &[
     ("_text", "__startup_64"),
     ("_stext", "__startup_64"),
@@ -46,40 +47,36 @@ const WITHOUT_STACK: &[(&str, &str)] = &[
 pub struct Null {
     /// The file's new contents.
     pub file: Vec<u8>,
-    /// What was done.
-    pub report: Report,
+    /// Summary of the rewriting.
+    pub report: NullReport,
 }
 
-/// What became of the sites.
+/// Summary of the rewritten sites.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
-pub struct Report {
-    /// Moved to a stub.
+pub struct NullReport {
+    /// Sites moved to a stub.
     pub moved: usize,
-    /// Left in place with a jump behind.
+    /// Sites whose instruction stays in place, with a jump after it.
     pub in_place: usize,
-    /// With a counter.
+    /// Sites with a counter.
     pub counted: usize,
-    /// Left alone, by reason.
+    /// Sites not rewritten, by reason.
     pub left: BTreeMap<&'static str, usize>,
-    /// Bytes of stubs, and of room for them.
+    /// Bytes of stubs.
     pub used: u64,
-    /// Room in bytes.
+    /// Size of the area for stubs in bytes.
     pub room: u64,
-    /// How many sites of modules have room.
+    /// Number of module sites that fit.
     pub slots: u64,
-    /// Where the counters are.
+    /// Address of the counters.
     pub counters: Option<u64>,
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for NullReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "  rewritten: {} moved, {} with a jump behind them",
-            self.moved, self.in_place
-        )?;
+        writeln!(f, "  rewritten: {} moved, {} with a jump after them", self.moved, self.in_place)?;
         for (reason, count) in &self.left {
-            writeln!(f, "  left alone: {count}, {reason}")?;
+            writeln!(f, "  not rewritten: {count}, {reason}")?;
         }
         if let Some(counters) = self.counters {
             writeln!(f, "  counted: {} sites, by kind from {counters:#x}", self.counted)?;
@@ -94,10 +91,11 @@ impl fmt::Display for Report {
 
 /// `nop` of one byte.
 const NOP: u8 = 0x90;
-/// Bytes of a module's stub, as `modules.S` has it.
+/// Bytes of a module's stub, as in `modules.S`.
 const SLOT: u64 = 32;
 
-/// Makes a null image of the contents of a file. With `count`, executions are counted by kind.
+/// Makes a null image from the contents of a kernel file. With `count`, the image counts executions
+/// by kind.
 pub fn null(path: &Path, data: &[u8], count: bool) -> Result<Null, Error> {
     let wrong = |what: String| Error::Image(format!("{}: {what}", path.display()));
     let image = Image::parse(path, data)?;
@@ -122,9 +120,10 @@ pub fn null(path: &Path, data: &[u8], count: bool) -> Result<Null, Error> {
         next: room.start,
         end: room.end,
         counters,
-        report: Report { room: room.end - room.start, counters, ..Report::default() },
+        report: NullReport { room: room.end - room.start, counters, ..NullReport::default() },
     };
-    // The program for modules comes first; it is assembled again when the room behind the stubs is known.
+    // The routine for modules comes first; it is assembled again when the room after the stubs is
+    // known.
     let program = room.start;
     let first = assemble(path, room.end - room.start, room.end - room.start, counters, program)?;
     if sites.iter().any(|site| site.kind.is_marker()) {
@@ -159,7 +158,7 @@ pub fn null(path: &Path, data: &[u8], count: bool) -> Result<Null, Error> {
     Ok(Null { file: writer.file, report: writer.report })
 }
 
-/// Where the counters are.
+/// The address of the counters.
 fn counters(image: &Image<'_>) -> Result<u64, String> {
     let symbol = image.symbols.iter().find(|symbol| symbol.name == COUNTERS);
     let symbol = symbol.ok_or_else(|| format!("no room for counters: no symbol {COUNTERS}"))?;
@@ -176,15 +175,15 @@ fn counters(image: &Image<'_>) -> Result<u64, String> {
 struct Writer<'i, 'd> {
     image: &'i Image<'d>,
     file: Vec<u8>,
-    /// Where the next stub goes.
+    /// Address of the next stub.
     next: u64,
     end: u64,
     counters: Option<u64>,
-    report: Report,
+    report: NullReport,
 }
 
 impl Writer<'_, '_> {
-    /// Why a site has to stay as it is.
+    /// The reason for which a site cannot be rewritten.
     fn obstacle(&self, site: &Site) -> Option<&'static str> {
         let name = self.image.describe(site.address);
         let function = name.split('+').next().unwrap_or_default();
@@ -208,7 +207,7 @@ impl Writer<'_, '_> {
             *self
                 .report
                 .left
-                .entry("may fault, and too long for a jump behind them")
+                .entry("may fault, and too long for a jump after them")
                 .or_default() += 1;
             return Ok(());
         }
@@ -230,7 +229,7 @@ impl Writer<'_, '_> {
         let counter =
             self.counters.map(|counters| counters.wrapping_add(8 * u64::from(site.kind.number())));
         if !returns {
-            // What comes back nowhere near takes its flags from elsewhere.
+            // An instruction that does not return nearby takes its flags from elsewhere.
             self.count(&mut code, stub, counter, Some(true));
         }
         if !stays {
@@ -258,7 +257,7 @@ impl Writer<'_, '_> {
         let from = if stays { site.address + u64::from(site.length) } else { site.address };
         let mut new = Vec::new();
         jump(&mut new, from, stub);
-        // Nobody comes by here any more.
+        // Execution does not reach these bytes any longer.
         new.resize((site.end() - from) as usize, 0xcc);
         self.write(path, from, &new)?;
         match stays {
@@ -268,7 +267,7 @@ impl Writer<'_, '_> {
         Ok(())
     }
 
-    /// A call in place of a site without an instruction.
+    /// Puts a call in place of a site without an instruction.
     fn call(&mut self, path: &Path, site: &Site, to: u64) -> Result<(), Error> {
         if site.padded < JUMP {
             let text =
@@ -277,14 +276,14 @@ impl Writer<'_, '_> {
         }
         let mut code = vec![0xe8];
         code.extend(distance(site.address + 5, to));
-        // It comes back to the rest of the pad, of which only a part would be left of a longer NOP.
+        // The call returns to the rest of the pad, where a longer NOP would be cut in two.
         code.resize(site.padded.into(), NOP);
         self.write(path, site.address, &code)?;
         self.report.moved += 1;
         Ok(())
     }
 
-    /// The instructions, as they have to be at the end of `code`, which begins at `stub`.
+    /// Encodes the site's instructions for the end of `code`, which begins at `stub`.
     fn transplant(
         &self,
         path: &Path,
@@ -298,7 +297,7 @@ impl Writer<'_, '_> {
         let mut at = start;
         for instruction in decoded {
             if instruction.is_ip_rel_memory_operand() {
-                // The decoder knows them of what it decoded last.
+                // The decoder has the constant offsets of the instruction that it decoded last.
                 let mut decoder = Decoder::with_ip(
                     64,
                     &bytes[at - start..],
@@ -326,7 +325,8 @@ impl Writer<'_, '_> {
         Ok(())
     }
 
-    /// Counts. `dead`: whether the flags may be changed; `None` if they must not, and there is no stack either.
+    /// Appends the increment of a counter. `dead`: true if the flags may change; `None` if they
+    /// must not, and there is no stack to save them.
     fn count(&mut self, code: &mut Vec<u8>, stub: u64, counter: Option<u64>, dead: Option<bool>) {
         let (Some(counter), Some(dead)) = (counter, dead) else { return };
         const PUSHF: u8 = 0x9c;
@@ -350,7 +350,7 @@ impl Writer<'_, '_> {
         })
     }
 
-    /// Writes to the file what is to be at an address.
+    /// Replaces the bytes of the file that are loaded at an address.
     fn write(&mut self, path: &Path, address: u64, bytes: &[u8]) -> Result<(), Error> {
         let section = self.image.section_at(address);
         let place = section
@@ -361,7 +361,7 @@ impl Writer<'_, '_> {
                 Ok(())
             }
             None => Err(Error::Image(format!(
-                "{}: nothing of the file is at {address:#x}",
+                "{}: the file has no bytes for {address:#x}",
                 path.display()
             ))),
         }
@@ -370,17 +370,18 @@ impl Writer<'_, '_> {
 
 /// The operand of an instruction that ends at `from`, in two's complement.
 fn distance(from: u64, to: u64) -> [u8; 4] {
-    // The image's parts are all within 2 GiB of each other: that is its code model.
+    // All segments of the image are within 2 GiB: that is the kernel's code model.
     (to.wrapping_sub(from) as u32).to_le_bytes()
 }
 
-/// `jmp rel32` at the end of `code`, which begins at `start`.
+/// Appends `jmp rel32` to `code`, which begins at `start`.
 fn jump(code: &mut Vec<u8>, start: u64, to: u64) {
     code.push(0xe9);
     code.extend(distance(start + code.len() as u64 + 4, to));
 }
 
-/// Whether the arithmetic flags at an address are of no use to what follows: a conservative look ahead.
+/// Returns true if the code after an address does not use the arithmetic flags: a conservative look
+/// ahead.
 fn flags_die(image: &Image<'_>, address: u64) -> bool {
     const ARITHMETIC: u32 = RflagsBits::OF
         | RflagsBits::SF
@@ -398,7 +399,7 @@ fn flags_die(image: &Image<'_>, address: u64) -> bool {
         if instruction.is_invalid() || instruction.rflags_read() & missing != 0 {
             return false;
         }
-        // They save all flags, or replace all.
+        // These instructions save or replace all flags.
         match machine::kind(&instruction) {
             Some(Kind::Pushf) => return false,
             Some(Kind::Iret | Kind::Sysretq | Kind::Sysretl) => return true,
@@ -411,7 +412,7 @@ fn flags_die(image: &Image<'_>, address: u64) -> bool {
         at = match instruction.flow_control() {
             FlowControl::Next => instruction.next_ip(),
             FlowControl::UnconditionalBranch => instruction.near_branch_target(),
-            // Functions neither get flags nor return them.
+            // Functions neither receive flags nor return them.
             FlowControl::Return | FlowControl::Call | FlowControl::IndirectCall => return true,
             _ => return false,
         };
@@ -419,10 +420,10 @@ fn flags_die(image: &Image<'_>, address: u64) -> bool {
     false
 }
 
-/// The program for modules.
+/// The routine for modules.
 struct Program {
     code: Vec<u8>,
-    /// Distance of its second entry.
+    /// Offset of its second entry point.
     retract: u64,
 }
 
@@ -453,7 +454,10 @@ fn assemble(
     let output = command.output().map_err(|error| Error::file("start", &assembler, error))?;
     if !output.status.success() {
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        return Err(Error::Image(format!("{}: the program for modules: {text}", path.display())));
+        return Err(Error::Image(format!(
+            "{}: cannot assemble the routine for modules: {text}",
+            path.display()
+        )));
     }
     let bytes = std::fs::read(&object).map_err(|error| Error::file("read", &object, error))?;
     let image = Image::parse(&object, &bytes)?;
@@ -462,7 +466,7 @@ fn assemble(
     match (text, retract) {
         (Some(text), Some(retract)) => Ok(Program { code: text.data.to_vec(), retract }),
         _ => Err(Error::Image(format!(
-            "{}: the assembler lost the program for modules",
+            "{}: the assembled routine for modules has no symbol `retract`",
             path.display()
         ))),
     }

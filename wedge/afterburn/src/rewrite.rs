@@ -7,13 +7,15 @@
 //! 97710: .skip PAD-length, CS prefix ; 97709: cli ; 97711: record
 //! ```
 //!
-//! where it stands: in the compiler's output, in a macro's body (each expansion then has its own record), in a
-//! string that a macro inserts. The rest of the text stays byte for byte, so the rewriting is a list of insertions.
-//! The pad is behind the instruction: labels, exception-table entries and the start of a function stay right. Where it would be executed often
-//! and exceptions name no instruction, prefixes before the instruction take its place.
+//! in its place: in the compiler's output, in a macro's body (each expansion then has its own
+//! record), in a string that a macro inserts. The rest of the text stays byte for byte, so the
+//! rewriting is a list of insertions. The pad is after the instruction, so labels, exception-table
+//! entries and the start of a function stay right. For frequently executed instructions that no
+//! exception refers to, prefixes before the instruction replace the pad.
 //!
-//! Invariants: what has no sensitive instruction is not changed at all. What is sensitive and cannot be rewritten is
-//! an error with its place, never passed over in silence; what hides from the text is found by [`crate::verify`].
+//! Invariants: a text without sensitive instructions is unchanged. A sensitive instruction that
+//! cannot be rewritten is an error with its source line, never ignored; [`crate::verify`] finds
+//! instructions that the text hides.
 
 mod bytes;
 mod conditional;
@@ -21,11 +23,11 @@ mod expansion;
 mod flags;
 mod macros;
 mod output;
-mod place;
 mod section;
+mod source;
 mod text;
 
-pub use place::Source;
+pub use source::Source;
 
 use crate::lexer::{Lexer, Token, Unterminated};
 use crate::mnemonics::{self, Class};
@@ -34,8 +36,8 @@ use conditional::{Condition, REGISTER_ALIAS, names_sensitive_register};
 use flags::{Watch, keeps_flags};
 use macros::Macro;
 use output::{Edit, What};
-use place::{Mark, Place};
 use section::{Change, Names, Section, Stack};
+use source::{Mark, SourceTracker};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -43,23 +45,25 @@ use std::ops::Range;
 use text::{Statement, blank_comments, blanks, find, label, lowered, text_of, word};
 use wedge_sites::{Flags, Kind};
 
-/// Bytes that a site owns at least.
+/// Minimum bytes of a site.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pad(pub u8);
 
 impl Default for Pad {
-    /// 5 bytes suffice for a jump; 8 for a store of a byte to a fixed place (+0.5 % of a kernel's text).
+    /// 5 bytes suffice for a jump; 8 for a store of a byte to a fixed address (+0.5 % of a kernel's
+    /// text).
     fn default() -> Self {
         Self(8)
     }
 }
 
-/// The longest pad that is made of prefixes: more bytes no instruction has (APM vol. 3, 1.2).
+/// The longest pad of prefixes: an instruction cannot be longer (APM vol. 3, 1.2).
 const PREFIXED: u8 = 15;
 
 impl Pad {
-    /// Whether prefixes without meaning make a site long enough: if it has no operand in memory, and no exception names it. A NOP would be
-    /// one instruction more wherever nobody rewrites.
+    /// Returns true if prefixes without effect can make a site long enough: it has no memory
+    /// operand, and no exception refers to it. A NOP would be an additional instruction wherever no
+    /// loader rewrites the site.
     fn is_prefixes(self, kind: Kind, text: &[u8]) -> bool {
         let alone = match kind {
             Kind::Cli | Kind::Sti | Kind::Pushf | Kind::SaveFlags | Kind::Swapgs => true,
@@ -74,23 +78,23 @@ impl Pad {
     }
 }
 
-/// What became of a text.
+/// A rewritten text.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rewritten {
-    /// The new text, `None` if nothing is sensitive.
+    /// The new text; `None` if the text has no sensitive instruction.
     pub text: Option<Vec<u8>>,
-    /// Padded sites by kind: as often as they stand in the text, not as often as macros expand.
+    /// Padded sites by kind, counted as they appear in the text, not per expansion of macros.
     pub padded: BTreeMap<Kind, u32>,
     /// Sites that are only recorded.
     pub recorded: BTreeMap<Kind, u32>,
 }
 
-/// Something that could not be rewritten.
+/// A construct that could not be rewritten.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Misunderstood {
-    /// Where.
+    /// Its source line.
     pub source: Source,
-    /// What and why.
+    /// The construct and the reason.
     pub reason: String,
 }
 
@@ -102,12 +106,13 @@ impl fmt::Display for Misunderstood {
 
 impl std::error::Error for Misunderstood {}
 
-/// Rewrites a text for 64-bit code. `name` is for messages where the text does not say where it comes from.
+/// Rewrites a text for 64-bit code. `name` is the file name in messages for text without line
+/// markers.
 pub fn rewrite(text: &[u8], name: &str, pad: Pad) -> Result<Rewritten, Misunderstood> {
     let mut rewriter = Rewriter::new(text, name, pad);
     rewriter.run()?;
-    // A macro that gets a sensitive mnemonic as an argument, or that is used in the text of an alternative too, is
-    // rewritten so that its expansion decides.
+    // A macro that gets a sensitive mnemonic as an argument, or that is also used in the text of an
+    // alternative, needs a second pass, in which its expansion decides.
     let dynamic = rewriter.mnemonic_inserted && !rewriter.passed.is_empty();
     if dynamic || rewriter.used_in_alternative {
         let (passed, conditional) = (rewriter.passed, rewriter.used_in_alternative);
@@ -131,15 +136,16 @@ enum Mode {
 struct First {
     range: Range<usize>,
     class: Class,
-    /// It is in an inline assembly statement.
+    /// True if the instruction is in an inline assembly statement.
     inline: bool,
-    /// What came since: end and begin of inline assembly statements, and whether the first one has outputs in flags.
+    /// Events since the instruction: the statement ended, has outputs in flags, and another one
+    /// began.
     ended: bool,
     flags_out: bool,
     begun: bool,
 }
 
-/// A construct that has an end of its own.
+/// A construct with an end directive.
 enum Frame {
     Macro { name: Vec<u8>, body: Macro, sections: Stack, mode: Mode },
     Repeat { values: Range<usize> },
@@ -150,37 +156,37 @@ struct Rewriter<'a> {
     pad: Pad,
     /// Second pass: mnemonics may come from arguments.
     dynamic: bool,
-    /// Second pass: macros are told whether they may pad.
+    /// Second pass: each expansion gets a flag that permits or forbids padding.
     conditional: bool,
     line: usize,
     edits: Vec<Edit>,
-    place: Place,
+    tracker: SourceTracker,
     names: Names,
     sections: Stack,
     mode: Mode,
-    /// Conditionals that are open, innermost last.
+    /// Open conditionals, innermost last.
     conditions: Vec<Condition>,
     frames: Vec<Frame>,
     macros: HashMap<Vec<u8>, Macro>,
     alternate: bool,
-    /// Set while a string is looked into: where it goes.
+    /// The section that receives the string being examined; `None` outside of strings.
     string: Option<Section>,
     first: Option<First>,
-    /// Start of prefixes that wait for their instruction, and whether a label came since.
+    /// Start of prefixes without an instruction so far, and true if a label followed them.
     prefix: Option<(usize, bool)>,
     bytes: Run,
-    /// The last instruction of this line, and whether it is a site.
+    /// The last instruction of this line, and true if it is a site.
     last: Option<(Range<usize>, bool)>,
     statements_on_line: bool,
-    /// Between the labels around an alternative's original text.
+    /// True between the labels around an alternative's original text.
     original: bool,
     inline: bool,
     flags_out: bool,
     watch: Watch,
-    /// Sensitive mnemonics that arguments of macros may make.
+    /// Sensitive mnemonics that macro arguments may form.
     passed: BTreeMap<&'static str, Kind>,
     mnemonic_inserted: bool,
-    /// A macro with sites is used where nothing may be padded.
+    /// True if a macro with sites is used where padding is forbidden.
     used_in_alternative: bool,
     ended: bool,
 }
@@ -196,7 +202,7 @@ impl<'a> Rewriter<'a> {
             conditional: false,
             line: 1,
             edits: Vec::new(),
-            place: Place::new(name),
+            tracker: SourceTracker::new(name),
             names: Names::default(),
             sections: Stack::default(),
             mode: Mode::Long,
@@ -222,7 +228,7 @@ impl<'a> Rewriter<'a> {
     }
 
     fn error(&self, reason: impl Into<String>) -> Misunderstood {
-        Misunderstood { source: self.place.of(self.line), reason: reason.into() }
+        Misunderstood { source: self.tracker.of(self.line), reason: reason.into() }
     }
 
     fn run(&mut self) -> Step {
@@ -279,14 +285,14 @@ impl<'a> Rewriter<'a> {
                     self.statement_ends();
                     self.inline = false;
                 }
-                _ => match self.place.comment(text, self.line) {
+                _ => match self.tracker.comment(text, self.line) {
                     Some(Mark::Begin) if self.inline => self.statement_begins(),
                     Some(Mark::End) if self.inline => self.statement_ends(),
                     _ => {}
                 },
             }
         }
-        // Markers are rare, comments are not.
+        // Markers are rare, comments are frequent.
         let Some(at) = find(text, b"parador:") else { return Ok(()) };
         let word = &text[at + b"parador:".len()..];
         let word =
@@ -305,7 +311,7 @@ impl<'a> Rewriter<'a> {
         if kind.is_marker() {
             if self.statements_on_line {
                 return Err(
-                    self.error(format!("`parador:{}` stands alone on its line", kind.name()))
+                    self.error(format!("`parador:{}` must be alone on its line", kind.name()))
                 );
             }
             self.settle()?;
@@ -322,7 +328,7 @@ impl<'a> Rewriter<'a> {
     }
 
     fn block(&mut self, text: &[u8]) {
-        // Linux says so where inline assembly has outputs in the flags.
+        // Linux writes this comment where inline assembly has outputs in the flags.
         if self.inline && find(text, b"output condition code").is_some() {
             self.flags_out = true;
         }
@@ -344,7 +350,7 @@ impl<'a> Rewriter<'a> {
             at = end;
             at += blanks(&body[at..]);
         }
-        // Pseudo-prefixes say only how to encode: {disp32}, {load}.
+        // Pseudo-prefixes only select an encoding: {disp32}, {load}.
         let start = at;
         while body.get(at) == Some(&b'{') {
             let Some(length) = body[at..].iter().position(|&byte| byte == b'}') else { break };
@@ -396,8 +402,9 @@ impl<'a> Rewriter<'a> {
         Ok(())
     }
 
-    /// Linux puts these labels around the original text of an alternative: in C, and in its assembler macros. A pad
-    /// there would be overwritten; that the text really is one is checked in the binary.
+    /// Linux puts these labels around the original text of an alternative: in C, and in its
+    /// assembler macros. The kernel would overwrite a pad there; the verifier checks in the binary
+    /// that the text is an original.
     fn label_of_alternative(&mut self, label: &[u8]) {
         let in_macro = matches!(self.frames.last(), Some(Frame::Macro { .. }));
         match label {
@@ -409,7 +416,7 @@ impl<'a> Rewriter<'a> {
         }
     }
 
-    /// What was waiting for its second half does not get one.
+    /// Completes a pending first half that has no second half.
     fn settle(&mut self) -> Step {
         self.settle_bytes(false)?;
         self.prefix = None;
@@ -419,7 +426,7 @@ impl<'a> Rewriter<'a> {
     fn settle_first(&mut self) -> Step {
         let Some(first) = self.first.take() else { return Ok(()) };
         let Class::Sensitive(kind) = first.class else { return Ok(()) };
-        // As where it stands.
+        // The site's own context.
         let inline = std::mem::replace(&mut self.inline, first.inline);
         let done = self.site(first.range, kind);
         self.inline = inline;
@@ -485,7 +492,7 @@ impl<'a> Rewriter<'a> {
         self.item(statement.start..statement.end, class)
     }
 
-    /// An instruction at this place, from its statement's first prefix to its end.
+    /// Processes an instruction, from its statement's first prefix to its end.
     fn item(&mut self, range: Range<usize>, class: Class) -> Step {
         let start = match self.prefix.take() {
             None => range.start,
@@ -499,7 +506,7 @@ impl<'a> Rewriter<'a> {
                 _ => start,
             },
         };
-        // A REX.W prefix of its own is the only one that makes another instruction of it.
+        // Of the separate prefixes, only REX.W turns an instruction into another one.
         let class = match class {
             Class::Sensitive(Kind::Sysretl) if start < range.start => {
                 Class::Sensitive(Kind::Sysretq)
@@ -541,14 +548,14 @@ impl<'a> Rewriter<'a> {
             Section::Discarded => return Ok(()),
             Section::Unclear => {
                 return Err(self.error(format!(
-                    "a sensitive instruction ({}) in a string, and where the macro puts it is not clear",
+                    "a sensitive instruction ({}) in a string that a macro inserts in an unknown section",
                     kind.name()
                 )));
             }
         };
         self.watch_instruction(Class::Sensitive(kind));
         let in_macro = self.has_sites();
-        // What expansion decides is padded behind.
+        // If the expansion decides, the pad is after the instruction.
         let prefixed = flags == Flags::NONE
             && !(self.conditional && in_macro)
             && self.pad.is_prefixes(kind, &self.text[range.clone()]);
@@ -588,7 +595,7 @@ impl<'a> Rewriter<'a> {
         let name = lowered(statement.name);
         let operands = statement.operands;
         match &*name {
-            b".loc" | b".file" => self.place.directive(&name, operands),
+            b".loc" | b".file" => self.tracker.directive(&name, operands),
             b".set" | b".equ" | b".equiv" | b".eqv" if names_sensitive_register(operands) => {
                 return Err(self.error(REGISTER_ALIAS));
             }
@@ -628,9 +635,9 @@ impl<'a> Rewriter<'a> {
                 self.alternate = &*name == b".altmacro";
             }
             name if conditional::is_condition(name) => return self.condition(name),
-            b".intel_syntax" => return Err(self.error("Intel syntax is not understood")),
+            b".intel_syntax" => return Err(self.error("Intel syntax is not supported")),
             b".att_syntax" if operands.trim_ascii() == b"noprefix" => {
-                return Err(self.error("registers without `%` are not understood"));
+                return Err(self.error("registers without `%` are not supported"));
             }
             b".include" => {
                 return Err(self.error(
@@ -661,7 +668,8 @@ impl<'a> Rewriter<'a> {
                 self.settle()?;
             }
             _ => {
-                // Data, alignment, conditions: two instructions around it do not belong together.
+                // Data, alignment, conditions: the instructions before and after do not form a
+                // pair.
                 self.settle()?;
                 self.watch = Watch::Nothing;
             }
@@ -669,7 +677,7 @@ impl<'a> Rewriter<'a> {
         Ok(())
     }
 
-    /// Bytes: perhaps instructions.
+    /// Collects bytes that may be instructions.
     fn data(&mut self, statement: &Statement<'_>, width: usize) -> Step {
         let code =
             matches!(self.section(), Section::Code | Section::Replacement | Section::Unclear);
@@ -716,7 +724,7 @@ impl<'a> Rewriter<'a> {
     }
 }
 
-/// The kind of two instructions that belong together.
+/// The kind of a pair of instructions that form one site.
 fn pair(first: Class, second: Class) -> Option<Kind> {
     Some(match (first, second) {
         (Class::Sensitive(Kind::Sti), Class::Sensitive(Kind::Hlt)) => Kind::StiHlt,
@@ -727,7 +735,7 @@ fn pair(first: Class, second: Class) -> Option<Kind> {
     })
 }
 
-/// Directives that change neither place nor section and put no bytes here.
+/// Directives that change neither source line nor section and emit no bytes here.
 fn is_neutral(name: &[u8]) -> bool {
     matches!(
         name,

@@ -1,17 +1,20 @@
-//! Decodes all bytes of executable sections and looks for sensitive instructions that are no sites.
+//! Decodes all bytes of executable sections and finds sensitive instructions that are not sites.
 //!
-//! Decoding begins at each section, symbol and site, at each target of a branch, and at each address that a relocation
-//! of a module refers to; it goes on across symbols, so that no label can cut an instruction in two. Where decoding
-//! fails it goes on at the next of these places. Bytes that none of them leads to are tried from every single one:
-//! if that gives a sensitive instruction they are reported, for nobody can say whether they are code.
+//! Decoding begins at each section, symbol and site, at each target of a branch, and at each
+//! address that a relocation of a module refers to; it continues across symbols, so that no label
+//! can cut an instruction in two. Where decoding fails it continues at the next of these addresses.
+//! Bytes that none of them leads to are decoded from every single byte: if one of these attempts
+//! gives a sensitive instruction, the bytes are reported, because the sweep cannot decide between
+//! code and data.
 //!
-//! Code of other modes is followed from its entry, in its own mode, as far as near branches lead; a far jump out of it
-//! begins 64-bit code again. So an exception covers no byte that the processor would not execute in that mode.
+//! Code of other modes is followed from its entry point, in its own mode, along near branches; a
+//! far jump out of it begins 64-bit code again. So an exception covers no byte that the processor
+//! would not execute in that mode.
 
 use crate::error::Error;
 use crate::image::{Image, Symbol};
 use crate::machine;
-use crate::verify::{Exceptions, Missed, Region, Report, is_within, site_at};
+use crate::verify::{Exceptions, Missed, Region, VerifyReport, is_within, site_at};
 use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind};
 use wedge_sites::{Flags, Site};
 
@@ -19,18 +22,19 @@ use wedge_sites::{Flags, Site};
 const START: u8 = 1;
 /// The byte is part of an instruction.
 const INSIDE: u8 = 2;
-/// The byte is part of an instruction that is neither a site nor fills a gap.
+/// The byte is part of an instruction that is neither a site nor filler.
 const CODE: u8 = 4;
 /// The byte is excepted: data, or code of another mode.
 const EXCEPTED: u8 = 8;
 
-/// Sweeps all executable sections of an image. Sites and originals of alternatives are sorted by address.
+/// Sweeps all executable sections of an image. Sites and originals of alternatives are sorted by
+/// address.
 pub fn sweep(
     image: &Image<'_>,
     sites: &[Site],
     originals: &[(u64, u64)],
     exceptions: &Exceptions,
-    report: &mut Report,
+    report: &mut VerifyReport,
 ) -> Result<(), Error> {
     let maps = image.sections.iter().map(|section| match is_judged(image, section.name) {
         true if section.executable => vec![0; section.data.len()],
@@ -49,7 +53,8 @@ pub fn sweep(
     Ok(())
 }
 
-/// Whether a section counts. Linkers throw discarded ones of objects away; what is left in a linked image stays.
+/// Returns true if a section is checked. Linkers discard such sections of object files; those in a
+/// linked image stay.
 fn is_judged(image: &Image<'_>, name: &str) -> bool {
     !(image.is_module && name.starts_with(".discard"))
 }
@@ -58,11 +63,11 @@ struct Sweep<'s, 'd> {
     image: &'s Image<'d>,
     sites: &'s [Site],
     originals: &'s [(u64, u64)],
-    /// What is known of each byte of each section; empty for sections that are not judged.
+    /// State of each byte of each section; empty for sections that are not checked.
     maps: Vec<Vec<u8>>,
-    /// Addresses where 64-bit code begins.
+    /// Addresses to decode 64-bit code from.
     queue: Vec<u64>,
-    report: &'s mut Report,
+    report: &'s mut VerifyReport,
 }
 
 impl<'d> Sweep<'_, 'd> {
@@ -93,13 +98,15 @@ impl<'d> Sweep<'_, 'd> {
         Ok(())
     }
 
-    /// A symbol in a section that is judged.
+    /// A symbol in a section that is checked.
     fn named(&self, name: &str) -> Result<Symbol<'d>, Error> {
         let inside = |symbol: &&Symbol<'_>| {
             symbol.name == name && self.offset(symbol.address, symbol.section).is_some()
         };
         self.image.symbols.iter().find(inside).copied().ok_or_else(|| {
-            Error::Usage(format!("no symbol `{name}` in the code: an exception names one that is"))
+            Error::Usage(format!(
+                "no symbol `{name}` in the code: an exception must name an existing symbol"
+            ))
         })
     }
 
@@ -108,7 +115,7 @@ impl<'d> Sweep<'_, 'd> {
         self.report.excepted.push(Region { address, length, function, reason });
     }
 
-    /// Follows code of another mode from its entry.
+    /// Follows code of another mode from its entry point.
     fn other_mode(&mut self, entry: u64, bits: u32, reason: &'static str) {
         let mut pending = vec![entry];
         let mut length = 0;
@@ -138,7 +145,8 @@ impl<'d> Sweep<'_, 'd> {
         self.excepted(entry, length, reason);
     }
 
-    /// An address in code without paging, whose upper half is not in the instruction, near another one of the image.
+    /// Resolves an address in code without paging, whose instructions lack the upper half, near
+    /// another address of the image.
     fn linked(&self, target: u64, near: u64) -> u64 {
         let virtual_address = near & !u64::from(u32::MAX) | target & u64::from(u32::MAX);
         let moved = self.image.virtual_address(target).unwrap_or(virtual_address);
@@ -166,7 +174,7 @@ impl<'d> Sweep<'_, 'd> {
         }
     }
 
-    /// Decodes from an address until something is reached that is known.
+    /// Decodes from an address until it reaches bytes that are decoded or excepted.
     fn decode(&mut self, start: u64) {
         let Some((section, mut at)) = self.find(start) else { return };
         while at < self.maps[section].len() && self.maps[section][at] & (START | EXCEPTED) == 0 {
@@ -187,7 +195,7 @@ impl<'d> Sweep<'_, 'd> {
         }
     }
 
-    /// Notes a sensitive instruction that no site covers.
+    /// Reports a sensitive instruction that no site covers.
     fn judge(&mut self, section: usize, instruction: &Instruction) {
         let Some(kind) = machine::kind(instruction) else { return };
         if self.is_covered(section, instruction) {
@@ -202,8 +210,8 @@ impl<'d> Sweep<'_, 'd> {
         });
     }
 
-    /// Whether an instruction is not sensitive, or is that of a site. What an alternative may overwrite need not be
-    /// rewritten if it traps.
+    /// Returns true if an instruction is not sensitive, or is the instruction of a site. An
+    /// instruction that an alternative may overwrite need not be rewritten if it traps.
     fn is_covered(&self, section: usize, instruction: &Instruction) -> bool {
         let Some(kind) = machine::kind(instruction) else { return true };
         let address = instruction.ip();
@@ -215,7 +223,7 @@ impl<'d> Sweep<'_, 'd> {
         })
     }
 
-    /// Looks at the bytes that nothing led to.
+    /// Checks the bytes that decoding did not reach.
     fn judge_rest(&mut self, section: usize) {
         let mut at = 0;
         while at < self.maps[section].len() {
@@ -234,7 +242,7 @@ impl<'d> Sweep<'_, 'd> {
                     address,
                     length: length as u64,
                     function: self.image.describe(address),
-                    reason: "no known way leads there, but there may be sensitive instructions",
+                    reason: "not reachable from a known address, but may contain sensitive instructions",
                 }),
                 false => self.report.text.undecoded += length as u64,
             }
@@ -262,18 +270,19 @@ impl<'d> Sweep<'_, 'd> {
 
     // Places.
 
-    /// Section and offset of an address that is judged.
+    /// Section and offset of an address that is checked.
     fn find(&self, address: u64) -> Option<(usize, usize)> {
         (0..self.maps.len()).find_map(|section| Some((section, self.offset(address, section)?)))
     }
 
-    /// The offset of an address in a section, if that has it and is judged.
+    /// The offset of an address in a section; `None` outside of it or if the section is not
+    /// checked.
     fn offset(&self, address: u64, section: usize) -> Option<usize> {
         let offset = address.checked_sub(self.image.sections[section].address)?;
         usize::try_from(offset).ok().filter(|offset| *offset < self.maps[section].len())
     }
 
-    /// The instruction at an offset, `None` if there is none.
+    /// The instruction at an offset; `None` if the bytes are invalid.
     fn instruction(&self, section: usize, at: usize, bits: u32) -> Option<Instruction> {
         let section = &self.image.sections[section];
         let bytes = &section.data[at..section.data.len().min(at + LONGEST)];
@@ -286,7 +295,7 @@ impl<'d> Sweep<'_, 'd> {
 /// Longest instruction (APM vol. 3, 1.2).
 const LONGEST: usize = 15;
 
-/// Whether nothing behind an instruction is executed because of it.
+/// Returns true if execution does not continue after an instruction.
 fn ends(instruction: &Instruction) -> bool {
     let far = matches!(instruction.code(), Code::Jmp_ptr1616 | Code::Jmp_ptr1632);
     far || matches!(

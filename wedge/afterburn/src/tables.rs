@@ -1,7 +1,8 @@
-//! What a Linux kernel says about its own instructions: places that it will change while it runs, or that an
-//! exception refers to. A site must not be where the kernel itself writes.
+//! A Linux kernel's own tables about its instructions: addresses that it patches while it runs, or
+//! that an exception refers to. A site must not overlap a range that the kernel itself writes.
 //!
-//! The layouts are those of Linux 5.10 to 6.12; where a size depends on the version, it is derived from the contents.
+//! The layouts are those of Linux 5.10 to 6.12; where a size depends on the version, it is derived
+//! from the contents.
 
 use crate::image::{Image, Section};
 use iced_x86::{Decoder, DecoderOptions, Mnemonic};
@@ -9,13 +10,14 @@ use iced_x86::{Decoder, DecoderOptions, Mnemonic};
 /// Name of the original texts of alternatives.
 pub const ORIGINALS: &str = "alternatives";
 
-/// Places of one sort.
+/// The ranges of one table.
 pub struct Places {
-    /// What they are.
+    /// The table's name.
     pub name: &'static str,
     /// Addresses and lengths.
     pub places: Vec<(u64, u64)>,
-    /// A site may begin where a place is: the exception table names an instruction and does not change it.
+    /// True if a site may begin at such a range: the exception table refers to an instruction and
+    /// does not change it.
     pub may_coincide: bool,
 }
 
@@ -49,7 +51,8 @@ struct Reader<'i, 'd> {
 }
 
 impl Reader<'_, '_> {
-    /// Contents and address of a table: a section, or what lies between `__start_NAME` and `__stop_NAME`.
+    /// Contents and address of a table: a section, or the range between `__start_NAME` and
+    /// `__stop_NAME`.
     fn table(&self, section: &str, symbols: &str) -> Option<(&[u8], u64)> {
         if let Some(section) = self.image.section(section) {
             return Some((&section.data, section.address));
@@ -60,7 +63,8 @@ impl Reader<'_, '_> {
         Some((self.image.bytes(start, length)?, start))
     }
 
-    /// Entries that begin with the distance to their place. Without `length` it is that of the instruction there.
+    /// Entries that begin with the distance to their range. Without `length`, the range is the
+    /// instruction there.
     fn relative(
         &self,
         section: &str,
@@ -75,7 +79,7 @@ impl Reader<'_, '_> {
             .collect()
     }
 
-    /// Length of the instruction at an address, 1 if there is none.
+    /// Length of the instruction at an address; 1 if there is none.
     fn length(&self, address: u64) -> u64 {
         let bytes = (1..=15).rev().find_map(|length| self.image.bytes(address, length));
         let instruction =
@@ -83,7 +87,7 @@ impl Reader<'_, '_> {
         instruction.len().max(1) as u64
     }
 
-    /// `struct alt_instr`: 12 bytes until Linux 6.2, 13 in old ones, then 14.
+    /// `struct alt_instr`: 12 bytes until Linux 6.2, 13 in old kernels, then 14.
     fn alternatives(&self) -> Vec<Places> {
         let mut originals = Vec::new();
         let mut replacements = Vec::new();
@@ -105,7 +109,7 @@ impl Reader<'_, '_> {
         ]
     }
 
-    /// Whether a table of alternatives makes sense with entries of this size.
+    /// Returns true if a table of alternatives is consistent with entries of this size.
     fn is_size(&self, table: &Section<'_>, replacement: &Section<'_>, size: usize) -> bool {
         table.data.len().is_multiple_of(size)
             && entries(&table.data, table.address, size).all(|(at, entry)| {
@@ -119,7 +123,8 @@ impl Reader<'_, '_> {
             })
     }
 
-    /// `struct bug_entry`: 12 bytes with source lines, else 8 or 6; each names an undefined instruction.
+    /// `struct bug_entry`: 12 bytes with source lines, else 8 or 6; each refers to an undefined
+    /// instruction.
     fn bugs(&self) -> Vec<(u64, u64)> {
         let Some((data, address)) = self.table("__bug_table", "__bug_table") else {
             return Vec::new();
@@ -155,7 +160,7 @@ fn entries(data: &[u8], address: u64, size: usize) -> impl Iterator<Item = (u64,
     addresses.zip(data.chunks_exact(size))
 }
 
-/// What a 32-bit distance in an entry, relative to its field, refers to.
+/// Resolves a 32-bit distance in an entry, relative to its field.
 fn distance(field: u64, entry: &[u8], offset: usize) -> u64 {
     let bytes =
         entry.get(offset..).and_then(|rest| rest.first_chunk()).copied().unwrap_or_default();
@@ -166,7 +171,8 @@ fn quad(entry: &[u8]) -> u64 {
     u64::from_le_bytes(entry.first_chunk().copied().unwrap_or_default())
 }
 
-/// Lengths of original and replacement: the last two bytes, before the length of padding in 13-byte entries.
+/// Lengths of original and replacement: the last two bytes, before the length of padding in 13-byte
+/// entries.
 fn alternative_lengths(entry: &[u8]) -> (u64, u64) {
     let at = if entry.len() == 13 { 10 } else { entry.len() - 2 };
     (entry[at].into(), entry[at + 1].into())

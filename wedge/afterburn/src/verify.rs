@@ -1,8 +1,9 @@
-//! Checks a finished kernel or module: every sensitive instruction is a site, every site is what its record says,
-//! and no pad is where the kernel changes instructions itself.
+//! Verifies a finished kernel or module: every sensitive instruction is a site, every site matches
+//! its record, and no pad overlaps instructions that the kernel patches itself.
 //!
-//! The afterburner's own word counts for nothing here: [`sweep`] decodes all bytes of executable sections by itself.
-//! The caller names what is not 64-bit code ([`Exceptions`]), and the report lists it.
+//! The verifier does not rely on the rewriter: [`sweep`] decodes all bytes of executable sections
+//! independently. The caller names the symbols that are not 64-bit code ([`Exceptions`]), and the
+//! report lists them.
 
 use crate::error::Error;
 use crate::image::Image;
@@ -16,30 +17,31 @@ use std::fmt;
 use std::path::Path;
 use wedge_sites::{Flags, Kind, Site};
 
-/// What was found.
+/// Result of a verification.
 #[derive(Clone, PartialEq, Debug, Serialize)]
-pub struct Report {
+pub struct VerifyReport {
     /// The file.
     pub file: String,
     /// Sites of each kind.
     pub kinds: BTreeMap<&'static str, Count>,
-    /// Sites in all.
+    /// Number of sites.
     pub sites: Count,
-    /// Layout constants.
+    /// Number of layout constants.
     pub constants: usize,
-    /// Sensitive instructions that are no site.
+    /// Sensitive instructions that are not sites.
     pub missed: Vec<Missed>,
-    /// Sites that are not what their record says.
+    /// Sites that do not match their record.
     pub wrong: Vec<Wrong>,
-    /// Pads where the kernel changes instructions itself.
+    /// Pads that overlap instructions which the kernel patches itself.
     pub overlaps: Vec<Overlap>,
-    /// Bytes that are no instructions from any place that is known, and would be sensitive ones from some.
+    /// Bytes that no known address leads to, and that decode to a sensitive instruction from some
+    /// byte.
     pub unjudged: Vec<Region>,
-    /// What was not judged as 64-bit code: the exceptions of the caller, and the PVH entry.
+    /// Regions not checked as 64-bit code: the exceptions of the caller, and the PVH entry.
     pub excepted: Vec<Region>,
-    /// Entries in each table that was compared.
+    /// Number of entries in each table that was compared.
     pub tables: BTreeMap<&'static str, usize>,
-    /// Sites that begin where the exception table says: as intended.
+    /// Number of sites that begin at an address of the exception table, as intended.
     pub exception_starts: usize,
     /// Sizes.
     pub text: Text,
@@ -56,12 +58,12 @@ pub struct Count {
     pub flags_dead: usize,
 }
 
-/// A sensitive instruction that is no site.
+/// A sensitive instruction that is not a site.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Missed {
-    /// Its address.
+    /// The instruction's address.
     pub address: u64,
-    /// Its kind.
+    /// The instruction's kind.
     pub kind: &'static str,
     /// The section.
     pub section: String,
@@ -69,31 +71,31 @@ pub struct Missed {
     pub function: String,
 }
 
-/// A site that is not what its record says.
+/// A site that does not match its record.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Wrong {
-    /// Its address.
+    /// The site's address.
     pub address: u64,
     /// The kind in the record.
     pub kind: &'static str,
     /// The function, with an offset.
     pub function: String,
-    /// What is wrong.
+    /// The mismatch.
     pub reason: String,
 }
 
-/// A pad that the kernel would change.
+/// A pad that the kernel would overwrite.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Overlap {
     /// Address of the site.
     pub address: u64,
-    /// Its kind.
+    /// The site's kind.
     pub kind: &'static str,
     /// The function, with an offset.
     pub function: String,
     /// The table.
     pub table: &'static str,
-    /// What the table's entry refers to.
+    /// The address that the table's entry refers to.
     pub place: u64,
 }
 
@@ -102,20 +104,21 @@ pub struct Overlap {
 pub struct Region {
     /// The first byte.
     pub address: u64,
-    /// Bytes. Of code in another mode only those of instructions that its entry leads to.
+    /// Length in bytes. For code in another mode, only the instructions reachable from its entry
+    /// point.
     pub length: u64,
     /// The function, with an offset.
     pub function: String,
-    /// The reason for which it is not judged.
+    /// The reason for which the region is not checked.
     pub reason: &'static str,
 }
 
-/// What a caller says is not 64-bit code, by symbols. Nothing is taken from the image itself except the PVH entry.
+/// The caller's list of symbols that are not 64-bit code. The image itself adds only its PVH entry.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Exceptions {
-    /// Entries of 16-bit code.
+    /// Entry points of 16-bit code.
     pub code16: Vec<String>,
-    /// Entries of 32-bit code.
+    /// Entry points of 32-bit code.
     pub code32: Vec<String>,
     /// Data: all bytes of the symbol, or up to the next symbol if it has no size.
     pub data: Vec<String>,
@@ -124,18 +127,19 @@ pub struct Exceptions {
 /// Sizes in bytes.
 #[derive(Clone, Copy, PartialEq, Default, Debug, Serialize)]
 pub struct Text {
-    /// Instructions without pads and without what only fills gaps.
+    /// Instructions without pads and filler.
     pub code: u64,
-    /// NOPs of the sites.
+    /// NOPs and prefixes of the sites.
     pub pads: u64,
     /// Pads in per cent of the code.
     pub growth_percent: f64,
-    /// What could not be decoded, and is no sensitive instruction from any byte: data.
+    /// Bytes that were not decoded and are not a sensitive instruction from any byte: data.
     pub undecoded: u64,
 }
 
-impl Report {
-    /// Whether nothing is missed, wrong, overlapping or left unjudged.
+impl VerifyReport {
+    /// Returns true if no instruction is missed, no site is wrong or overlapping, and no region is
+    /// undecided.
     pub fn is_good(&self) -> bool {
         self.missed.is_empty()
             && self.wrong.is_empty()
@@ -144,12 +148,12 @@ impl Report {
     }
 }
 
-/// Checks the contents of a file. An exception that names no symbol of it is an error.
-pub fn verify(path: &Path, data: &[u8], exceptions: &Exceptions) -> Result<Report, Error> {
+/// Verifies the contents of a file. An exception that names no symbol of the file is an error.
+pub fn verify(path: &Path, data: &[u8], exceptions: &Exceptions) -> Result<VerifyReport, Error> {
     let image = Image::parse(path, data)?;
     let mut sites = image.sites(path)?;
     sites.sort_by_key(|site| (site.address, site.padded));
-    let mut report = Report {
+    let mut report = VerifyReport {
         file: path.display().to_string(),
         kinds: BTreeMap::new(),
         sites: Count::default(),
@@ -186,7 +190,7 @@ pub fn verify(path: &Path, data: &[u8], exceptions: &Exceptions) -> Result<Repor
                 address: pair[1].address,
                 kind: pair[1].kind.name(),
                 function: image.describe(pair[1].address),
-                reason: format!("begins in the site before it ({})", pair[0].kind.name()),
+                reason: format!("overlaps the site before it ({})", pair[0].kind.name()),
             });
         }
     }
@@ -201,7 +205,7 @@ pub fn verify(path: &Path, data: &[u8], exceptions: &Exceptions) -> Result<Repor
     Ok(report)
 }
 
-/// Whether the instructions at a site are those of its record.
+/// Checks that the instructions at a site match its record.
 fn check(image: &Image<'_>, site: &Site) -> Result<(), String> {
     let bytes = image.bytes(site.address, site.padded.into()).ok_or("it is not in the image")?;
     let (instructions, pad) = bytes.split_at(site.length.into());
@@ -237,13 +241,13 @@ pub(crate) fn site_at(sites: &[Site], address: u64) -> Option<&Site> {
     sites[..after].last().filter(|site| address < site.end())
 }
 
-/// Whether one of the places, sorted, has this address.
+/// Returns true if one of the sorted ranges begins at this address.
 pub(crate) fn is_within(places: &[(u64, u64)], address: u64) -> bool {
     let after = places.partition_point(|(start, _)| *start <= address);
     places[..after].iter().rev().take(8).any(|(start, length)| address - start < *length)
 }
 
-fn overlaps(image: &Image<'_>, tables: Vec<Places>, sites: &[Site], report: &mut Report) {
+fn overlaps(image: &Image<'_>, tables: Vec<Places>, sites: &[Site], report: &mut VerifyReport) {
     let padded: Vec<&Site> =
         sites.iter().filter(|site| !site.flags.contains(Flags::RECORD_ONLY)).collect();
     for table in tables {
@@ -268,7 +272,7 @@ fn overlaps(image: &Image<'_>, tables: Vec<Places>, sites: &[Site], report: &mut
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for VerifyReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { text, sites, .. } = self;
         writeln!(f, "{}", self.file)?;

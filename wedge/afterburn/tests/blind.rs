@@ -1,14 +1,14 @@
-//! Texts that hide a sensitive instruction from a rewriter that reads text. Each is refused by the rewriter, or what
-//! comes out of the assembler does not pass the verifier; none may come through both.
+//! Texts that hide a sensitive instruction from a rewriter that reads text. For each, the rewriter
+//! refuses the text, or the verifier rejects the assembled object; none may pass both.
 
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use wedge_afterburn::verify::Report;
+use wedge_afterburn::verify::VerifyReport;
 use wedge_afterburn::{Exceptions, Pad, rewrite, verify};
 
 /// Assembles a text and verifies the object. `None`: the assembler refuses it.
-fn assembled(text: &[u8], exceptions: &Exceptions) -> Option<Report> {
+fn assembled(text: &[u8], exceptions: &Exceptions) -> Option<VerifyReport> {
     let folder = tempfile::tempdir().unwrap();
     let (source, object) = (folder.path().join("x.s"), folder.path().join("x.o"));
     fs::write(&source, text).unwrap();
@@ -17,8 +17,8 @@ fn assembled(text: &[u8], exceptions: &Exceptions) -> Option<Report> {
     Some(verify(Path::new("x.o"), &object, exceptions).unwrap())
 }
 
-/// What the rewriter says, or the verifier of its output.
-fn outcome(text: &str) -> Result<Option<Report>, String> {
+/// The rewriter's error, or the verifier's report on its output.
+fn outcome(text: &str) -> Result<Option<VerifyReport>, String> {
     let rewritten = rewrite(text.as_bytes(), "x.s", Pad::default());
     let rewritten = rewritten.map_err(|error| error.reason)?;
     let text = rewritten.text.unwrap_or_else(|| text.as_bytes().to_vec());
@@ -28,10 +28,10 @@ fn outcome(text: &str) -> Result<Option<Report>, String> {
 #[test]
 fn the_rewriter_refuses() {
     for (text, reason) in [
-        // The mode is what the assembler makes of it.
-        (".if 0\n.code32\n.endif\nf: cli\nwrmsr\nret", "`.code32` where only the assembler knows"),
-        (".ifdef X\nnop\n.else\n.code16\n.endif\ncli", "`.code16` where only"),
-        (".code32\n.if 0\n.else\n.code64\n.endif\ncli", "`.code64` where only"),
+        // The assembler decides the mode.
+        (".if 0\n.code32\n.endif\nf: cli\nwrmsr\nret", "`.code32` where it may have no effect"),
+        (".ifdef X\nnop\n.else\n.code16\n.endif\ncli", "`.code16` where it may have no effect"),
+        (".code32\n.if 0\n.else\n.code64\n.endif\ncli", "`.code64` where it may have no effect"),
         (".macro to32\n.code32\n.endm\ncli", "`.code32` in a macro or a repetition"),
         (".macro to64\n.code64\n.endm\n.code32\nto64\ncli", "`.code64` in a macro or"),
         (".rept 0\n.code32\n.endr\ncli", "`.code32` in a macro or a repetition"),
@@ -44,7 +44,7 @@ fn the_rewriter_refuses() {
         // The assembler ignores definitions of macros with names of directives.
         (".macro .code64\n.endm\n.code32\n.code64\ncli", "`.macro .code64`: a macro's name begins"),
         (".macro .byte a\n.endm\n.byte 0xfa", "`.macro .byte`: a macro's name begins"),
-        // Macros that are not defined, or not removed.
+        // Macros that may not be defined, or not be removed.
         (".if 0\n.macro cli\n.endm\n.endif\ncli", "`.macro cli`: the name of an instruction"),
         (".macro a\n.macro mov a b\n.endm\n.endm\nmov %cr3,%rax", "`.macro mov`: the name of"),
         (".macro a\n.macro rep a\n.endm\n.endm\nrep insb", "`.macro rep`: the name of"),
@@ -52,14 +52,20 @@ fn the_rewriter_refuses() {
             ".macro a b\n.macro \\b c\n\\c\n.endm\n.endm\na x\nx cli",
             "`.macro \\b`: a macro's name is",
         ),
-        (".macro cli\n.endm\n.if 0\n.purgem cli\n.endif\ncli", "`.purgem cli` where only"),
-        (".macro cli\n.endm\n.macro c\n.purgem cli\n.endm\nc\ncli", "`.purgem cli` where only"),
+        (
+            ".macro cli\n.endm\n.if 0\n.purgem cli\n.endif\ncli",
+            "`.purgem cli` where it may have no effect",
+        ),
+        (
+            ".macro cli\n.endm\n.macro c\n.purgem cli\n.endm\nc\ncli",
+            "`.purgem cli` where it may have no effect",
+        ),
         (
             ".macro a b\nmov \\b, %rax\n.endm\n.macro c\n.purgem a\n.macro a b\n.endm\n.endm\na %cr3",
             "`%cr3` as an argument of a macro that moves it",
         ),
-        // The end that is none, and sections that are not changed.
-        (".if 0\n.end\n.endif\ncli", "`.end` where only the assembler knows"),
+        // `.end` that may have no effect, and sections that may not change.
+        (".if 0\n.end\n.endif\ncli", "`.end` where it may have no effect"),
         (
             ".if 0\n.section .discard.a,\"ax\"\n.endif\ncli",
             "a branch of `.if` that ends in another",
@@ -68,7 +74,7 @@ fn the_rewriter_refuses() {
             ".if 0\n.pushsection .discard.a,\"ax\"\n.else\n.endif\ncli",
             "a branch of `.if` that ends",
         ),
-        (".if 0\n.altmacro\n.endif\ncli", "`.altmacro` where only"),
+        (".if 0\n.altmacro\n.endif\ncli", "`.altmacro` where it may have no effect"),
         // Other ways to write an instruction.
         ("x=%cr3\nmov x, %rax", "another name for a register"),
         (".set x, %cr3\nmov x, %rax", "another name for a register"),
@@ -102,9 +108,9 @@ fn the_verifier_finds_what_the_rewriter_cannot_see() {
         // A label cuts the instruction in two; so does a table of data.
         ".byte 0x0f\nx: .byte 0x01, 0xca",
         "jmp 1f\n.byte 0x06, 0x06\n.fill 1, 1, 0xfa\n1: ret",
-        // Behind an immediate that is jumped into.
+        // Code after an immediate that is a jump target.
         "jmp 1f + 1\n1: mov $0xfa, %al\nret",
-        // Mapping symbols of nobody.
+        // Mapping symbols without owner.
         "\"$c32.0\": .fill 1, 1, 0xfa",
     ] {
         let report = outcome(text).unwrap_or_else(|refused| panic!("{text}: {refused}"));
@@ -119,7 +125,7 @@ fn what_the_assembler_does_not_assemble_may_be_there() {
         ".if 0\ncli\n.else\nsti\nnop\n.endif\nret",
         ".if 1\n.pushsection .data\n.long 1\n.popsection\n.endif\ncli\nret",
         ".macro str\nnop\n.endm\nstr\ncli\nret",
-        // A macro that may be gone, and is not; as Linux has it, one that replaces another.
+        // A macro that may be removed, and is not; one that replaces another, as in Linux.
         ".macro a b\n\\b\n.endm\n.if 0\n.purgem a\n.endif\na cli\nret",
         ".macro a b\n\\b\n.endm\n.macro c\n.purgem a\n.macro a b\nnop\n\\b\n.endm\n.endm\nc\na cli\nret",
         ".ifndef X\n.macro a\ncli\n.endm\n.endif\na\nret",
@@ -131,7 +137,7 @@ fn what_the_assembler_does_not_assemble_may_be_there() {
     }
 }
 
-/// An exception covers what the processor executes in that mode and no byte more.
+/// An exception covers the bytes that the processor executes in that mode and no byte more.
 #[test]
 fn exceptions_are_as_small_as_they_can_be() {
     let text = b"entry: cli\nmov %eax, %cr0\njmp 1f\n.byte 0x06\n1: ret\nother: cli\nret\ntable: .byte 0xfa, 0xf4\n";
@@ -155,7 +161,7 @@ fn exceptions_are_as_small_as_they_can_be() {
     assert!(none.is_empty());
     let (rest, excepted) = missed(&exceptions(&["entry"], &[]));
     assert_eq!(rest, ["other", "table", "table+0x1"]);
-    // Not the byte that is jumped over.
+    // Not the byte that the jump skips.
     assert_eq!(excepted, [("entry".to_owned(), 7)]);
     let (rest, excepted) = missed(&exceptions(&["entry", "other"], &["table"]));
     assert!(rest.is_empty(), "{rest:?}");

@@ -1,5 +1,6 @@
-//! Texts as they are, and as they are rewritten: `golden/NAME.s` and `golden/NAME.out.s`. With `BLESS=1` in the
-//! environment the second is written. What comes out is assembled, and nothing may be missed in the object.
+//! Texts and their rewritten form: `golden/NAME.s` and `golden/NAME.out.s`. `BLESS=1` in the
+//! environment writes the second. The output is assembled, and the verifier must not find a missed
+//! instruction in the object.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -63,7 +64,7 @@ fn nothing_is_missed_after_assembly() {
     }
 }
 
-/// Rewriting changes nothing but what it adds: without pads and records the objects are the same.
+/// Rewriting only inserts: without pads and records the objects are the same.
 #[test]
 fn a_text_without_sensitive_instructions_stays() {
     let text = b"\t.text\nf:\tmovq %rax, %rbx # cli\n\tret\n";

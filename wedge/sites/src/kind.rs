@@ -2,8 +2,8 @@
 
 macro_rules! kinds {
     ($($kind:ident $name:literal $text:literal),* $(,)?) => {
-        /// What a site's instruction does. The numbers, in this order from 0, are part of the format: the list
-        /// only grows at its end.
+        /// The operation of a site's instruction. The numbers, in this order from 0, are part of
+        /// the format: the list only grows at its end.
         #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
         #[repr(u8)]
         pub enum Kind {
@@ -98,33 +98,33 @@ kinds! {
 }
 
 impl Kind {
-    /// The number in a record.
+    /// The kind's number in a record.
     pub const fn number(self) -> u8 {
         self as u8
     }
 
-    /// By number.
+    /// The kind with this number.
     pub fn from_number(number: u8) -> Option<Self> {
         Self::ALL.get(usize::from(number)).copied()
     }
 
-    /// By name.
+    /// The kind with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|kind| kind.name() == name)
     }
 
-    /// Whether the site has no instruction, only a pad.
+    /// Returns true if the site has no instruction, only a pad.
     pub const fn is_marker(self) -> bool {
         matches!(self, Self::Announce | Self::Retract)
     }
 
-    /// Whether the site is two instructions that belong together.
+    /// Returns true if the site is two instructions that form one unit.
     pub const fn is_pair(self) -> bool {
         matches!(self, Self::StiHlt | Self::StiMwait | Self::SaveFlags | Self::RestoreFlags)
     }
 
-    /// Whether the instruction faults when it is executed without privilege (with I/O privilege level 0), so that it
-    /// could be emulated without having been rewritten (APM vol. 3).
+    /// Returns true if the instruction faults in user mode (with I/O privilege level 0), so that it
+    /// can be emulated without having been rewritten (APM vol. 3).
     pub const fn traps(self) -> bool {
         !matches!(
             self,

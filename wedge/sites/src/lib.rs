@@ -1,11 +1,12 @@
-//! The tables in a pre-virtualized kernel or module that say where its sensitive instructions are, and where
-//! its layout constants. The afterburner writes them, loaders and the wedge read them.
+//! The tables of sensitive instructions and of layout constants in a pre-virtualized kernel or
+//! module. The afterburner writes them; loaders and the wedge read them.
 //!
-//! A table is an ELF section of 8-byte records, little-endian. A record names its place relative to itself, so
-//! the table is right wherever the image was moved to. The version of the format is part of the section's name:
-//! who looks for version 1 does not find another one by accident, and [`section`] tells the difference.
+//! A table is an ELF section of 8-byte records, little-endian. A record gives its address relative
+//! to itself, so the table stays valid when a loader moves the image. The version of the format is
+//! part of the section's name: a reader of version 1 does not find another version by accident, and
+//! [`section`] reports the difference.
 //!
-//! Parsing checks every record, so that the iterators after it cannot fail.
+//! Parsing checks every record, so that the iterators cannot fail afterwards.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
@@ -46,44 +47,44 @@ pub fn section(name: &str) -> Option<Result<Table, Error>> {
     Some(if version == VERSION { Ok(table) } else { Err(Error::WrongVersion { version }) })
 }
 
-/// Why a table cannot be used. `record` counts from 0.
+/// The reason for which a table cannot be used. `record` counts from 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Error {
     /// The table has another format.
     WrongVersion {
-        /// What the section's name says.
+        /// The version in the section's name.
         version: u32,
     },
     /// The table ends inside a record.
     Truncated {
-        /// Its length in bytes.
+        /// The table's length in bytes.
         length: usize,
     },
     /// A site of a kind that this version does not know.
     UnknownKind {
-        /// Which record.
+        /// The record's index.
         record: usize,
         /// The kind's number.
         kind: u8,
     },
-    /// A site that owns fewer bytes than its instruction has, or an instruction of impossible length.
+    /// A site with fewer bytes than its instruction, or an instruction of impossible length.
     BadLength {
-        /// Which record.
+        /// The record's index.
         record: usize,
     },
     /// Bits are set that have no meaning.
     BadFlags {
-        /// Which record.
+        /// The record's index.
         record: usize,
     },
     /// A constant that this version does not know, or of a width that does not exist.
     UnknownConstant {
-        /// Which record.
+        /// The record's index.
         record: usize,
     },
-    /// A record's place is outside the address space.
+    /// A record's address is outside the address space.
     BadAddress {
-        /// Which record.
+        /// The record's index.
         record: usize,
     },
 }
@@ -112,21 +113,22 @@ impl fmt::Display for Error {
 
 impl core::error::Error for Error {}
 
-/// What is known about a site beside its kind.
+/// Properties of a site in addition to its kind.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct Flags(u8);
 
 impl Flags {
-    /// Nothing is known.
+    /// No property is known.
     pub const NONE: Self = Self(0);
-    /// Text of an alternative, original or replacement, which the kernel may overwrite or copy: not padded and never
-    /// to be rewritten. The wedge hides the feature that would select a replacement, and emulates an original when
-    /// it traps ([`Kind::traps`]).
+    /// Text of an alternative, original or replacement, which the kernel may overwrite or copy: not
+    /// padded, and a loader must not rewrite it. The wedge hides the feature that would select a
+    /// replacement, and emulates an original when it traps ([`Kind::traps`]).
     pub const RECORD_ONLY: Self = Self(1);
-    /// The arithmetic flags are dead after the site (inline assembly of a compiler that clobbers them).
+    /// The arithmetic flags are dead after the site (inline assembly of a compiler that clobbers
+    /// them).
     pub const FLAGS_DEAD: Self = Self(2);
 
-    /// The record's byte; `None` if it has bits without meaning.
+    /// The flags of a record's byte; `None` if it has undefined bits.
     pub const fn from_bits(bits: u8) -> Option<Self> {
         if bits & !3 == 0 { Some(Self(bits)) } else { None }
     }
@@ -136,12 +138,12 @@ impl Flags {
         self.0
     }
 
-    /// Whether all of `other` is set.
+    /// Returns true if all flags of `other` are set.
     pub const fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 
-    /// Both.
+    /// The union of both.
     pub const fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
@@ -169,14 +171,14 @@ pub struct Site {
     pub length: u8,
     /// Bytes that belong to the site: the instructions and the NOPs after them.
     pub padded: u8,
-    /// What the instruction does.
+    /// The kind of the instruction.
     pub kind: Kind,
-    /// What else is known.
+    /// Further properties.
     pub flags: Flags,
 }
 
 impl Site {
-    /// Whether a loader may put a jump in its place.
+    /// Returns true if a loader may replace the site by a jump.
     pub const fn is_rewritable(&self) -> bool {
         self.padded >= JUMP && !self.flags.contains(Flags::RECORD_ONLY)
     }
@@ -186,7 +188,8 @@ impl Site {
         self.address.wrapping_add(self.padded as u64)
     }
 
-    /// The record for this site at address `record`, `None` if the two are too far apart.
+    /// The record for this site at address `record`; `None` if the distance between the two does
+    /// not fit.
     pub fn encode(&self, record: u64) -> Option<[u8; RECORD]> {
         let place = encode_place(self.address, record)?;
         let [a, b, c, d] = place;
@@ -217,7 +220,7 @@ pub enum ConstantId {
 }
 
 impl ConstantId {
-    /// All of them, by number.
+    /// All constants, by number.
     pub const ALL: [Self; 5] = [
         Self::StartKernelMap,
         Self::ModulesEnd,
@@ -226,12 +229,12 @@ impl ConstantId {
         Self::CpuEntryArea,
     ];
 
-    /// By number.
+    /// The constant with this number.
     pub fn from_number(number: u8) -> Option<Self> {
         Self::ALL.get(usize::from(number)).copied()
     }
 
-    /// The value that kernels are built with (Linux, Documentation/x86/x86_64/mm.rst, four levels).
+    /// The value in a kernel as it is linked (Linux, Documentation/x86/x86_64/mm.rst, four levels).
     pub const fn upper_half(self) -> u64 {
         match self {
             Self::StartKernelMap => 0xffff_ffff_8000_0000,
@@ -242,8 +245,8 @@ impl ConstantId {
         }
     }
 
-    /// The value in a process, where the kernel lives in the lower half. All fit in 31 bits that are
-    /// sign-extended immediates in the upper half.
+    /// The value in a process, where the kernel is in the lower half. Constants that are
+    /// sign-extended 32-bit immediates in the upper half all fit in 31 bits.
     pub const fn lower_half(self) -> u64 {
         match self {
             Self::StartKernelMap => 0x4000_0000,
@@ -260,13 +263,14 @@ impl ConstantId {
 pub struct Constant {
     /// Address of the immediate field.
     pub address: u64,
-    /// Its width.
+    /// Width of the field.
     pub width: Width,
-    /// Which constant. A loader adds the difference between the new and the old value, so offsets stay.
+    /// The constant. A loader adds the difference between the new and the old value, so offsets are
+    /// preserved.
     pub id: ConstantId,
 }
 
-/// How wide an immediate field is.
+/// Width of an immediate field.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Width {
     /// 4 bytes, sign-extended to 8.
@@ -289,15 +293,16 @@ impl<'a> Sites<'a> {
         Ok(Self { records })
     }
 
-    /// How many there are.
+    /// The number of sites.
     pub fn count(&self) -> usize {
         self.records.bytes.len()
     }
 
-    /// In the order of the table, which is that of assembly and linking, not that of addresses.
+    /// Iterates in the order of the table, which is that of assembly and linking, not that of
+    /// addresses.
     pub fn iter(&self) -> impl Iterator<Item = Site> + 'a {
         let records = self.records;
-        // `parse` has seen that none fails.
+        // `parse` has checked every record.
         records.enumerate().filter_map(|(index, record)| site(index, record).ok())
     }
 }
@@ -309,19 +314,20 @@ pub struct Constants<'a> {
 }
 
 impl<'a> Constants<'a> {
-    /// Checks the contents of a section [`CONSTANTS_SECTION`] that is loaded (or linked) at `address`.
+    /// Checks the contents of a section [`CONSTANTS_SECTION`] that is loaded (or linked) at
+    /// `address`.
     pub fn parse(bytes: &'a [u8], address: u64) -> Result<Self, Error> {
         let records = Records::parse(bytes, address)?;
         records.enumerate().try_for_each(|(index, record)| constant(index, record).map(drop))?;
         Ok(Self { records })
     }
 
-    /// How many there are.
+    /// The number of constants.
     pub fn count(&self) -> usize {
         self.records.bytes.len()
     }
 
-    /// In the order of the table.
+    /// Iterates in the order of the table.
     pub fn iter(&self) -> impl Iterator<Item = Constant> + 'a {
         let records = self.records;
         records.enumerate().filter_map(|(index, record)| constant(index, record).ok())
@@ -497,7 +503,7 @@ mod tests {
             assert_eq!(Kind::from_number(kind.number()), Some(*kind));
         }
         assert_eq!(Kind::from_number(Kind::ALL.len() as u8), None);
-        // Numbers in binaries that exist.
+        // Numbers in existing binaries.
         assert_eq!(Kind::Swapgs.number(), 39);
         assert_eq!(Kind::PageTable.number(), 67);
         assert_eq!(Kind::Retract.number(), 69);

@@ -1,4 +1,4 @@
-//! `docs/spec/sites.md` says what the code says.
+//! Compares `docs/spec/sites.md` with the code.
 
 use wedge_sites::{ConstantId, Kind};
 

@@ -96,7 +96,7 @@ fn code_of_other_modes_is_named_by_the_caller() {
     let output = gcc(&folder, "", &["a.S"]);
     assert_ne!(code(&output), 0);
     assert!(
-        errors(&output).contains("a.S:2: error: afterburn: `.code32` where only"),
+        errors(&output).contains("a.S:2: error: afterburn: `.code32` where it may have no effect"),
         "{output:?}"
     );
     // As the afterburner of an earlier version would have left it.
@@ -125,7 +125,7 @@ fn an_assembly_that_is_not_understood_stops_the_compiler() {
     let output = gcc(&folder, "", &["a.c"]);
     assert_ne!(code(&output), 0);
     let text = errors(&output);
-    assert!(text.contains("a.c:3: error: afterburn: Intel syntax is not understood\n"), "{text}");
+    assert!(text.contains("a.c:3: error: afterburn: Intel syntax is not supported\n"), "{text}");
     assert!(!folder.path("a.o").exists());
 
     folder.write("b.S", b"nop\n.macro m r\nmov \\r, %eax\n.endm\nm %ds\n");
@@ -217,7 +217,7 @@ fn a_null_image_needs_room() {
         folder.parador(&["afterburn", "null", "--count", "-o", "null.elf", "previrt-padded.elf"]);
     let report = succeed(&command.output().unwrap());
     assert!(
-        report.starts_with("null.elf\n  rewritten: 74 moved, 3 with a jump behind them\n"),
+        report.starts_with("null.elf\n  rewritten: 74 moved, 3 with a jump after them\n"),
         "{report}"
     );
     assert_eq!(folder.read("null.elf").len(), folder.read("previrt-padded.elf").len());

@@ -1,13 +1,15 @@
-# What the null image runs where the kernel says that a module was loaded, or is about to go: RDI and RSI are start
-# and end of the module's table of sites. Assembled by `null.rs`, which defines SLOTS and SLOTS_END, the room for
-# stubs, and COUNTERS, 0 if nothing is counted, all as distances from `start`.
+# The null image calls this routine after Linux has loaded a module and before Linux unloads one:
+# RDI and RSI are start and end of the module's table of sites. `null.rs` assembles it and defines
+# SLOTS and SLOTS_END, the area for stubs, and COUNTERS, 0 without counting, all as distances from
+# `start`.
 #
-# A module's instruction stays where it is. Behind it, in its pad, comes a jump to a stub that counts and jumps back:
-# so exceptions name the right place. Only an instruction with its pad in front, which is made of prefixes, goes to the
-# stub: none is named by exceptions, and none has an operand in memory. All registers are preserved. The
-# kernel's text is read-only, for which CR0.WP is off meanwhile; interrupts are, too, and a lock keeps other CPUs out.
-# The module does not run, and a stub belongs to one module from its announcement to its end, so nobody executes what
-# is being written.
+# A module's instruction stays in its place. The pad after it gets a jump to a stub that counts and
+# jumps back, so exceptions refer to the right address. Only an instruction with its pad in front,
+# which consists of prefixes, moves to the stub: exceptions refer to none of these, and none has an
+# operand in memory. All registers are preserved. The kernel's text is read-only, so CR0.WP is off
+# during the writes; interrupts are off, too, and a lock excludes other CPUs. The module is not
+# running, and a stub belongs to one module from its announcement to its end, so no CPU executes the
+# bytes that this routine writes.
 #
 # A slot: 8 bytes owner, the start of the module's table, 0 if free; then the code.
 
@@ -70,7 +72,7 @@ each:	lea	8(%rbx), %rax
 	jmp	room
 behind:	add	%rcx, %rdi
 	cmp	%rax, %rdi
-	ja	next				# no room for a jump behind it
+	ja	next				# no room for a jump after it
 	add	%rdx, %rcx			# where the jump goes
 room:
 	lea	start + SLOTS(%rip), %r9

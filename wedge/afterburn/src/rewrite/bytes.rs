@@ -1,53 +1,53 @@
-//! Instructions written as bytes: `.byte 0x0f, 0x01, 0xca`, perhaps over several statements.
+//! Instructions written as bytes: `.byte 0x0f, 0x01, 0xca`, possibly across several statements.
 
 use crate::machine;
 use iced_x86::{Decoder, DecoderError, DecoderOptions};
 use std::ops::Range;
 use wedge_sites::Kind;
 
-/// Bytes that follow each other, as the text has them.
+/// Consecutive bytes, as written in the text.
 #[derive(Default)]
 pub struct Run {
     elements: Vec<Element>,
 }
 
-/// One byte, or several that are not known.
+/// One byte, or several of unknown value.
 struct Element {
     /// The operand in the text.
     text: Range<usize>,
-    /// The statement that it is in: place of its directive.
+    /// Position of the directive of the statement that contains it.
     statement: usize,
-    /// Known value.
+    /// The value, if known.
     value: Option<u8>,
-    /// Bytes: 1 if the value is known.
+    /// Number of bytes: 1 if the value is known.
     width: usize,
 }
 
-/// What a run turned out to be.
+/// The decoded run.
 #[derive(PartialEq, Eq, Default, Debug)]
 pub struct Meaning {
-    /// Instructions, if any of them is sensitive.
+    /// The instructions, if one of them is sensitive.
     pub items: Vec<Item>,
-    /// Where prefixes of the instruction that follows begin.
+    /// Start of the prefixes that belong to the next instruction.
     pub prefix: Option<usize>,
 }
 
 /// An instruction of a run.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Item {
-    /// In the text: from its directive, or its first operand, to the end of its last operand.
+    /// Range in the text: from its directive, or its first operand, to the end of its last operand.
     pub text: Range<usize>,
-    /// What separates it from another one before it in the same statement.
+    /// The comma between it and an instruction before it in the same statement.
     pub comma: Option<Range<usize>>,
-    /// Kind, if it is sensitive.
+    /// The kind, if it is sensitive.
     pub kind: Option<Kind>,
 }
 
-/// Longer runs are taken for data, whatever they decode to: tables and texts in code sections.
+/// Longer runs are treated as data, whatever they decode to: tables and texts in code sections.
 const LONGEST_RUN: usize = 16;
 
 impl Run {
-    /// Whether there is anything.
+    /// Returns true if no bytes are collected.
     pub fn is_empty(&self) -> bool {
         self.elements.is_empty()
     }
@@ -67,11 +67,12 @@ impl Run {
         }
     }
 
-    /// Takes the run apart. `in_front` says that an instruction follows, so that its end may be a prefix.
+    /// Decodes the collected bytes. `in_front` is true if an instruction follows, so that the last
+    /// bytes may be its prefix.
     pub fn take(&mut self, in_front: bool) -> Meaning {
         let elements = std::mem::take(&mut self.elements);
         let known = |element: &Element| element.value;
-        // `ud2` is in almost every file.
+        // Almost every file has `ud2`.
         if elements.iter().map_while(known).eq([0x0f, 0x0b]) || width(&elements) > LONGEST_RUN {
             return Meaning::default();
         }
@@ -91,7 +92,7 @@ impl Run {
                     meaning.prefix = Some(first.statement);
                     break;
                 }
-                // Data: what follows may still be code.
+                // Data: the bytes after it may still be code.
                 None => statement,
             };
             rest = &rest[taken..];
@@ -107,11 +108,11 @@ fn width(elements: &[Element]) -> usize {
     elements.iter().map(|element| element.width).sum()
 }
 
-/// Instructions that begin and end with statements, and how many elements they are.
+/// Instructions that begin and end with statements, and their number of elements.
 fn instructions(elements: &[Element]) -> Option<(usize, Vec<Item>)> {
     elements.first()?.value?;
     let mut bytes = Vec::new();
-    // The element of each byte.
+    // The element that each byte belongs to.
     let mut owner = Vec::new();
     for (index, element) in elements.iter().enumerate() {
         bytes.extend(std::iter::repeat_n(element.value.unwrap_or(0), element.width));
@@ -158,7 +159,7 @@ fn is_prefix(byte: u8) -> bool {
     matches!(byte, 0x26 | 0x2e | 0x36 | 0x3e | 0x40..=0x4f | 0x64..=0x67 | 0xf0 | 0xf2 | 0xf3)
 }
 
-/// A literal: decimal, 0x, 0b, octal, `'c`, with a sign.
+/// Parses a literal: decimal, 0x, 0b, octal, `'c`, with a sign.
 fn number(text: &[u8]) -> Option<u8> {
     let text = str::from_utf8(text).ok()?;
     let (negative, digits) = match text.strip_prefix('-') {
@@ -177,7 +178,7 @@ fn number(text: &[u8]) -> Option<u8> {
     } else {
         lower.parse().ok()?
     };
-    // What does not fit is cut off, as the assembler does.
+    // The assembler truncates larger values, too.
     let value = if negative { value.wrapping_neg() } else { value };
     Some(value.to_le_bytes()[0])
 }

@@ -1,8 +1,9 @@
-//! Text that the assembler may not assemble: conditionals, bodies of macros, strings that are their arguments ("Using
-//! as", 7: `.if`, `.macro`).
+//! Text that the assembler may not assemble: conditionals, bodies of macros, strings that are their
+//! arguments ("Using as", 7: `.if`, `.macro`).
 //!
-//! This rewriter sees the text, not the value of a condition. What stands there must not decide how it understands the
-//! text behind it: mode, section, macros and syntax are as they were when a branch ends, or the text is refused.
+//! The rewriter sees the text, not the value of a condition. A branch must not decide how the
+//! rewriter interprets the text after it: mode, section, macros and syntax are unchanged at the end
+//! of a branch, or the text is refused.
 
 use super::macros::Macro;
 use super::section::Stack;
@@ -10,15 +11,15 @@ use super::text::{lowered, text_of};
 use super::{Mode, Rewriter, Step};
 use crate::mnemonics;
 
-/// A conditional that is open.
+/// An open conditional.
 pub(super) struct Condition {
-    /// Macros and repetitions around it.
+    /// Number of macros and repetitions around it.
     pub(super) depth: usize,
-    /// The section where each of its branches begins, and has to end.
+    /// The section in which each of its branches begins, and has to end.
     sections: Stack,
 }
 
-/// Why registers have no other names.
+/// Error for other names of registers.
 pub(super) const REGISTER_ALIAS: &str =
     "another name for a register that makes instructions sensitive";
 
@@ -26,7 +27,7 @@ pub(super) const REGISTER_ALIAS: &str =
 const MODES: &[&[u8]] = &[b".code16", b".code16gcc", b".code32", b".code64"];
 
 impl Rewriter<'_> {
-    /// A directive that begins a branch of a conditional, or ends one.
+    /// Processes a directive that begins a branch of a conditional, or ends one.
     pub(super) fn condition(&mut self, name: &[u8]) -> Step {
         self.settle()?;
         self.watch = super::Watch::Nothing;
@@ -48,7 +49,7 @@ impl Rewriter<'_> {
         Ok(())
     }
 
-    /// A macro or a repetition ends, and conditionals in it with it.
+    /// Ends the conditionals inside of a macro or a repetition that ends.
     pub(super) fn conditions_end(&mut self) {
         let depth = self.frames.len();
         self.conditions.retain(|open| open.depth <= depth);
@@ -59,20 +60,20 @@ impl Rewriter<'_> {
         match self.conditions.is_empty() && self.string.is_none() {
             true => Ok(()),
             false => Err(self.error(format!(
-                "`{}` where only the assembler knows whether it counts (in `.if` or a string): \
+                "`{}` where it may have no effect (in `.if` or a string): \
                  let the preprocessor decide (`#if`)",
                 text_of(name)
             ))),
         }
     }
 
-    /// `.code64` and its like.
+    /// Changes the mode: `.code64` and the like.
     pub(super) fn change_mode(&mut self, name: &[u8], mode: Mode) -> Step {
         self.settle()?;
         self.unconditional(name)?;
         if !self.frames.is_empty() {
             return Err(self.error(format!(
-                "`{}` in a macro or a repetition: write it where it counts, outside",
+                "`{}` in a macro or a repetition: write it outside",
                 text_of(name)
             )));
         }
@@ -89,26 +90,27 @@ impl Rewriter<'_> {
         }
     }
 
-    /// Whether the assembler is sure to carry out a directive that stands here.
+    /// Returns true if the assembler certainly executes a directive in this position.
     fn is_sure(&self) -> bool {
         self.frames.is_empty() && self.unconditional(b"").is_ok()
     }
 
-    /// `.purgem`. A macro that may still be there stays known, unless it hides an instruction then.
+    /// Processes `.purgem`. A macro that may still exist stays known, unless it would hide an
+    /// instruction then.
     pub(super) fn purge(&mut self, operands: &[u8]) -> Step {
         let name = lowered(operands);
         if self.is_sure() {
             self.macros.remove(&*name);
         } else if mnemonics::may_be_sensitive(&name) {
-            return Err(self.error(format!(
-                "`.purgem {}` where only the assembler knows whether it counts",
-                text_of(&name)
-            )));
+            return Err(
+                self.error(format!("`.purgem {}` where it may have no effect", text_of(&name)))
+            );
         }
         Ok(())
     }
 
-    /// A macro is defined. One that may still be there has what both have.
+    /// Defines a macro. If an earlier definition may still exist, the macro has the properties of
+    /// both.
     pub(super) fn define(&mut self, name: Vec<u8>, mut body: Macro) {
         if let (false, Some(other)) = (self.is_sure(), self.macros.get(&name)) {
             body.merge(other);
@@ -116,15 +118,15 @@ impl Rewriter<'_> {
         self.macros.insert(name, body);
     }
 
-    /// Refuses names of macros that the assembler, or this rewriter, may take for something else. A macro may have the
-    /// name of an instruction if it is sure to be defined.
+    /// Refuses names of macros that the assembler, or this rewriter, may interpret otherwise. A
+    /// macro may have the name of an instruction if its definition is certain.
     pub(super) fn check_macro_name(&self, name: &[u8]) -> Step {
         let reason = if name.contains(&b'\\') {
             "a macro's name is made of a parameter"
         } else if name.starts_with(b".") {
             "a macro's name begins as directives do"
         } else if !self.is_sure() && mnemonics::may_be_sensitive(name) {
-            "the name of an instruction, where only the assembler knows whether it counts"
+            "the name of an instruction, where the definition may have no effect"
         } else {
             return Ok(());
         };
@@ -138,14 +140,14 @@ pub(super) fn is_condition(name: &[u8]) -> bool {
         || matches!(name, b".else" | b".elsec" | b".elseif" | b".endif" | b".endc")
 }
 
-/// Whether a directive with a macro's parameter in its name may become one that changes the mode.
+/// Returns true if a directive with a macro's parameter in its name may change the mode.
 pub(super) fn may_be_mode(name: &[u8]) -> bool {
     let known = name.iter().position(|&byte| byte == b'\\').unwrap_or(name.len());
     let known = &name[..known];
     MODES.iter().any(|mode| mode.starts_with(known) || known.starts_with(b".code"))
 }
 
-/// Whether one of the operands is a register that makes instructions sensitive.
+/// Returns true if one of the operands is a register that makes instructions sensitive.
 pub(super) fn names_sensitive_register(operands: &[u8]) -> bool {
     mnemonics::operand_list(operands).any(|operand| {
         let name = operand.strip_prefix(b"%").map(<[u8]>::trim_ascii);

@@ -1,4 +1,4 @@
-//! Macros: their definitions, their calls, and what only their expansion decides.
+//! Macros: their definitions, their calls, and decisions that depend on their expansion.
 
 use super::flags::Watch;
 use super::macros::{self, Macro};
@@ -17,7 +17,7 @@ impl Rewriter<'_> {
             && matches!(self.frames.last(), Some(Frame::Macro { body, .. }) if body.has(name))
     }
 
-    /// There is a site: every macro being defined has it. Returns whether there are such macros.
+    /// Marks every macro being defined as having a site. Returns true if there are such macros.
     pub(super) fn has_sites(&mut self) -> bool {
         let mut in_macro = false;
         for frame in &mut self.frames {
@@ -29,7 +29,8 @@ impl Rewriter<'_> {
         in_macro
     }
 
-    /// Words of a macro's arguments: perhaps mnemonics, or their beginnings or ends.
+    /// Collects the words of a macro's arguments: they may be mnemonics, or their beginnings or
+    /// ends.
     pub(super) fn pass(&mut self, arguments: &[u8]) -> Step {
         self.refuse_modes(arguments)?;
         for word in words(arguments).filter(|word| mnemonics::always_sensitive(word).is_some()) {
@@ -42,7 +43,7 @@ impl Rewriter<'_> {
         Ok(())
     }
 
-    /// The macro being defined whose parameter this is.
+    /// The macro being defined that has this parameter.
     pub(super) fn owner(&mut self, parameter: &[u8]) -> Option<&mut Macro> {
         self.frames.iter_mut().rev().find_map(|frame| match frame {
             Frame::Macro { body, .. } if body.has(parameter) => Some(body),
@@ -50,7 +51,7 @@ impl Rewriter<'_> {
         })
     }
 
-    /// A statement whose mnemonic is, or has in it, a macro's parameter.
+    /// Processes a statement whose mnemonic is, or contains, a macro's parameter.
     pub(super) fn inserted(&mut self, statement: &Statement<'_>) -> Step {
         let name = statement.name;
         let whole = match statement.operands.is_empty() {
@@ -66,7 +67,7 @@ impl Rewriter<'_> {
         self.settle_first()?;
         self.mnemonic_inserted = true;
         self.watch = Watch::Nothing;
-        // `in\size`: the literal part alone says what it may become.
+        // `in\size`: the literal part limits the possible mnemonics.
         if let Some(at) = name.iter().position(|&byte| byte == b'\\').filter(|&at| at > 0) {
             let end = name.rsplit(|&byte| byte == b')').next().filter(|end| !end.contains(&b'\\'));
             self.passed.extend(mnemonics::completions(&name[..at], end.unwrap_or_default()));
@@ -92,8 +93,8 @@ impl Rewriter<'_> {
         Ok(())
     }
 
-    /// Inside of a macro: whether an operand that is a parameter could make an instruction sensitive.
-    /// Returns the class if the values of `.irp` decide it.
+    /// Checks operands inside of a macro: a parameter could make an instruction sensitive. Returns
+    /// the class if the values of `.irp` decide it.
     pub(super) fn check_parameters(
         &mut self,
         statement: &Statement<'_>,
@@ -111,7 +112,7 @@ impl Rewriter<'_> {
             Frame::Macro { .. } => None,
         });
         if let Some(values) = values.filter(|values| names_register(&self.text[values.clone()])) {
-            // If it is the same kind with each value, it is of that kind.
+            // With the same kind for each value, the instruction is of that kind.
             let mut words = macros::arguments(&self.text[values.clone()])
                 .map(|word| &self.text[values.clone()][word]);
             let parameter = [b"\\", words.next().unwrap_or_default()].concat();
@@ -132,7 +133,7 @@ impl Rewriter<'_> {
         Ok(None)
     }
 
-    /// A macro is called.
+    /// Processes the call of a macro.
     pub(super) fn call(&mut self, statement: &Statement<'_>, called: &Macro) -> Step {
         self.refuse_modes(statement.operands)?;
         self.settle()?;
@@ -192,9 +193,9 @@ impl Rewriter<'_> {
         self.pass(value)
     }
 
-    /// Statements in a string that a macro inserts in `section`.
+    /// Processes statements in a string that a macro inserts in `section`.
     pub(super) fn string(&mut self, range: Range<usize>, section: Section) -> Step {
-        // A macro of a macro that is not known better: what the outer one says.
+        // In nested strings the section of the inner macro's use applies.
         let outer = self.string.replace(section);
         let saved = (self.first.take(), self.prefix.take(), self.last.take());
         let mut lexer = Lexer::new(self.text, range);
@@ -248,12 +249,12 @@ pub(super) fn words(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     text.split(|byte| !(byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'.' | b'%' | b'\\')))
 }
 
-/// Whether a word of a macro's arguments is a sensitive register.
+/// Returns true if a word of a macro's arguments is a sensitive register.
 pub(super) fn names_register(arguments: &[u8]) -> bool {
     words(arguments).any(mnemonics::is_sensitive_register)
 }
 
-/// The text with another text in place of each `from`.
+/// Replaces each `from` in the text.
 pub(super) fn replace(text: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     let mut rest = text;

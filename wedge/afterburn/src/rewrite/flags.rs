@@ -1,19 +1,19 @@
-//! Whether the arithmetic flags are dead after a site in inline assembly.
+//! Liveness of the arithmetic flags after a site in inline assembly.
 //!
-//! The compiler takes them to be lost after each statement, unless it has outputs in them. Then an instruction behind
-//! the statement reads them, or Linux has said so in a comment.
+//! The compiler assumes that each statement overwrites them, unless it has outputs in them. In that
+//! case an instruction after the statement reads them, or a comment of Linux marks the outputs.
 
 use super::output::What;
 use super::{Class, Rewriter};
 use wedge_sites::{Flags, Kind};
 
-/// Whether the arithmetic flags are dead after the last site.
+/// State of the search for dead flags after the last site.
 #[derive(Clone, Copy)]
 pub(super) enum Watch {
     Nothing,
-    /// The edit is of the last instruction so far of an inline assembly statement.
+    /// The edit belongs to the last instruction so far of an inline assembly statement.
     Inside(usize),
-    /// The statement ended there.
+    /// The statement ended after that instruction.
     After(usize),
 }
 
@@ -45,7 +45,7 @@ impl Rewriter<'_> {
         }
     }
 
-    /// An instruction follows.
+    /// Processes the next instruction.
     pub(super) fn watch_instruction(&mut self, class: Class) {
         match (self.watch, class) {
             (Watch::After(_), Class::EndsFlags) => self.flags_die(),
@@ -57,7 +57,7 @@ impl Rewriter<'_> {
     }
 }
 
-/// Whether a site leaves nothing in the arithmetic flags that anybody could want.
+/// Returns true if a site defines no arithmetic flag for the code after it.
 pub(super) fn keeps_flags(kind: Kind) -> bool {
     !matches!(
         kind,

@@ -1,26 +1,27 @@
-//! Macros of the text: what they do with their arguments ("Using as", 7: `.macro`).
+//! Macros of the text: their use of arguments ("Using as", 7: `.macro`).
 
 use super::section::{Change, Section};
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// A macro, as far as its body was seen.
+/// A macro, as far as its body has been read.
 #[derive(Clone, Default, Debug)]
 pub struct Macro {
     /// Names of its parameters.
     pub parameters: Vec<Vec<u8>>,
-    /// Where it puts parameters that are statements of their own.
+    /// Sections in which it inserts parameters that are statements of their own.
     pub uses: HashMap<Vec<u8>, Section>,
-    /// What it does to the section of what follows it.
+    /// Changes of section that affect the text after its call.
     pub changes: Vec<Change>,
-    /// It has sensitive instructions, or calls macros that have.
+    /// True if it has sensitive instructions, or calls macros that have.
     pub has_sites: bool,
-    /// `mov`, `push` or `pop` of an operand that is a parameter, so that a register could make it sensitive.
+    /// True if it has a `mov`, `push` or `pop` with a parameter as an operand, so that a register
+    /// could make it sensitive.
     pub moves_parameter: bool,
 }
 
 impl Macro {
-    /// With the operands of `.macro`, without the name.
+    /// Parses the operands of `.macro`, without the name.
     pub fn new(operands: &[u8]) -> Self {
         let parameters = arguments(operands)
             .map(|range| {
@@ -33,7 +34,7 @@ impl Macro {
         Self { parameters, ..Self::default() }
     }
 
-    /// A parameter stands in `section`.
+    /// Records that a parameter is used in `section`.
     pub fn used(&mut self, parameter: &[u8], section: Section) {
         let use_of = self.uses.entry(parameter.to_owned()).or_insert(section);
         if *use_of != section {
@@ -41,7 +42,7 @@ impl Macro {
         }
     }
 
-    /// Takes over what another macro of the same name does.
+    /// Merges the properties of another macro with the same name.
     pub fn merge(&mut self, other: &Self) {
         for (parameter, section) in &other.uses {
             self.used(parameter, *section);
@@ -50,19 +51,20 @@ impl Macro {
         self.moves_parameter |= other.moves_parameter;
     }
 
-    /// The section where argument `index`, or the one given as `name=`, ends up.
+    /// The section that receives argument `index`, or the argument given as `name=`.
     pub fn section_of(&self, index: usize, name: Option<&[u8]>) -> Section {
         let parameter = name.or(self.parameters.get(index).map(Vec::as_slice));
         parameter.and_then(|name| self.uses.get(name)).copied().unwrap_or(Section::Unclear)
     }
 
-    /// Whether it has this parameter.
+    /// Returns true if the macro has this parameter.
     pub fn has(&self, parameter: &[u8]) -> bool {
         self.parameters.iter().any(|name| name == parameter)
     }
 }
 
-/// Places of the arguments of a call: separated by commas or blanks, outside quotes and parentheses.
+/// Ranges of the arguments of a call: separated by commas or blanks, outside quotes and
+/// parentheses.
 pub fn arguments(operands: &[u8]) -> impl Iterator<Item = Range<usize>> {
     let mut list = Vec::new();
     let mut at = 0;
@@ -72,7 +74,7 @@ pub fn arguments(operands: &[u8]) -> impl Iterator<Item = Range<usize>> {
         match operands[at] {
             b'"' => {
                 start = start.or(Some(at));
-                // The lexer has seen that it ends.
+                // The lexer has checked that the string ends.
                 at = crate::lexer::string_end(operands, at).unwrap_or(operands.len());
                 continue;
             }
@@ -92,7 +94,7 @@ pub fn arguments(operands: &[u8]) -> impl Iterator<Item = Range<usize>> {
     list.into_iter()
 }
 
-/// The parameter that a text refers to if it is nothing else: `\name` or `\name\()`.
+/// The parameter in a text that is a single reference: `\name` or `\name\()`.
 pub fn reference(text: &[u8]) -> Option<&[u8]> {
     let name = text.strip_prefix(b"\\")?;
     let name = name.strip_suffix(b"\\()").unwrap_or(name);

@@ -1,4 +1,4 @@
-//! The new text: the old one with what is inserted.
+//! The new text: the old text with insertions.
 
 use super::text::text_of;
 use super::{Pad, Rewriter, Rewritten};
@@ -14,21 +14,22 @@ pub(super) struct Edit {
     pub(super) what: What,
 }
 
-/// In the order in which they stand at the same place.
+/// Kinds of edits, in their order at the same position.
 pub(super) enum What {
-    /// After a site's last instruction; whether that is in a macro, and whether it is padded by prefixes.
+    /// After a site's last instruction; with flags for a site in a macro, and for padding by
+    /// prefixes.
     End { kind: Kind, flags: Flags, in_macro: bool, prefixed: bool },
-    /// As `End`, for whatever mnemonic the macro's parameter turns out to be.
+    /// As `End`, for the mnemonic that the macro's parameter expands to.
     EndUnknown(Range<usize>, Flags),
     /// A comma between two instructions in a list of bytes.
     Separate(usize),
     /// A site without instruction.
     Marker(Kind),
-    /// Whether macros expanded from here on are only recorded.
+    /// Enables or disables padding in macros expanded from here on.
     Only(bool),
     /// Before a site's first instruction; as `End`.
     Begin { prefixed: bool },
-    /// A directive for bytes that lost theirs to `Separate`.
+    /// A directive for bytes that `Separate` cut from theirs.
     Bytes,
 }
 
@@ -46,7 +47,7 @@ impl What {
 }
 
 impl Rewriter<'_> {
-    /// Puts everything in its place.
+    /// Builds the new text.
     pub(super) fn finish(mut self) -> Rewritten {
         let mut result =
             Rewritten { text: None, padded: BTreeMap::new(), recorded: BTreeMap::new() };
@@ -111,8 +112,8 @@ impl Rewriter<'_> {
     }
 }
 
-/// What stands before everything else: sections keep the attributes that they were first given, and in strings no
-/// quotes may be inserted.
+/// Text before everything else: sections keep the attributes of their first declaration, and
+/// insertions in strings must not contain quotes.
 pub(super) fn prelude(
     out: &mut Vec<u8>,
     dynamic: Option<(&BTreeMap<&str, Kind>, Pad)>,
@@ -125,10 +126,10 @@ pub(super) fn prelude(
     }
     if let Some((passed, pad)) = dynamic {
         prelude.push('\n');
-        // Cannot fail: a String takes everything.
+        // Cannot fail: writing to a `String` is infallible.
         let _ = dynamic_macro(&mut prelude, passed, pad);
     }
-    // A comment or a line marker is one only at the start of a line.
+    // Comments and line markers are recognized only at the start of a line.
     let first = text.iter().find(|byte| !matches!(byte, b' ' | b'\t'));
     if matches!(first, Some(b'#' | b'/')) {
         prelude.push('\n');
@@ -136,7 +137,8 @@ pub(super) fn prelude(
     out.extend_from_slice(prelude.as_bytes());
 }
 
-/// A macro that finds the kind of a mnemonic when it is known, and records a site if there is one.
+/// Writes a macro that finds the kind of a mnemonic at its expansion, and records a site if there
+/// is one.
 pub(super) fn dynamic_macro(
     out: &mut String,
     passed: &BTreeMap<&str, Kind>,
@@ -158,7 +160,8 @@ pub(super) fn dynamic_macro(
     writeln!(out, ".popsection\n.endif\n.endm")
 }
 
-/// What follows a site's last instruction, the pad first, if it has one there. `conditional`: expansion decides whether it has.
+/// Writes the pad, if the site has one there, and the record after a site's last instruction.
+/// `conditional`: the expansion decides on the pad.
 pub(super) fn record(
     out: &mut Vec<u8>,
     kind: Kind,

@@ -1,21 +1,21 @@
-//! Which section a statement goes to ("Using as", 4 and 7: `.section`, `.pushsection`, `.previous`...).
+//! The section of each statement ("Using as", 4 and 7: `.section`, `.pushsection`, `.previous`...).
 
 use std::collections::HashMap;
 
-/// What matters about a section.
+/// The properties of a section that the rewriter needs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Section {
-    /// Instructions that are executed where they stand. Also what cannot be known inside of a macro.
+    /// Instructions that execute in place. Also sections that are unknown inside of a macro.
     Code,
     /// Instructions that an alternative may overwrite.
     Replaced,
     /// Text that alternatives copy over instructions (Linux, `.altinstr_replacement`).
     Replacement,
-    /// Data. An instruction in it is a template that something copies.
+    /// Data. An instruction in it is a template that is copied before execution.
     Data,
-    /// Thrown away by the linker, and a reference to it would be an error.
+    /// Discarded by the linker; a reference to it would be an error.
     Discarded,
-    /// A string that a macro puts somewhere, and it is not clear where.
+    /// A string that a macro inserts in an unknown section.
     Unclear,
 }
 
@@ -47,17 +47,17 @@ impl Default for Stack {
 }
 
 impl Stack {
-    /// Where statements go.
+    /// The current section.
     pub fn current(&self) -> Section {
         self.current
     }
 
-    /// How many `.popsection` are missing.
+    /// Number of missing `.popsection`.
     pub fn depth(&self) -> usize {
         self.below.len()
     }
 
-    /// Changes the section. False if there is nothing to pop.
+    /// Changes the section. Returns false if there is nothing to pop.
     pub fn apply(&mut self, change: Change) -> bool {
         match change {
             Change::Set(section) => (self.current, self.previous) = (section, self.current),
@@ -75,7 +75,7 @@ impl Stack {
     }
 }
 
-/// Whether the changes leave the section as it was, whatever it was.
+/// Returns true if the changes restore the section, whatever it was.
 pub fn balanced(changes: &[Change]) -> bool {
     let mut depth = 0_usize;
     for change in changes {
@@ -89,7 +89,7 @@ pub fn balanced(changes: &[Change]) -> bool {
     depth == 0
 }
 
-/// Sections by name. Attributes are given once.
+/// Sections by name. Only the first declaration gives attributes.
 #[derive(Default)]
 pub struct Names {
     known: HashMap<Vec<u8>, Section>,

@@ -1,4 +1,4 @@
-//! What is refused, and where it says it is. What is rewritten, and how, is in `tests/golden`.
+//! Refused texts, and the reported source lines. The rewritten texts are in `tests/golden`.
 
 use super::*;
 
@@ -14,8 +14,8 @@ fn kinds(text: &str) -> Vec<(Kind, u32)> {
 #[test]
 fn refusals_name_the_place() {
     for (text, message) in [
-        ("\tnop\n.intel_syntax noprefix\n", "x.s:2: Intel syntax is not understood"),
-        (".att_syntax noprefix", "x.s:1: registers without `%` are not understood"),
+        ("\tnop\n.intel_syntax noprefix\n", "x.s:2: Intel syntax is not supported"),
+        (".att_syntax noprefix", "x.s:1: registers without `%` are not supported"),
         ("nop\n\n.include \"a.s\"", "x.s:3: `.include` hides instructions"),
         ("# 7 \"a.h\"\nnop\n.popsection", "a.h:8: `.popsection` without `.pushsection`"),
         (".pushsection .data\nnop", "x.s:2: `.pushsection` has no `.popsection`"),
@@ -27,7 +27,7 @@ fn refusals_name_the_place() {
         ("nop /* \n", "x.s:1: the comment has no end"),
         ("rep\n1: insb", "x.s:2: a label between a sensitive instruction and its prefix"),
         ("nop # parador:other", "x.s:1: no marker `parador:other`"),
-        ("nop # parador:announce", "x.s:1: `parador:announce` stands alone on its line"),
+        ("nop # parador:announce", "x.s:1: `parador:announce` must be alone on its line"),
         ("# parador:pgtable", "x.s:1: no instruction before `parador:pgtable` on its line"),
         ("cli # parador:pgtable", "x.s:1: the marked instruction is a site already"),
         (".code32\nmov %eax, (%edx) # parador:pgtable", "x.s:2: a marker in 16-bit or 32-bit code"),
@@ -58,7 +58,7 @@ fn pads() {
     };
     let behind = rewritten("wrmsr", pad);
     assert!(behind.contains("97710:wrmsr;97711:.nops -((5-"), "{behind}");
-    // Where no exception names the instruction, prefixes make it longer.
+    // If no exception refers to the instruction, prefixes make it longer.
     for text in ["cli", "mov %ds,%eax", "pushf; pop %rax"] {
         let before = rewritten(text, pad);
         let prefixes = "97710:.skip -((5-(97711f-97709f))>0)*(5-(97711f-97709f)),46;97709:";
@@ -95,7 +95,8 @@ fn pairs_need_each_other() {
     );
 }
 
-/// `sti` waits for a `hlt` behind it before it is a site; what was said of it meanwhile counts.
+/// `sti` becomes a site only after the next instruction, which may be `hlt`; context changes in
+/// between count.
 #[test]
 fn flags_behind_an_instruction_that_could_be_one_of_two() {
     let flags = |behind: &str| {

@@ -18,7 +18,7 @@ pub(super) struct Statement<'s> {
     pub(super) operands_at: usize,
 }
 
-/// The end of the label at `at`: behind its colon.
+/// The end of the label at `at`: after its colon.
 pub(super) fn label(body: &[u8], at: usize) -> Option<usize> {
     let end = match body.get(at)? {
         b'"' => crate::lexer::string_end(body, at)?,
@@ -74,7 +74,7 @@ pub(super) fn text_of(text: &[u8]) -> String {
     String::from_utf8_lossy(text).into_owned()
 }
 
-/// In lower case, as the assembler has names of directives and macros.
+/// The name in lower case: the assembler ignores the case of directives and macros.
 pub(super) fn lowered(name: &[u8]) -> Cow<'_, [u8]> {
     match name.iter().any(u8::is_ascii_uppercase) {
         true => Cow::Owned(name.to_ascii_lowercase()),
@@ -82,12 +82,12 @@ pub(super) fn lowered(name: &[u8]) -> Cow<'_, [u8]> {
     }
 }
 
-/// Where `part`, a slice of `whole`, begins.
+/// The offset of `part`, a slice of `whole`.
 pub(super) fn offset(whole: &[u8], part: &[u8]) -> usize {
     part.as_ptr().addr() - whole.as_ptr().addr()
 }
 
-/// The statement with blanks in place of its comments, of the same length.
+/// Replaces the comments of a statement by blanks of the same length.
 pub(super) fn blank_comments(statement: &[u8]) -> Vec<u8> {
     let mut out = statement.to_vec();
     let mut at = 0;

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
-/* Which addresses are the image's is asked in a way that is right in both halves: there, it may be below the direct mapping. */
+/*
+ * The test for the image's addresses is right in both halves: in the lower half the image may be
+ * below the direct mapping.
+ */
 #ifndef _PARADOR_PAGE_64_H
 #define _PARADOR_PAGE_64_H
 

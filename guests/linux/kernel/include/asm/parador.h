@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * What a kernel needs to run in either half of the address space.
+ * Definitions for a kernel that runs in either half of the address space.
  *
- * Addresses of the kernel's layout are constants inside instructions. Each such instruction is recorded in the section
- * parador_consts_1, so that a loader which moves the kernel can change it; in the place the kernel was linked for it is an
- * ordinary move of a constant. Records are relative to themselves and hold in vmlinux and in modules alike.
+ * Addresses of the kernel's layout are constants inside instructions. Each such instruction is
+ * recorded in the section parador_consts_1, so that a loader which moves the kernel can change it;
+ * at the address that the kernel was linked for it is an ordinary move of a constant. Records are
+ * relative to their own address and valid in vmlinux and in modules alike.
  *
  *	s32 from the record to the constant, u8 its width (4: sign-extended, 8), u8 id, u16 0
  *
- * In the lower half the kernel's image, its modules and the fixmap lie in one GiB from __START_KERNEL_map, below the user's
- * mappings. In the upper half that GiB is far from them, so the same tests are right there.
+ * In the lower half the kernel's image, its modules and the fixmap are in one GiB from
+ * __START_KERNEL_map, below the user's mappings. In the upper half that GiB is far from them, so
+ * the same tests are right there.
  */
 #ifndef _ASM_X86_PARADOR_H
 #define _ASM_X86_PARADOR_H
@@ -26,7 +28,7 @@
 #define PARADOR_task_limit		0x00007ffffffff000
 #define PARADOR_cpu_entry_area		0xfffffe0000000000
 
-/* What the image, modules and the fixmap take together. */
+/* Size of the area that holds the image, modules and the fixmap. */
 #define PARADOR_IMAGE_SPAN		0x40000000
 
 #define __PARADOR_STR(x)		#x
@@ -34,15 +36,14 @@
 
 #if defined(LINKER_SCRIPT)
 
-/* Room for what rewrites sites: executable, in reach of every jump. */
+/* Area for the stubs of rewritten sites: executable, in reach of every jump. */
 #define PARADOR_ARENA							\
 	. = ALIGN(64);							\
 	parador_arena = .;						\
 	. += 96 * 1024;							\
 	parador_arena_end = .;
 
-/* The tables, and a counter for each kind of site for whoever counts. */
-/* The tables, and a counter for each kind of site for whoever counts. */
+/* The tables, and one counter for each kind of site for tools that count executions. */
 #define PARADOR_TABLES							\
 	parador_sites_1 : AT(ADDR(parador_sites_1) - LOAD_OFFSET) {	\
 		*(parador_sites_1)					\
@@ -67,7 +68,10 @@
 	.byte	width, PARADOR_ID_##n, 0, 0;				\
 	.popsection
 
-/* To `bad` if a user's address is in the image; else `scratch` = the end of the user's part - n, for the check that follows. */
+/*
+ * Jumps to `bad` if a user's address is in the image; else sets `scratch` to the end of the user's
+ * part - n, for the check that follows.
+ */
 #define PARADOR_USER_LIMIT(n, scratch, address, bad)			\
 	mov	address, scratch;					\
 	subq	$PARADOR_start_kernel_map, scratch;			\
@@ -86,7 +90,7 @@
 	".popsection"
 
 #if defined(__DISABLE_EXPORTS) || defined(_SETUP) || defined(BUILD_VDSO)
-/* Parts that run before the kernel, or beside it, and are not moved with it. */
+/* Parts that run before or beside the kernel; a loader does not move them with it. */
 #define PARADOR_CONST(n)		(PARADOR_##n + 0UL)
 #define PARADOR_CONST32(n)		(PARADOR_##n + 0UL)
 #define parador_image_offset(address)	((unsigned long)(address) - PARADOR_CONST32(start_kernel_map))
@@ -111,7 +115,7 @@
 
 #define parador_in_image(address) (parador_image_offset(address) < PARADOR_IMAGE_SPAN)
 
-/* Whether a range of user addresses has a part of the image in it; the range does not wrap around. */
+/* True if a range of user addresses overlaps the image; the range must not wrap around. */
 #define parador_image_overlaps(address, length) ({			\
 	unsigned long __start = PARADOR_CONST32(start_kernel_map);	\
 	(address) < __start + PARADOR_IMAGE_SPAN && __start < (address) + (length); \
@@ -119,12 +123,15 @@
 
 #define parador_lower_half() ((long)PARADOR_CONST32(start_kernel_map) > 0)
 
-/* Set in the lower half, for alternatives: user mode asks the kernel, since the processor answers for the host. A bit that Linux does not use. */
+/*
+ * Set in the lower half, for alternatives: user mode calls the kernel, since the CPU would return
+ * the host's values. Linux does not use this bit.
+ */
 #define X86_FEATURE_PARADOR_CALLS	(8*32+31)
 
 /*
- * Stores into page tables, one instruction each. The mark makes it a site; `lock` is written out because the
- * usual macro lets it be patched away, and a site is all of an instruction.
+ * Stores into page tables, one instruction each. The marker makes it a site; `lock` is explicit
+ * because Linux may patch the prefix of its usual macro away, and a site is an entire instruction.
  */
 #define PARADOR_PGTABLE		" # parador:pgtable"
 

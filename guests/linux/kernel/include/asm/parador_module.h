@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
-/* What a module needs: its constants made those of this kernel, and its sites made known to whoever rewrites sites. */
+/*
+ * Support for modules: sets their constants to those of this kernel, and announces their sites to a
+ * rewriter.
+ */
 #ifndef _ASM_X86_PARADOR_MODULE_H
 #define _ASM_X86_PARADOR_MODULE_H
 #include <linux/module.h>
@@ -7,7 +10,7 @@
 #include <asm/pgtable.h>
 #include <asm/unaligned.h>
 
-/* As asm/parador.h says. */
+/* A record of parador_consts_1 (asm/parador.h). */
 struct parador_constant {
 	s32 offset;
 	u8 width;
@@ -15,7 +18,7 @@ struct parador_constant {
 	u16 reserved;
 } __packed;
 
-/* Adds to a constant the distance that this kernel was moved by; none in the upper half. */
+/* Adds to a constant the distance by which this kernel was moved; 0 in the upper half. */
 static inline void parador_move_constant(const struct parador_constant *record)
 {
 	void *place = (void *)record + record->offset;
@@ -48,8 +51,9 @@ static inline void parador_move_constant(const struct parador_constant *record)
 }
 
 /*
- * Two sites without an instruction: on a machine without rewriter they are nothing but padding. With one, they say that
- * the sites recorded from rdi to rsi are there now, or are about to go.
+ * Two sites without an instruction: without a rewriter they are only padding. They inform a
+ * rewriter that the sites recorded from rdi to rsi exist now, or that Linux is about to unload
+ * them.
  */
 static noinline void parador_announce(void *start, void *end)
 {
@@ -61,7 +65,7 @@ static noinline void parador_retract(void *start, void *end)
 	asm volatile("# parador:retract" : : "D" (start), "S" (end) : "memory", "cc");
 }
 
-/* The module's text may still be written, and nobody runs it. */
+/* The module's text is still writable, and no CPU executes it. */
 static inline void parador_module_loaded(struct module *module, const Elf_Ehdr *header, const Elf_Shdr *sections)
 {
 	const char *names = (void *)header + sections[header->e_shstrndx].sh_offset;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
-/* As asm/pgtable_64.h, for what changes single bits, exchanges or copies entries. */
+/* As asm/pgtable_64.h, for functions that change single bits, exchange or copy entries. */
 #ifndef _PARADOR_PGTABLE_H
 #define _PARADOR_PGTABLE_H
 #ifndef __ASSEMBLY__

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
-/* Stores of entries become sites (asm/parador.h). What this header includes comes first, so only it sees the other macros. */
+/*
+ * Makes stores of entries sites (asm/parador.h). The headers that this one includes come first, so
+ * only this one sees the other macros.
+ */
 #ifndef _PARADOR_PGTABLE_64_H
 #define _PARADOR_PGTABLE_64_H
 #ifndef __ASSEMBLY__

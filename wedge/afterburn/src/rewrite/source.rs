@@ -1,11 +1,11 @@
-//! Where in the source a line of the assembler's input comes from.
+//! Source file and line of each line of the assembler's input.
 
 use std::collections::HashMap;
 use std::fmt;
 
 /// Follows line markers `# 12 "file.h"` and the compiler's `.file` and `.loc`.
 #[derive(Default)]
-pub struct Place {
+pub struct SourceTracker {
     marker: Option<Marker>,
     files: HashMap<u32, String>,
     location: Option<(u32, u32)>,
@@ -13,20 +13,20 @@ pub struct Place {
 }
 
 struct Marker {
-    /// Source of the line after the marker.
+    /// Source line of the line after the marker.
     line: usize,
     file: String,
     /// Input line of the marker.
     at: usize,
 }
 
-impl Place {
-    /// Nothing is known but the input's name.
+impl SourceTracker {
+    /// Starts with the input's name only.
     pub fn new(name: &str) -> Self {
         Self { name: name.to_owned(), ..Self::default() }
     }
 
-    /// A comment at the start of line `at`: perhaps a marker. Returns what it is.
+    /// Processes a comment at the start of line `at`. Returns the meaning of a line marker.
     pub fn comment(&mut self, text: &[u8], at: usize) -> Option<Mark> {
         let text = text.strip_prefix(b"# ")?;
         let digits = text.iter().take_while(|byte| byte.is_ascii_digit()).count();
@@ -41,7 +41,7 @@ impl Place {
         Some(if rest.trim_ascii() == b"1" { Mark::Begin } else { Mark::Other })
     }
 
-    /// The operands of a `.file` or `.loc`.
+    /// Processes the operands of a `.file` or `.loc`.
     pub fn directive(&mut self, name: &[u8], operands: &[u8]) {
         let operands = operands.trim_ascii();
         let digits = operands.iter().take_while(|byte| byte.is_ascii_digit()).count();
@@ -57,7 +57,7 @@ impl Place {
         };
         let rest = operands[digits..].trim_ascii_start();
         if name == b".file" {
-            // A directory may stand before the name.
+            // A directory may precede the name.
             if let Some((first, rest)) = quoted(rest) {
                 let second = quoted(rest.trim_ascii_start()).map(|(second, _)| second);
                 self.files.insert(file, second.unwrap_or(first));
@@ -68,7 +68,7 @@ impl Place {
         }
     }
 
-    /// Where line `line` of the input comes from, for people.
+    /// The source of line `line` of the input, for messages.
     pub fn of(&self, line: usize) -> Source {
         if let Some(marker) = &self.marker {
             let line = marker.line + line.saturating_sub(marker.at + 1);
@@ -83,18 +83,18 @@ impl Place {
     }
 }
 
-/// What a line marker means in a compiler's output.
+/// The meaning of a line marker in a compiler's output.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mark {
-    /// An inline assembly statement begins, or an included file.
+    /// Start of an inline assembly statement, or of an included file.
     Begin,
-    /// An inline assembly statement ends.
+    /// End of an inline assembly statement.
     End,
-    /// Only a place.
+    /// A line marker only.
     Other,
 }
 
-/// A place in the source.
+/// A line of the source.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Source {
     /// File.
@@ -109,7 +109,7 @@ impl fmt::Display for Source {
     }
 }
 
-/// The string that the text begins with, and what follows.
+/// The string at the start of the text, and the rest.
 fn quoted(text: &[u8]) -> Option<(String, &[u8])> {
     if text.first() != Some(&b'"') {
         return None;
@@ -124,18 +124,18 @@ mod tests {
 
     #[test]
     fn markers() {
-        let mut place = Place::new("x.s");
-        assert_eq!(place.of(3).to_string(), "x.s:3");
-        place.directive(b".file", b"\"x.c\"");
-        assert_eq!(place.of(3).to_string(), "x.c:3");
-        place.directive(b".file", b"1 \"/src\" \"sub/y.c\"");
-        place.directive(b".loc", b"1 22 5");
-        assert_eq!(place.of(4).to_string(), "sub/y.c:22");
-        assert_eq!(place.comment(b"# 7 \"a.h\" 1", 10), Some(Mark::Begin));
-        assert_eq!(place.of(11).to_string(), "a.h:7");
-        assert_eq!(place.of(13).to_string(), "a.h:9");
-        assert_eq!(place.comment(b"# 0 \"\" 2", 14), Some(Mark::End));
-        assert_eq!(place.of(15).to_string(), "sub/y.c:22");
-        assert_eq!(place.comment(b"# no marker", 15), None);
+        let mut tracker = SourceTracker::new("x.s");
+        assert_eq!(tracker.of(3).to_string(), "x.s:3");
+        tracker.directive(b".file", b"\"x.c\"");
+        assert_eq!(tracker.of(3).to_string(), "x.c:3");
+        tracker.directive(b".file", b"1 \"/src\" \"sub/y.c\"");
+        tracker.directive(b".loc", b"1 22 5");
+        assert_eq!(tracker.of(4).to_string(), "sub/y.c:22");
+        assert_eq!(tracker.comment(b"# 7 \"a.h\" 1", 10), Some(Mark::Begin));
+        assert_eq!(tracker.of(11).to_string(), "a.h:7");
+        assert_eq!(tracker.of(13).to_string(), "a.h:9");
+        assert_eq!(tracker.comment(b"# 0 \"\" 2", 14), Some(Mark::End));
+        assert_eq!(tracker.of(15).to_string(), "sub/y.c:22");
+        assert_eq!(tracker.comment(b"# no marker", 15), None);
     }
 }
