@@ -137,7 +137,7 @@ pub fn run_host(disk: &Path, limit: u32, arguments: &[&str]) -> Result<String> {
 
 /// Where there are no keys that is said, or is the end; where nobody wants them nothing is said.
 pub fn choices() -> Result<()> {
-    const OPEN: &str = "programs of this guest can reach its kernel";
+    const OPEN: &str = "the guest kernel is not isolated from guest user mode";
     let rig = Rig::new()?;
     let has_keys = fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" ospke"));
     let run = |options: &[&str]| {
@@ -153,7 +153,12 @@ pub fn choices() -> Result<()> {
         (&["--without", "functions"], 0, "code 0", true),
         (&["--protection", "none"], 0, "code 0", false),
         (&["--protection", "keys"], if has_keys { 0 } else { 69 }, "", false),
-        (&["--protection", "keys", "--without", "functions"], 69, "change its code unseen", false),
+        (
+            &["--protection", "keys", "--without", "functions"],
+            69,
+            "modify its code unnoticed",
+            false,
+        ),
         (&["--protection", "keys", "--profile-writes", "a"], 69, "--profile-writes", false),
         (&["--protection", "process"], 0, "code 0", false),
         (&["--protection", "process", "--profile-writes", "a"], 64, "--profile-writes", false),
