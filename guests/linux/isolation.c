@@ -4,8 +4,9 @@
 //
 // `isolation MODE [TEST...]` runs the named tests, or all of them; MODE is the argument of
 // `--protection`. With `STEPS` defined, pages of the program's own code are such that they are
-// executed one instruction at a time with protection keys. Each test is a process of its own with a time limit, and fails if the kernel or
-// the processor does anything but what it does on a machine of its own.
+// executed one instruction at a time with protection keys. Each test is a process of its own with a
+// time limit, and fails if the kernel or the processor does anything but what it does on a machine
+// of its own.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -818,8 +819,8 @@ static void stepped_neighbours(void)
 	}
 }
 
-// An instruction that writes to a page that it is in itself is carried out, once, and what it writes
-// is executed; also across the border of two pages, and where it is executed as a step.
+// An instruction that writes to a page that it is in itself is carried out, once, and what it
+// writes is executed; also across the border of two pages, and where it is executed as a step.
 static void own_code(void)
 {
 	static const volatile uint8_t lone[] = { 0x0f, 0x01, 0xef, 0x90 };

@@ -209,7 +209,7 @@ Example: parador kernel symbols vmlinux symbols
          perf report --symfs symbols
 
 All VMs of the process back end have the kernel at the same addresses, so this also works when the
-VM has exited, too. Module symbols are not included.")]
+VM has exited. Module symbols are not included.")]
     Symbols {
         /// The kernel: `vmlinux` of `parador kernel build`.
         kernel: PathBuf,

@@ -457,13 +457,13 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             let _ = writeln!(file, "{line}");
         }
     };
-    let subscribe_sigusr1 = metrics.as_ref().map(|_| subscribe_sigusr1()).transpose()?;
+    let metrics_request = metrics.as_ref().map(|_| subscribe_sigusr1()).transpose()?;
     say(Level::Info, &format!("back end `{}`", program.backend()));
     if vm.wait_boot {
         let start = Instant::now();
-        let subscribe_sigusr1 =
-            subscribe_sigusr1.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
-        if let Some(end) = control.await_boot(&woken, deadline, subscribe_sigusr1)? {
+        let metrics_request =
+            metrics_request.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
+        if let Some(end) = control.await_boot(&woken, deadline, metrics_request)? {
             let (code, text) = exit_status(&end, &program);
             report_exit(code, &text, start);
             control.ended(code, &text);
@@ -527,10 +527,10 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let mut machine = VmProcess::start(program.name(), command)?;
         machine.add(served);
         control.started(machine.process(), shown, start);
-        let subscribe_sigusr1 =
-            subscribe_sigusr1.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
+        let metrics_request =
+            metrics_request.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
         let mut supervisor =
-            Supervisor::new(&control, &woken, ours, subscribe_sigusr1, maps.as_mut());
+            Supervisor::new(&control, &woken, ours, metrics_request, maps.as_mut());
         hosted_jail::release_memory();
         let second = match (&mut second, stream) {
             (Some(console), Some(stream)) => Some(SecondaryConsole { stream, console }),

@@ -113,11 +113,11 @@ impl DeviceProcess {
         let Some(alive) = child.stdout.take() else {
             return Err(Failure::new(failure::INTERNAL, format!("{name} has no pipe")));
         };
-        let mut other = Self { name, child, alive };
+        let mut process = Self { name, child, alive };
         let mut said = [READY];
-        match other.alive.read(&mut said) {
-            Ok(1) if said == [READY] => Ok(other),
-            _ => Err(other.refusal(said)),
+        match process.alive.read(&mut said) {
+            Ok(1) if said == [READY] => Ok(process),
+            _ => Err(process.refusal(said)),
         }
     }
 
@@ -128,11 +128,11 @@ impl DeviceProcess {
         // On a read error, the text so far is reported.
         let _ = (&mut self.alive).take(REFUSAL).read_to_end(&mut said);
         let text = String::from_utf8_lossy(&said).replace(char::is_control, "");
-        let told = |status: &ExitStatus| {
-            let told = [failure::BAD_CONFIG, failure::OS_ERROR];
-            told.into_iter().find(|code| status.code() == Some((*code).into()))
+        let known_code = |status: &ExitStatus| {
+            let codes = [failure::BAD_CONFIG, failure::OS_ERROR];
+            codes.into_iter().find(|code| status.code() == Some((*code).into()))
         };
-        let (code, text) = match self.child.wait().map(|status| (told(&status), status)) {
+        let (code, text) = match self.child.wait().map(|status| (known_code(&status), status)) {
             Ok((Some(code), _)) => (code, text),
             Ok((None, status)) => {
                 (failure::INTERNAL, format!("the process exited ({status}) {text}"))
@@ -234,14 +234,19 @@ impl VmProcess {
         if let (Some(stream), Some(console)) = (&stream, second) {
             lines.push(ConsoleLine::new(stream.as_fd(), stream.as_fd(), console));
         }
-        let mut traffic = EventLoop {
+        let mut event_loop = EventLoop {
             raw: raw.is_some(),
             keys: Keys::default(),
             lines,
             messages: MessageLog::new(self.name, Some(profile::MARK)),
         };
-        let stop =
-            traffic.run(&self.signals, &self.device_processes, errors.as_fd(), deadline, sources);
+        let stop = event_loop.run(
+            &self.signals,
+            &self.device_processes,
+            errors.as_fd(),
+            deadline,
+            sources,
+        );
         drop(raw);
         let end = match stop? {
             LoopExit::Cause(end) => end,
@@ -257,8 +262,8 @@ impl VmProcess {
                 ExitCause::Exited(status)
             }
         };
-        traffic.messages.end();
-        Ok((end, traffic.messages))
+        event_loop.messages.end();
+        Ok((end, event_loop.messages))
     }
 }
 

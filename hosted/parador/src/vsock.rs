@@ -108,14 +108,14 @@ impl Vsock {
         let failed = |error: io::Error| Failure::os("create sockets for vsock", &error);
         let (stream, theirs) = UnixStream::pair().map_err(failed)?;
         let flags = SocketFlags::CLOEXEC;
-        let (asked, asks) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+        let (requests, asks) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
             .map_err(|error| failed(error.into()))?;
         let listener = self.listener.try_clone().map_err(failed)?;
         let path = self.description.path.clone();
         // The thread ends with the process, which has the only other descriptor.
         thread::Builder::new()
             .name("vsock".to_owned())
-            .spawn(move || connect_for(&asked, &path))
+            .spawn(move || connect_for(&requests, &path))
             .map_err(failed)?;
         let own = [theirs.into(), listener.into(), asks];
         let vsock = hosted_jail::Vsock { cid: self.description.cid() };
@@ -125,9 +125,9 @@ impl Vsock {
 
 /// Connects to port sockets on request of the device process, which cannot connect by itself: it
 /// would reach all sockets of the user.
-fn connect_for(asked: &OwnedFd, path: &Path) {
+fn connect_for(requests: &OwnedFd, path: &Path) {
     let mut port = [0; 4];
-    while let Ok((4, _)) = retry_on_intr(|| recv(asked, &mut port, RecvFlags::empty())) {
+    while let Ok((4, _)) = retry_on_intr(|| recv(requests, &mut port, RecvFlags::empty())) {
         let socket = reach(&name(path, u32::from_le_bytes(port)));
         let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut rights = SendAncillaryBuffer::new(&mut room);
@@ -137,7 +137,7 @@ fn connect_for(asked: &OwnedFd, path: &Path) {
             rights.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(socket)));
         }
         let byte = [IoSlice::new(&[0])];
-        if sendmsg(asked, &byte, &mut rights, SendFlags::NOSIGNAL).is_err() {
+        if sendmsg(requests, &byte, &mut rights, SendFlags::NOSIGNAL).is_err() {
             return;
         }
     }
