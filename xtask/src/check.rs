@@ -5,6 +5,7 @@ use crate::process::{output, run, target, workspace};
 use crate::rules;
 use crate::spec;
 use crate::toolchain::{Bare, host_cargo};
+use crate::words;
 use crate::workspace::packages;
 use anyhow::{Context, Result, bail};
 use std::os::unix::process::CommandExt;
@@ -156,6 +157,7 @@ pub fn check() -> Result<()> {
     rules::deps()?;
     rules::unsafe_code(&[])?;
     spec::spec(&[])?;
+    words::words(&[])?;
     rules::size()
 }
 
