@@ -11,12 +11,12 @@ use std::collections::VecDeque;
 use std::fmt;
 
 use proto::channel::View;
-use vmm_bus::outside::{BlockInfo, ChannelInfo, NetInfo, Offload};
+use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo, Offload};
 use vmm_bus::testing::{Disk, Peer, Port};
-use vmm_bus::{Block, Channel, Net};
+use vmm_bus::{Block, ChannelBackend, Net};
 use vmm_cpu::testing::ScriptedVcpu;
-use vmm_cpu::{Backend, Cpu, Exit, Gpr, IoExit, MemoryFault, Pause, Reg, TscClock};
-use vmm_machine::{Host, Level, Model, Outside, Pc, PcConfig, Slots, layout};
+use vmm_cpu::{Cpu, Exit, Gpr, IoExit, MemoryFault, Reg, StopReason, TscClock, Vcpu};
+use vmm_machine::{DeviceBackend, Host, Level, Model, Pc, PcConfig, Slots, layout};
 use vmm_mem::GuestMemory;
 
 use crate::input::{Input, Seed};
@@ -135,7 +135,7 @@ struct Connected {
     peer: Option<Peer>,
 }
 
-impl Outside for Connected {
+impl DeviceBackend for Connected {
     fn block(&mut self) -> Option<&mut dyn Block> {
         self.disk.as_mut().map(|disk| disk as _)
     }
@@ -144,7 +144,7 @@ impl Outside for Connected {
         self.port.as_mut().map(|port| port as _)
     }
 
-    fn channel(&mut self) -> Option<&mut dyn Channel> {
+    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
         self.peer.as_mut().map(|peer| peer as _)
     }
 
@@ -246,9 +246,9 @@ impl<'m> Rig<'m> {
         vcpu.then(|_| Exit::Recall { events: BACK });
         self.world.running = cpu;
         match self.pc.run(&mut self.cpus[cpu], vcpu, &mut self.world) {
-            Pause::Recall(events) => assert_eq!(events, BACK),
-            Pause::Idle { .. } => {}
-            Pause::End(_) => return false,
+            StopReason::Recall(events) => assert_eq!(events, BACK),
+            StopReason::Idle { .. } => {}
+            StopReason::End(_) => return false,
         }
         true
     }
@@ -294,7 +294,7 @@ impl<'m> Rig<'m> {
         self.world.running = CPUS;
         if slot == CHANGE {
             self.pc.functions(|slots| {
-                if let Some(peer) = slots.outside(CHANNEL).and_then(|outside| outside.peer.as_mut())
+                if let Some(peer) = slots.backend(CHANNEL).and_then(|backend| backend.peer.as_mut())
                 {
                     peer.view = View::unpack([length as u64 * 0x0101_0101; 4]);
                 }
@@ -308,16 +308,16 @@ impl<'m> Rig<'m> {
             return;
         }
         self.pc.functions(|slots| {
-            let Some(outside) = slots.outside(slot) else { return };
-            if let Some(disk) = &mut outside.disk
+            let Some(backend) = slots.backend(slot) else { return };
+            if let Some(disk) = &mut backend.disk
                 && let Some(id) = disk.requests.get(disk.ended.len()).map(|request| request.0)
             {
                 disk.complete(id);
             }
-            if let Some(port) = outside.port.as_mut().filter(|port| port.waiting.len() < 16) {
+            if let Some(port) = backend.port.as_mut().filter(|port| port.waiting.len() < 16) {
                 port.waiting.push_back((Offload::default(), vec![5; length]));
             }
-            outside.bytes += length % 64;
+            backend.bytes += length % 64;
         });
         self.pc.function_input(slot, None, &mut self.world);
     }
@@ -400,7 +400,7 @@ fn act(rig: &mut Rig<'_>, step: Step, cpu: usize, input: &mut Input<'_>) -> bool
             let exit = match kind % 13 {
                 0 => Exit::Hlt,
                 1 => Exit::Hypercall,
-                2 => Exit::Window,
+                2 => Exit::InterruptWindow,
                 3 => Exit::Deadline,
                 4 => Exit::Xsetbv,
                 5 => Exit::CacheFlush,

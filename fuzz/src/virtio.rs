@@ -5,7 +5,7 @@
 //! Beside panics it finds: timers without end, work for the outside that is out of range or numbered twice (the
 //! scripted outside refuses both), and devices that do not work again after a reset.
 
-use vmm_bus::outside::{BlockInfo, BlockStatus, NetInfo, Offload, Segments};
+use vmm_bus::backend::{BlockInfo, BlockStatus, NetInfo, Offload, Segments};
 use vmm_bus::testing::{Disk, Given, Link, Port, Server};
 use vmm_bus::{Device, WAKE_INPUT};
 use vmm_dev::pc::pci::{Function, spec as config};

@@ -32,12 +32,12 @@ impl Balloon {
     }
 }
 
-impl vmm_bus::Balloon for Balloon {
-    fn wanted(&self) -> u32 {
+impl vmm_bus::BalloonBackend for Balloon {
+    fn target_pages(&self) -> u32 {
         self.wanted
     }
 
-    fn given(&mut self, _: u32) {
+    fn set_inflated(&mut self, _: u32) {
         // The host sees what it has.
     }
 
@@ -53,11 +53,11 @@ impl vmm_bus::Balloon for Balloon {
         }
     }
 
-    fn asks(&mut self) -> bool {
+    fn take_statistics_request(&mut self) -> bool {
         false
     }
 
-    fn statistic(&mut self, _: u16, _: u64) {}
+    fn report_statistic(&mut self, _: u16, _: u64) {}
 }
 
 #[cfg(test)]
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
     use std::fs::File;
     use std::os::unix::fs::{FileExt, MetadataExt};
-    use vmm_bus::Balloon as _;
+    use vmm_bus::BalloonBackend as _;
 
     #[test]
     fn what_is_given_up_is_the_hosts() {
@@ -74,7 +74,7 @@ mod tests {
         let ranges = vec![(0, 0x2000), (1 << 32, 0x2000)];
         let other: File = file.try_clone().unwrap();
         let mut balloon = Balloon::new(file.into(), ranges, 3);
-        assert_eq!(balloon.wanted(), 3);
+        assert_eq!(balloon.target_pages(), 3);
         let before = other.metadata().unwrap().blocks();
         balloon.discard(0x1000, 0x1000);
         balloon.discard((1 << 32) + 0x1000, 0x1000);

@@ -7,7 +7,7 @@ use std::io;
 
 use kvm_bindings::{KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_device_attr, kvm_interrupt};
 use kvm_ioctls::VcpuFd;
-use vmm_bus::outside::Takes;
+use vmm_bus::backend::OffloadCaps;
 use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref, ioctl_with_val};
 use vmm_sys_util::ioctl_iow_nr;
 
@@ -51,7 +51,7 @@ pub fn become_tap(file: &File, name: [u8; 16]) -> io::Result<()> {
 }
 
 /// Frames that the guest takes of a tap device.
-pub fn set_offload(file: &File, takes: Takes) -> io::Result<()> {
+pub fn set_offload(file: &File, takes: OffloadCaps) -> io::Result<()> {
     // `TUN_F_CSUM`, `TUN_F_TSO4`, `TUN_F_TSO6`.
     let bits = [(takes.csum, 1), (takes.tcp4, 2), (takes.tcp6, 4)];
     let bits = bits.iter().filter(|(takes, _)| *takes).map(|(_, bit)| bit).sum();

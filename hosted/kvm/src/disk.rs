@@ -14,7 +14,7 @@ use proto::wedge::{Disk as Record, log};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use vmm_bus::Block;
-use vmm_bus::outside::{BlockInfo, BlockOp, BlockStatus, Data, Part, SECTOR};
+use vmm_bus::backend::{BlockInfo, BlockOp, BlockStatus, Data, Part, SECTOR};
 use vmm_mem::GuestMemory;
 
 use crate::seat::{Seat, event};

@@ -24,12 +24,14 @@ use rustix::thread::futex;
 use serde::{Deserialize, Serialize};
 use spin::relax::RelaxStrategy;
 use vmm_boot::BootConfig;
-use vmm_bus::frames::{self, Card, Sockets};
-use vmm_bus::outside::BlockInfo;
+use vmm_bus::backend::BlockInfo;
+use vmm_bus::frames::{self, NetPort, Sockets};
 use vmm_bus::requests::{Futex, Requests};
 use vmm_bus::{Block, Messages, Packets};
-use vmm_cpu::{Backend, Gpr, MAX_VCPUS, Reg, TscClock};
-use vmm_machine::{Host, Level, Model, Outcome, Outside, Pause, Pc, PcConfig, Slots, registers};
+use vmm_cpu::{Gpr, MAX_VCPUS, Reg, TscClock, Vcpu};
+use vmm_machine::{
+    DeviceBackend, Host, Level, Model, Outcome, Pc, PcConfig, Slots, StopReason, registers,
+};
 use vmm_mem::shared::SharedMemory;
 use vmm_mem::{GuestMemory, PAGE_SIZE};
 
@@ -115,7 +117,7 @@ enum Link<'o> {
     /// A process of the host that carries requests out.
     Requests(Requests<'o, Sleep>),
     /// A network.
-    Net(Card<net::Link<'o>>),
+    Net(NetPort<net::Link<'o>>),
     /// Sockets of the host.
     Sockets(Sockets<net::Link<'o>>),
     /// The host's memory.
@@ -126,7 +128,7 @@ enum Link<'o> {
     Console(&'o Console),
 }
 
-impl Outside for Link<'_> {
+impl DeviceBackend for Link<'_> {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
@@ -156,7 +158,7 @@ impl Outside for Link<'_> {
         }
     }
 
-    fn balloon(&mut self) -> Option<&mut dyn vmm_bus::Balloon> {
+    fn balloon(&mut self) -> Option<&mut dyn vmm_bus::BalloonBackend> {
         match self {
             Self::Balloon(balloon) => Some(balloon),
             _ => None,
@@ -410,14 +412,14 @@ fn power_on(
         let (info, link) = match disk {
             Storage::File(disk) => (disk.info(), Link::Disk(disk)),
             Storage::Elsewhere(record) => {
-                (BlockInfo::of_file(record), Link::Requests(Requests::elsewhere(queue)))
+                (BlockInfo::of_file(record), Link::Requests(Requests::with_device_process(queue)))
             }
         };
         let _ = slots.add(Model::Block(info), link);
     }
     for (words, queue) in machine.shares.iter().zip(&queues[MAX_DISKS..]) {
         let tag = Share::from_words(words).tag;
-        let _ = slots.add(Model::P9(tag), Link::Requests(Requests::elsewhere(queue)));
+        let _ = slots.add(Model::P9(tag), Link::Requests(Requests::with_device_process(queue)));
     }
     let mut used = disks.len() + machine.shares.len().min(MAX_SHARES);
     let disk_slots = 0..used;
@@ -426,7 +428,7 @@ fn power_on(
     let net_slots = used..used + networks.len();
     for (words, network) in machine.nets.iter().zip(networks) {
         let record = Net::from_words(words);
-        let link = Card::new(net::Link::new(network), &record);
+        let link = NetPort::new(net::Link::new(network), &record);
         let _ = slots.add(Model::Net(frames::info(&record)), Link::Net(link));
     }
     if let (Some(cid), Some(network)) = (machine.vsock, networks.last()) {
@@ -566,9 +568,9 @@ fn drive(
     let seat = &host.seats[index];
     let outcome = loop {
         let events = match board.run(&mut cpu, vcpu, host) {
-            Pause::Recall(events) => events,
-            Pause::Idle { deadline_tsc } => seat.wait(&clock, deadline_tsc),
-            Pause::End(outcome) => break outcome,
+            StopReason::Recall(events) => events,
+            StopReason::Idle { deadline_tsc } => seat.wait(&clock, deadline_tsc),
+            StopReason::End(outcome) => break outcome,
         };
         if events & event::PAUSE != 0 {
             gate.pass();

@@ -16,8 +16,8 @@ use proto::wedge::{Net as Record, log};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use vmm_bus::Data;
-use vmm_bus::frames::{Frames, Port};
-use vmm_bus::outside::{MAX_FRAME, Offload, Takes};
+use vmm_bus::backend::{MAX_FRAME, Offload, OffloadCaps};
+use vmm_bus::frames::{Frames, NetEndpoint};
 
 use crate::seat::{Seat, event};
 use crate::{Error, calls};
@@ -221,7 +221,7 @@ impl Frames for Link<'_> {
     fn put(&mut self, before: &[u8], data: &mut Data<'_>) -> bool {
         let Network { out, is_tap, is_filled, .. } = self.network;
         let mut out = lock(out);
-        let length = before.len() + data.left() as usize;
+        let length = before.len() + data.remaining() as usize;
         let room = if *is_tap { 0 } else { ROOM.saturating_sub(LENGTH + length) };
         if out.left() != 0 && out.left() > room {
             out.is_awaited = true;
@@ -233,7 +233,7 @@ impl Frames for Link<'_> {
         }
         out.bytes.extend(before);
         let at = out.bytes.len();
-        out.bytes.resize(at + data.left() as usize, 0);
+        out.bytes.resize(at + data.remaining() as usize, 0);
         data.read(&mut out.bytes[at..]);
         self.network.flush(&mut out);
         if out.left() != 0 {
@@ -282,15 +282,15 @@ impl Frames for Link<'_> {
     }
 }
 
-impl Port for Link<'_> {
+impl NetEndpoint for Link<'_> {
     fn is_up(&self) -> bool {
         !self.network.is_down.load(SeqCst)
     }
 
-    fn set_takes(&mut self, takes: Takes) {
+    fn set_offload_caps(&mut self, caps: OffloadCaps) {
         if self.network.is_tap {
             // If it fails, the card drops what the guest does not take.
-            let _: io::Result<()> = calls::set_offload(&self.network.file, takes);
+            let _: io::Result<()> = calls::set_offload(&self.network.file, caps);
         }
     }
 }
@@ -301,7 +301,7 @@ mod tests {
     use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
     use std::thread;
-    use vmm_bus::outside::Part;
+    use vmm_bus::backend::Part;
     use vmm_mem::GuestMemory;
     use vmm_mem::testing::memory;
 

@@ -6,7 +6,7 @@
 
 use hw_x86::paging::cr4;
 use vmm_boot::InitialState;
-use vmm_cpu::{Backend, Exit, Gpr, TscClock};
+use vmm_cpu::{Exit, Gpr, TscClock, Vcpu};
 use vmm_machine::registers;
 use vmm_mem::GuestMemory;
 use vmm_mem::shared::SharedMemory;

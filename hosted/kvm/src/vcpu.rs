@@ -29,7 +29,9 @@ use proto::wedge::debug::{HALT, reason, register};
 use proto::wedge::log;
 use rustix::io::Errno;
 use vmm_cpu::walk::CodeView;
-use vmm_cpu::{Access, Backend, Event, Exit, Gpr, Reg, Seg, Segment, Space, TscClock, Window};
+use vmm_cpu::{
+    Access, Event, Exit, Gpr, InterruptWindow, Reg, Seg, Segment, Space, TscClock, Vcpu,
+};
 use vmm_mem::GuestMemory;
 use vmm_sys_util::signal::register_signal_handler;
 
@@ -115,10 +117,10 @@ pub struct KvmVcpu<'s> {
     pending: Pending,
     ports: Option<Ports>,
     event: Event,
-    window: Window,
+    window: InterruptWindow,
     /// Address behind the `HLT` that the guest has left at.
     next_rip: u64,
-    /// What has gone wrong outside of [`Backend::run`].
+    /// What has gone wrong outside of [`Vcpu::run`].
     failed: Option<io::Error>,
     /// A debugger may stop it.
     stops: Option<Stops<'s>>,
@@ -177,7 +179,7 @@ impl<'s> KvmVcpu<'s> {
             pending: Pending::Nothing,
             ports: None,
             event: Event::NONE,
-            window: Window::Nothing,
+            window: InterruptWindow::Nothing,
             next_rip: 0,
             failed: None,
             stops,
@@ -420,7 +422,7 @@ impl<'s> KvmVcpu<'s> {
     /// forgotten the shadow of the `STI`. Then the `HLT` comes first, as it may on every processor.
     fn halts_first(&mut self) -> bool {
         let is_interrupt = self.event.0 & event::TYPE_MASK == event::TYPE_INTR;
-        let waits = self.window != Window::Nothing || self.event.is_some() && is_interrupt;
+        let waits = self.window != InterruptWindow::Nothing || self.event.is_some() && is_interrupt;
         // Behind a `HLT` that it has carried out it may take one before the next.
         let is_between = matches!(self.pending, Pending::Nothing) && self.next_rip == 0;
         let rip = self.regs().rip;
@@ -431,7 +433,7 @@ impl<'s> KvmVcpu<'s> {
             && self.code_at(rip) == Some(HALT)
     }
 
-    /// Gives the guest what waits for it, as far as it takes it now; [`Exit::Window`] if it could take what was announced.
+    /// Gives the guest what waits for it, as far as it takes it now; [`Exit::InterruptWindow`] if it could take what was announced.
     fn deliver(&mut self) -> Option<Exit> {
         let mut is_ready = self.fd.get_kvm_run().ready_for_interrupt_injection != 0;
         if self.step != Step::Nothing {
@@ -470,17 +472,17 @@ impl<'s> KvmVcpu<'s> {
             is_ready = false;
         }
         match self.window {
-            Window::Exit if is_ready => {
-                self.window = Window::Nothing;
-                return Some(Exit::Window);
+            InterruptWindow::Exit if is_ready => {
+                self.window = InterruptWindow::Nothing;
+                return Some(Exit::InterruptWindow);
             }
-            Window::Take(vector) if is_ready => {
+            InterruptWindow::DeliverVirq(vector) if is_ready => {
                 self.interrupt(vector);
-                self.window = Window::Nothing;
+                self.window = InterruptWindow::Nothing;
             }
             _ => {}
         }
-        let waits = self.event.is_some() || self.window != Window::Nothing;
+        let waits = self.event.is_some() || self.window != InterruptWindow::Nothing;
         self.fd.get_kvm_run().request_interrupt_window = waits.into();
         None
     }
@@ -746,7 +748,7 @@ fn place_of(sregs: &mut kvm_sregs, segment: Seg) -> Place<'_> {
     })
 }
 
-impl Backend for KvmVcpu<'_> {
+impl Vcpu for KvmVcpu<'_> {
     fn gpr(&mut self, register: Gpr) -> u64 {
         *place(self.regs(), register)
     }
@@ -843,7 +845,7 @@ impl Backend for KvmVcpu<'_> {
         ([0; 16], 0)
     }
 
-    fn answer(&mut self, value: Option<u64>) {
+    fn complete_access(&mut self, value: Option<u64>) {
         match self.pending {
             Pending::Bytes(place, size) => {
                 let bytes = value.unwrap_or(u64::MAX).to_le_bytes();
@@ -881,12 +883,12 @@ impl Backend for KvmVcpu<'_> {
         self.event = event;
     }
 
-    fn set_window(&mut self, wanted: Window) {
+    fn set_window(&mut self, wanted: InterruptWindow) {
         self.window = wanted;
     }
 
     fn has_window(&mut self) -> bool {
-        self.window != Window::Nothing
+        self.window != InterruptWindow::Nothing
     }
 
     fn set_deadline(&mut self, tsc: u64) {
@@ -898,7 +900,7 @@ impl Backend for KvmVcpu<'_> {
         0
     }
 
-    fn set_halts(&mut self, _: bool) {
+    fn set_hlt_exits(&mut self, _: bool) {
         // Each is an exit.
     }
 

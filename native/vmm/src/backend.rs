@@ -6,7 +6,7 @@
 use abi::vcpu::{Segment as StateSegment, VcpuState, exit, group, window};
 use native_rt::{SchedContext, Vcpu, time};
 use vmm_cpu::exit::Exit;
-use vmm_cpu::{Backend, Event, Gpr, Reg, Seg, Segment, Window, svm};
+use vmm_cpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu as _, svm};
 
 use crate::console::Console;
 use crate::control::CONTROL;
@@ -196,7 +196,7 @@ fn segment(state: &mut VcpuState, segment: Seg) -> &mut StateSegment {
     }
 }
 
-impl Backend for NativeVcpu<'_> {
+impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     #[inline(always)]
     fn gpr(&mut self, register: Gpr) -> u64 {
         match register {
@@ -270,12 +270,12 @@ impl Backend for NativeVcpu<'_> {
     }
 
     #[inline(always)]
-    fn set_window(&mut self, wanted: Window) {
+    fn set_window(&mut self, wanted: InterruptWindow) {
         self.vcpu.state().window = self.window
             | match wanted {
-                Window::Nothing => 0,
-                Window::Exit => window::EXIT,
-                Window::Take(vector) => window::TAKE | u64::from(vector),
+                InterruptWindow::Nothing => 0,
+                InterruptWindow::Exit => window::EXIT,
+                InterruptWindow::DeliverVirq(vector) => window::TAKE | u64::from(vector),
             };
     }
 
@@ -324,7 +324,7 @@ impl Backend for NativeVcpu<'_> {
         stolen.ticks
     }
 
-    fn set_halts(&mut self, exit: bool) {
+    fn set_hlt_exits(&mut self, exit: bool) {
         self.halts = u64::from(!exit);
     }
 
@@ -353,7 +353,7 @@ impl Backend for NativeVcpu<'_> {
             match state.exit_code {
                 exit::RECALL => return Exit::Recall { events: state.events },
                 exit::HALTED => return Exit::Halted { events: state.events },
-                exit::WINDOW => return Exit::Window,
+                exit::WINDOW => return Exit::InterruptWindow,
                 exit::DEADLINE => {
                     let now = time::tsc();
                     if self.console.flush_at() <= now {

@@ -13,7 +13,7 @@ use proto::channel::{
     SendError, Sender, ShareState, View, hypercall,
 };
 use proto::start::slot;
-use vmm_bus::outside::{Channel, ChannelInfo};
+use vmm_bus::backend::{ChannelBackend, ChannelInfo};
 use vmm_machine::layout;
 
 use crate::VM;
@@ -138,12 +138,12 @@ fn name(text: &str) -> [u8; NAME_LEN] {
     name
 }
 
-impl Channel for Peer {
-    fn ring(&mut self) -> bool {
+impl ChannelBackend for Peer {
+    fn notify(&mut self) -> bool {
         self.doorbell && self.notification.signal(self.signal).is_ok()
     }
 
-    fn look(&mut self) -> View {
+    fn view(&mut self) -> View {
         let view = self.ask(LOOK, 0, [0; 3]).map_or(View::default(), View::unpack);
         for (mapped, share) in self.mapped.iter_mut().zip(view.peers) {
             if share.state != ShareState::Mapped {
@@ -177,24 +177,24 @@ impl Channel for Peer {
         if self.ask(MAP, share, [0; 3]).is_none() {
             return false;
         }
-        let view = self.look().peers[share];
+        let view = self.view().peers[share];
         if view.state == ShareState::Mapped {
             self.mapped[share] = view.length.into();
         }
         let shown = self.mapped[share] != 0 && self.show(share);
         if !shown {
-            self.let_go(share);
+            self.unmap(share);
         }
         shown
     }
 
-    fn let_go(&mut self, share: usize) {
+    fn unmap(&mut self, share: usize) {
         // Refused if it has been revoked meanwhile.
         let _ = self.ask(LET_GO, share, [0; 3]);
         self.mapped[share] = 0;
     }
 
-    fn place(&mut self, memory: Option<u64>, shares: Option<u64>) {
+    fn set_addresses(&mut self, memory: Option<u64>, shares: Option<u64>) {
         let window = self.memory.window();
         let memory = memory.filter(|&at| in_pci_window(at, window.length()));
         let shares = shares.filter(|&at| in_pci_window(at, self.shares.length()));
@@ -207,7 +207,7 @@ impl Channel for Peer {
             self.shares_at = shares;
             for share in 0..SHARES {
                 if self.mapped[share] != 0 && !self.show(share) {
-                    self.let_go(share);
+                    self.unmap(share);
                 }
             }
         }
@@ -222,7 +222,7 @@ impl Channel for Peer {
         match sender.send(message) {
             Ok(true) => {
                 // Nobody hears it if the peer has just ended; the message waits for its next life.
-                let _ = self.ring();
+                let _ = self.notify();
                 Ok(())
             }
             Ok(false) => Ok(()),
@@ -245,7 +245,7 @@ impl Channel for Peer {
             Ok(Some((message, ring))) => {
                 if ring {
                     // As above.
-                    let _ = self.ring();
+                    let _ = self.notify();
                 }
                 Ok(Some(message))
             }
@@ -261,10 +261,10 @@ impl Channel for Peer {
         for share in 0..SHARES {
             self.revoke(share);
             if self.mapped[share] != 0 {
-                self.let_go(share);
+                self.unmap(share);
             }
         }
-        self.place(None, None);
+        self.set_addresses(None, None);
         self.sender = None;
         self.receiver = None;
     }

@@ -18,11 +18,11 @@ use proto::net;
 use proto::service::Service;
 use proto::start::{Start, Vmm, event, slot};
 use proto::system::{MAX_VM_DISKS, MAX_VM_NETS};
-use vmm_bus::outside::{
-    Block, BlockInfo, BlockOp, BlockStatus, Channel, Data, Net, NetInfo, Offload, Part, Segments,
-    Takes,
+use vmm_bus::backend::{
+    Block, BlockInfo, BlockOp, BlockStatus, ChannelBackend, Data, Net, NetInfo, Offload,
+    OffloadCaps, Part, Segments,
 };
-use vmm_machine::{Model, Outside, Slots};
+use vmm_machine::{DeviceBackend, Model, Slots};
 
 /// Most attachments of a machine.
 const MAX_ATTACHMENTS: usize = MAX_VM_DISKS + MAX_VM_NETS;
@@ -85,7 +85,7 @@ pub enum Link {
     Console,
 }
 
-impl Outside for Link {
+impl DeviceBackend for Link {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
@@ -100,7 +100,7 @@ impl Outside for Link {
         }
     }
 
-    fn channel(&mut self) -> Option<&mut dyn Channel> {
+    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
         match self {
             Self::Channel(peer) => Some(peer),
             _ => None,
@@ -321,7 +321,7 @@ impl Block for Disk {
             self.tell();
             return false;
         }
-        let sectors = u64::from(data.left()) / disk::SECTOR;
+        let sectors = u64::from(data.remaining()) / disk::SECTOR;
         let (operation, sector, count) = match op {
             BlockOp::Read { sector } => (Operation::Read, sector, sectors as u32),
             BlockOp::Write { sector } => (Operation::Write, sector, sectors as u32),
@@ -330,7 +330,7 @@ impl Block for Disk {
             BlockOp::WriteZeroes { sector, count, .. } => (Operation::WriteZeroes, sector, count),
         };
         let buffer = if operation.has_data() {
-            let Some(buffer) = self.client.allocate(data.left().into()) else { return false };
+            let Some(buffer) = self.client.allocate(data.remaining().into()) else { return false };
             if operation == Operation::Write {
                 put(self.window, buffer.offset, data);
             }
@@ -430,13 +430,13 @@ impl Net for Port {
         self.up
     }
 
-    fn takes(&mut self, takes: Takes) {
-        let Takes { csum: sums, tcp4, tcp6 } = takes;
+    fn set_offload_caps(&mut self, caps: OffloadCaps) {
+        let OffloadCaps { csum: sums, tcp4, tcp6 } = caps;
         self.client.set_takes(net::Takes { sums, tcp4, tcp6 });
     }
 
     fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool {
-        let length = u64::from(frame.left());
+        let length = u64::from(frame.remaining());
         // Without a switch, and where no frame is so short or long, it is lost.
         if !self.poll() || !(net::MIN_FRAME..=net::MAX_FRAME).contains(&length) {
             return true;

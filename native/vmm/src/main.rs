@@ -31,8 +31,8 @@ use proto::system::OnReset;
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
 use vmm_boot::BootConfig;
-use vmm_cpu::{Backend, Cpu, Gpr, MAX_VCPUS, Reg, Seg, TscClock};
-use vmm_machine::{Functions, Once, Outcome, Pause, Pc, PcConfig, Slots};
+use vmm_cpu::{Cpu, Gpr, MAX_VCPUS, Reg, Seg, TscClock, Vcpu as _};
+use vmm_machine::{Functions, Once, Outcome, Pc, PcConfig, Slots, StopReason};
 use vmm_mem::GuestMemory;
 
 use crate::backend::NativeVcpu;
@@ -304,14 +304,14 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
     let mut seen = CONTROL.orders();
     loop {
         let mut events = match pc.run(cpu, vcpu, host) {
-            Pause::End(outcome) => {
+            StopReason::End(outcome) => {
                 if outcome == Outcome::TripleFault {
                     describe(index, vcpu);
                 }
                 return outcome;
             }
-            Pause::Recall(events) => events,
-            Pause::Idle { deadline_tsc } => {
+            StopReason::Recall(events) => events,
+            StopReason::Idle { deadline_tsc } => {
                 if host.console.flush_at() != FOREVER {
                     host.console.flush();
                 }

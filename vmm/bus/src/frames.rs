@@ -6,7 +6,7 @@ use core::ops::RangeInclusive;
 use proto::vsock::{HEADER, Header, MOST_DATA};
 use proto::wedge;
 
-use crate::outside::{Data, MAX_FRAME, Net, NetInfo, Offload, Packets, Takes};
+use crate::backend::{Data, MAX_FRAME, Net, NetInfo, Offload, OffloadCaps, Packets};
 
 /// Shortest frame: an Ethernet header.
 const MIN_FRAME: u32 = 14;
@@ -28,76 +28,76 @@ pub trait Frames {
 }
 
 /// What a network card is connected to.
-pub trait Port: Frames {
+pub trait NetEndpoint: Frames {
     /// The other side is there.
     fn is_up(&self) -> bool;
     /// From now on the guest takes these frames.
-    fn set_takes(&mut self, takes: Takes);
+    fn set_offload_caps(&mut self, caps: OffloadCaps);
 }
 
 /// What a network is like for the device model.
 pub fn info(record: &wedge::Net) -> NetInfo {
-    NetInfo { mac: record.mac, mtu: record.mtu, whole: !record.is_tap() }
+    NetInfo { mac: record.mac, mtu: record.mtu, no_offloads: !record.is_tap() }
 }
 
 /// The outside of a network card.
 #[derive(Debug)]
-pub struct Card<P> {
-    port: P,
+pub struct NetPort<P> {
+    endpoint: P,
     /// Bytes of an offload header.
     header: u32,
     /// Lengths of what the guest may send; what is of another one is lost.
     sends: RangeInclusive<u32>,
 }
 
-impl<P: Port> Card<P> {
+impl<P: NetEndpoint> NetPort<P> {
     /// A card with frames of streams, or of tap devices behind their offload headers.
-    pub fn new(port: P, record: &wedge::Net) -> Self {
+    pub fn new(endpoint: P, record: &wedge::Net) -> Self {
         let (header, most) = match record.is_tap() {
             true => (Offload::HEADER as u32, MAX_FRAME),
             false => (0, MAX_STREAM_FRAME),
         };
-        Self { port, header, sends: MIN_FRAME..=most }
+        Self { endpoint, header, sends: MIN_FRAME..=most }
     }
 }
 
-impl<P: Port> Net for Card<P> {
+impl<P: NetEndpoint> Net for NetPort<P> {
     fn link_up(&self) -> bool {
-        self.port.is_up()
+        self.endpoint.is_up()
     }
 
-    fn takes(&mut self, takes: Takes) {
-        self.port.set_takes(takes);
+    fn set_offload_caps(&mut self, caps: OffloadCaps) {
+        self.endpoint.set_offload_caps(caps);
     }
 
     fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool {
-        if !self.link_up() || !self.sends.contains(&frame.left()) {
+        if !self.link_up() || !self.sends.contains(&frame.remaining()) {
             // As on a wire.
             return true;
         }
-        self.port.put(&offload.to_header()[..self.header as usize], frame)
+        self.endpoint.put(&offload.to_header()[..self.header as usize], frame)
     }
 
     fn first(&mut self) -> Option<(Offload, u32)> {
         loop {
-            let length = self.port.await_first()?;
+            let length = self.endpoint.await_first()?;
             let offload = match self.header {
                 0 => Some(Offload::default()),
-                _ => self.port.first_bytes(0).and_then(|bytes| Offload::from_header(&bytes)),
+                _ => self.endpoint.first_bytes(0).and_then(|bytes| Offload::from_header(&bytes)),
             };
             match (offload, length.checked_sub(self.header)) {
                 (Some(offload), Some(rest)) if rest <= MAX_FRAME => return Some((offload, rest)),
-                _ => self.port.forget_first(),
+                _ => self.endpoint.forget_first(),
             }
         }
     }
 
     fn copy(&mut self, offset: u32, to: &mut Data<'_>) {
-        self.port.copy_first(self.header.saturating_add(offset), to);
+        self.endpoint.copy_first(self.header.saturating_add(offset), to);
     }
 
     fn drop_first(&mut self) {
-        self.port.forget_first();
+        self.endpoint.forget_first();
     }
 }
 
@@ -121,7 +121,7 @@ impl<F: Frames> Sockets<F> {
 
 impl<F: Frames> Packets for Sockets<F> {
     fn send(&mut self, packet: &mut Data<'_>) -> bool {
-        if !(HEADER as u32..=HEADER as u32 + MOST_DATA).contains(&packet.left()) {
+        if !(HEADER as u32..=HEADER as u32 + MOST_DATA).contains(&packet.remaining()) {
             return true;
         }
         if self.is_reset {

@@ -9,15 +9,15 @@
 #[cfg(any(test, feature = "testing"))]
 extern crate std;
 
+pub mod backend;
 pub mod frames;
 mod map;
-pub mod outside;
 pub mod requests;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
+pub use backend::{BalloonBackend, Block, ChannelBackend, Data, Messages, Net, Packets};
 pub use map::{Map, MapError, Piece, Region};
-pub use outside::{Balloon, Block, Channel, Data, Messages, Net, Packets};
 use vmm_mem::GuestMemory;
 
 /// A time in nanoseconds of the virtual machine's monotonic clock.
@@ -99,13 +99,13 @@ pub trait Env {
     /// The outside of a network device, and guest memory; `None` if the device is not connected.
     fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)>;
     /// The outside of a memory balloon, and guest memory; `None` if the device is not connected.
-    fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)>;
+    fn balloon(&mut self) -> Option<(&mut dyn BalloonBackend, &GuestMemory)>;
     /// The outside of a device that hands messages on, and guest memory; `None` if the device is not connected.
     fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)>;
     /// The outside of a socket device, and guest memory; `None` if the device is not connected.
     fn packets(&mut self) -> Option<(&mut dyn Packets, &GuestMemory)>;
     /// The outside of a channel to another machine; `None` if the device is not connected.
-    fn channel(&mut self) -> Option<&mut dyn Channel>;
+    fn channel(&mut self) -> Option<&mut dyn ChannelBackend>;
     /// Fills `to` with random bytes that nobody can guess. `false`: there are none now.
     fn entropy(&mut self, to: &mut [u8]) -> bool;
     /// Sends an interrupt message (from an I/O APIC, a local APIC or a PCI function).

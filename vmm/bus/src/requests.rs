@@ -5,7 +5,7 @@ use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use proto::requests::{Client, Part, Queue, op, status};
 
-use crate::outside::{Block, BlockOp, BlockStatus, Data, Messages};
+use crate::backend::{Block, BlockOp, BlockStatus, Data, Messages};
 
 /// How a virtual CPU's thread wakes and awaits others of the host.
 pub trait Futex {
@@ -14,14 +14,14 @@ pub trait Futex {
     /// Waits until the word is woken, if it has this value; it may return earlier.
     fn wait(word: &AtomicU32, value: u32);
     /// A worker has written to this part of guest memory, or may have, and the guest is about to be told.
-    fn written(_address: u64, _length: u32) {}
+    fn guest_memory_written(_address: u64, _length: u32) {}
 }
 
 /// A device's side of a queue of requests.
 #[derive(Debug)]
 pub struct Requests<'a, F> {
     client: Client<'a>,
-    /// See [`Self::elsewhere`].
+    /// See [`Self::with_device_process`].
     leaves: bool,
     futex: PhantomData<fn() -> F>,
 }
@@ -34,7 +34,7 @@ impl<'a, F: Futex> Requests<'a, F> {
 
     /// Without requests. The workers are another program's, which writes to guest memory itself, by [`Queue::enter`]: a device that is reset need not wait
     /// for requests that may wait for the host for ever.
-    pub fn elsewhere(queue: &'a Queue) -> Self {
+    pub fn with_device_process(queue: &'a Queue) -> Self {
         Self { leaves: true, ..Self::new(queue) }
     }
 
@@ -65,7 +65,7 @@ fn fill(parts: &[Part], data: &mut Data<'_>) -> usize {
 /// Says which parts of guest memory are written.
 fn announce<F: Futex>(data: &mut Data<'_>) {
     while let Some(part) = data.part(u32::MAX) {
-        F::written(part.address, part.length);
+        F::guest_memory_written(part.address, part.length);
     }
 }
 

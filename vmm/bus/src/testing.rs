@@ -1,7 +1,8 @@
 //! A scripted [`Env`]: what a device did is recorded, what the world does is said by the test.
 
-use crate::outside::{
-    Balloon, Block, BlockOp, BlockStatus, Channel, Data, Messages, Net, Offload, Packets, Takes,
+use crate::backend::{
+    BalloonBackend, Block, BlockOp, BlockStatus, ChannelBackend, Data, Messages, Net, Offload,
+    OffloadCaps, Packets,
 };
 use crate::{Access, Device, Env, InterruptMessage, MachineEvent, NEVER, Nanos, WAKE_INPUT};
 use proto::channel::{Broken, Message, SendError, ShareState, View};
@@ -101,7 +102,7 @@ impl Block for Disk {
             return false;
         }
         assert!(self.requests.iter().all(|r| r.0 != id), "a number in use");
-        let mut bytes = vec![0; data.left() as usize];
+        let mut bytes = vec![0; data.remaining() as usize];
         if matches!(op, BlockOp::Write { .. }) {
             data.read(&mut bytes);
         }
@@ -133,7 +134,7 @@ pub struct Port {
     /// Not connected.
     pub link_down: bool,
     /// What the guest takes.
-    pub takes: Takes,
+    pub caps: OffloadCaps,
     /// Frames sent by the guest.
     pub sent: Vec<(Offload, Vec<u8>)>,
     /// How many more frames it may send.
@@ -147,15 +148,15 @@ impl Net for Port {
         !self.link_down
     }
 
-    fn takes(&mut self, takes: Takes) {
-        self.takes = takes;
+    fn set_offload_caps(&mut self, caps: OffloadCaps) {
+        self.caps = caps;
     }
 
     fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool {
         let room = self.room > 0;
         if room {
             self.room -= 1;
-            let mut bytes = vec![0; frame.left() as usize];
+            let mut bytes = vec![0; frame.remaining() as usize];
             let length = frame.read(&mut bytes);
             bytes.truncate(length);
             self.sent.push((offload, bytes));
@@ -193,12 +194,12 @@ pub struct Given {
     pub statistics: Vec<(u16, u64)>,
 }
 
-impl Balloon for Given {
-    fn wanted(&self) -> u32 {
+impl BalloonBackend for Given {
+    fn target_pages(&self) -> u32 {
         self.wanted
     }
 
-    fn given(&mut self, pages: u32) {
+    fn set_inflated(&mut self, pages: u32) {
         self.actual = pages;
     }
 
@@ -206,11 +207,11 @@ impl Balloon for Given {
         self.discarded.push((address, length));
     }
 
-    fn asks(&mut self) -> bool {
+    fn take_statistics_request(&mut self) -> bool {
         std::mem::take(&mut self.asks)
     }
 
-    fn statistic(&mut self, tag: u16, value: u64) {
+    fn report_statistic(&mut self, tag: u16, value: u64) {
         self.statistics.push((tag, value));
     }
 }
@@ -239,10 +240,10 @@ impl Messages for Server {
             return false;
         }
         assert!(self.messages.iter().all(|m| m.0 != id), "a number in use");
-        let mut bytes = vec![0; message.left() as usize];
+        let mut bytes = vec![0; message.remaining() as usize];
         let length = message.read(&mut bytes);
         bytes.truncate(length);
-        self.messages.push((id, bytes, answer.left()));
+        self.messages.push((id, bytes, answer.remaining()));
         true
     }
 
@@ -281,7 +282,7 @@ impl Packets for Link {
         let room = self.room > 0;
         if room {
             self.room -= 1;
-            let mut bytes = vec![0; packet.left() as usize];
+            let mut bytes = vec![0; packet.remaining() as usize];
             let length = packet.read(&mut bytes);
             bytes.truncate(length);
             self.sent.push(bytes);
@@ -325,13 +326,13 @@ pub struct Peer {
     pub messages: VecDeque<Message>,
 }
 
-impl Channel for Peer {
-    fn ring(&mut self) -> bool {
+impl ChannelBackend for Peer {
+    fn notify(&mut self) -> bool {
         self.rings += 1;
         true
     }
 
-    fn look(&mut self) -> View {
+    fn view(&mut self) -> View {
         self.view
     }
 
@@ -357,14 +358,14 @@ impl Channel for Peer {
         there
     }
 
-    fn let_go(&mut self, share: usize) {
+    fn unmap(&mut self, share: usize) {
         let share = &mut self.view.peers[share];
         if share.state == ShareState::Mapped {
             share.state = ShareState::Offered;
         }
     }
 
-    fn place(&mut self, memory: Option<u64>, shares: Option<u64>) {
+    fn set_addresses(&mut self, memory: Option<u64>, shares: Option<u64>) {
         self.placed = (memory, shares);
     }
 
@@ -501,9 +502,9 @@ impl Env for Script {
         self.port.as_mut().map(|port| (port as &mut dyn Net, memory))
     }
 
-    fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)> {
+    fn balloon(&mut self) -> Option<(&mut dyn BalloonBackend, &GuestMemory)> {
         let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
-        self.balloon.as_mut().map(|balloon| (balloon as &mut dyn Balloon, memory))
+        self.balloon.as_mut().map(|balloon| (balloon as &mut dyn BalloonBackend, memory))
     }
 
     fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)> {
@@ -516,8 +517,8 @@ impl Env for Script {
         self.link.as_mut().map(|link| (link as &mut dyn Packets, memory))
     }
 
-    fn channel(&mut self) -> Option<&mut dyn Channel> {
-        self.channel.as_mut().map(|channel| channel as &mut dyn Channel)
+    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
+        self.channel.as_mut().map(|channel| channel as &mut dyn ChannelBackend)
     }
 
     fn entropy(&mut self, to: &mut [u8]) -> bool {

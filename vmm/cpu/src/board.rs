@@ -3,11 +3,11 @@
 use vmm_bus::{InterruptMessage, Nanos};
 use vmm_mem::GuestMemory;
 
-use crate::backend::{Backend, Event};
 use crate::clock::TscClock;
 use crate::cpuid::CpuidTable;
 use crate::exit::{IoExit, MemoryFault};
 use crate::pv::ApicIds;
+use crate::vcpu::{Event, Vcpu};
 
 /// How a machine ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -42,21 +42,21 @@ impl Outcome {
 
 /// A maskable interrupt that would be taken if the CPU accepts one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Waiting {
+pub enum PendingInterrupt {
     /// None.
-    Nothing,
-    /// The local APIC's. It may be left to the guest ([`crate::Window::Take`]), if it is accepted when it has been taken
+    None,
+    /// The local APIC's. It may be left to the guest ([`crate::InterruptWindow::DeliverVirq`]), if it is accepted when it has been taken
     /// ([`Board::accept`]).
-    Vector {
+    Virq {
         /// Its vector.
         vector: u8,
         /// Nothing but it is requested or in service, and its end has no effect but itself.
-        quiet: bool,
+        eoi_elidable: bool,
     },
     /// The 8259's, which says the vector when the CPU takes it.
-    Asks,
+    Pic,
     /// The local APIC's, which waits for a lower task priority.
-    Held,
+    Masked,
 }
 
 /// An interrupt that the CPU takes.
@@ -65,7 +65,7 @@ pub struct Acknowledged {
     /// Its vector.
     pub vector: u8,
     /// Its end has no effect but itself, and nothing else is requested.
-    pub quiet: bool,
+    pub eoi_elidable: bool,
     /// Another one waits for the CPU to accept it.
     pub more: bool,
 }
@@ -78,7 +78,7 @@ pub struct Signals {
     /// A non-maskable interrupt. Reported once: the CPU keeps it.
     pub nmi: bool,
     /// A maskable interrupt.
-    pub interrupt: Waiting,
+    pub interrupt: PendingInterrupt,
     /// INIT: back to the state after reset, waiting for a start-up message. Reported once.
     pub init: bool,
     /// Start-up at page `n` for a CPU that waits for it. Reported once.
@@ -156,29 +156,25 @@ pub trait Board {
     /// The guest's time-stamp counter is `tsc` now: the guest has set it.
     fn tsc_written(&mut self, cpu: usize, tsc: u64);
     /// Emulates the instruction that accessed memory where there is none.
-    fn emulate_memory<B: Backend>(
-        &mut self,
-        cpu: usize,
-        vcpu: &mut B,
-        fault: MemoryFault,
-    ) -> Emulated;
+    fn emulate_memory<V: Vcpu>(&mut self, cpu: usize, vcpu: &mut V, fault: MemoryFault)
+    -> Emulated;
     /// Emulates `INS` or `OUTS`.
-    fn emulate_io<B: Backend>(&mut self, cpu: usize, vcpu: &mut B, io: IoExit) -> Emulated;
+    fn emulate_io<V: Vcpu>(&mut self, cpu: usize, vcpu: &mut V, io: IoExit) -> Emulated;
 
     /// A hypercall of the guest's kernel, its number in `rax`: what is to be in `rax`; `None`: it does not exist.
-    fn hypercall<B: Backend>(&mut self, vcpu: &mut B) -> Option<u64>;
+    fn hypercall<V: Vcpu>(&mut self, vcpu: &mut V) -> Option<u64>;
 
     /// Gives a message to the CPUs with these APIC ids, whatever its destination. Says how many there are.
     fn multicast(&mut self, to: ApicIds, message: InterruptMessage) -> u32;
 
-    /// Whether [`Board::settle`] has something to do or to tell since it was last called for this CPU.
-    fn attention(&self, cpu: usize) -> bool;
+    /// Whether [`Board::service_timers`] has something to do or to tell since it was last called for this CPU.
+    fn needs_service(&self, cpu: usize) -> bool;
     /// Lets everything that is due happen, and says what waits for the CPU.
-    fn settle(&mut self, cpu: usize) -> Signals;
+    fn service_timers(&mut self, cpu: usize) -> Signals;
     /// The CPU takes the interrupt that waits.
     fn acknowledge(&mut self, cpu: usize) -> Option<Acknowledged>;
     /// The CPU has taken an interrupt of its local APIC by itself.
-    fn accept(&mut self, cpu: usize, vector: u8);
+    fn accept_virq(&mut self, cpu: usize, vector: u8);
     /// The CPU has ended the interrupt in service, without a write to its local APIC.
     fn end_of_interrupt(&mut self, cpu: usize);
     /// Counts and (once) logs.

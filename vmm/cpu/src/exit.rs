@@ -41,10 +41,10 @@ pub enum Space {
     Msr,
 }
 
-/// An access of an instruction that the host carries out, but for this. A read is answered ([`Backend::answer`]); the
+/// An access of an instruction that the host carries out, but for this. A read is answered ([`Vcpu::complete_access`]); the
 /// host goes on behind the instruction by itself.
 ///
-/// [`Backend::answer`]: crate::Backend::answer
+/// [`Vcpu::complete_access`]: crate::Vcpu::complete_access
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Access {
     /// To what.
@@ -83,7 +83,7 @@ pub enum Exit {
     /// Access to memory that is not mapped.
     MemoryFault(MemoryFault),
     /// The requested interrupt window is open.
-    Window,
+    InterruptWindow,
     /// The host wants the VMM's attention.
     Recall {
         /// Host-defined event bits.
@@ -117,7 +117,7 @@ pub enum Exit {
         /// The error code; 0 where the exception has none.
         code: u32,
     },
-    /// `IRET`, which has not been executed yet ([`crate::Backend::set_iret_exits`]).
+    /// `IRET`, which has not been executed yet ([`crate::Vcpu::set_iret_exits`]).
     Iret,
     /// A hardware task switch, which no 64-bit system uses.
     TaskSwitch,
@@ -173,7 +173,7 @@ impl Exit {
             Self::Hlt | Self::Halted { .. } => 3,
             Self::Hypercall => 4,
             Self::MemoryFault(_) | Self::Access(Access { space: Space::Memory, .. }) => 5,
-            Self::Window => 6,
+            Self::InterruptWindow => 6,
             Self::Recall { .. } => 7,
             Self::Deadline => 8,
             Self::Shutdown => 9,

@@ -11,7 +11,7 @@
 
 use vmm_mem::GuestMemory;
 
-use crate::backend::{Backend, Reg};
+use crate::vcpu::{Reg, Vcpu};
 use crate::walk::{CodeSize, CodeView, is_64_bit, locate_64_bit};
 
 /// The opcode of an instruction that exits: its bytes as a little-endian number, the bits that count, and
@@ -99,7 +99,7 @@ impl FetchCache {
     #[inline(always)]
     pub fn next_rip(
         &mut self,
-        vcpu: &mut impl Backend,
+        vcpu: &mut impl Vcpu,
         memory: &GuestMemory,
         pattern: Pattern,
     ) -> Option<u64> {
@@ -114,7 +114,7 @@ impl FetchCache {
     #[inline(never)]
     pub fn look(
         &mut self,
-        vcpu: &mut impl Backend,
+        vcpu: &mut impl Vcpu,
         memory: &GuestMemory,
         pattern: Pattern,
     ) -> Option<u64> {
@@ -124,7 +124,7 @@ impl FetchCache {
     #[inline(always)]
     fn find(
         &mut self,
-        vcpu: &mut impl Backend,
+        vcpu: &mut impl Vcpu,
         memory: &GuestMemory,
         pattern: Pattern,
     ) -> Option<u64> {
@@ -155,7 +155,7 @@ impl FetchCache {
 
 /// [`FetchCache::next_rip`] of an instruction with prefixes, in another mode, or across pages.
 #[cold]
-fn look_closely(vcpu: &mut impl Backend, memory: &GuestMemory, pattern: Pattern) -> Option<u64> {
+fn look_closely(vcpu: &mut impl Vcpu, memory: &GuestMemory, pattern: Pattern) -> Option<u64> {
     let code = CodeView::of(vcpu);
     let mut bytes = [0; 15];
     let (count, _) = code.fetch(memory, &mut bytes).ok()?;

@@ -1,4 +1,4 @@
-//! A virtual processor as a library: what a host offers for it ([`Backend`]), why it stops
+//! A virtual processor as a library: what a host offers for it ([`Vcpu`]), why it stops
 //! ([`Exit`]), and what an x86-64 guest sees of it.
 //!
 //! Invariants:
@@ -9,7 +9,6 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
-pub mod backend;
 pub mod board;
 pub mod clock;
 pub mod cpuid;
@@ -20,16 +19,17 @@ mod nmi;
 pub mod pv;
 pub mod run;
 pub mod svm;
+pub mod vcpu;
 pub mod walk;
 
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
-pub use backend::{Backend, Event, Gpr, Reg, Seg, Segment, Window};
-pub use board::{Acknowledged, Board, Outcome, Signals, Unknown, Waiting};
+pub use board::{Acknowledged, Board, Outcome, PendingInterrupt, Signals, Unknown};
 pub use clock::TscClock;
 pub use exit::{Access, Exit, IoExit, MemoryFault, Space};
-pub use run::{Cpu, Pause};
+pub use run::{Cpu, StopReason};
+pub use vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu};
 
 /// Most virtual CPUs of one machine.
 pub const MAX_VCPUS: usize = 8;

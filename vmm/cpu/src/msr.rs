@@ -13,9 +13,9 @@ use hw_x86::msr::{
 };
 use hw_x86::paging::cr0;
 
-use crate::backend::{Backend, Reg, Seg};
 use crate::board::{Board, Unknown};
 use crate::run::Cpu;
+use crate::vcpu::{Reg, Seg, Vcpu};
 
 /// Last MSR of the x2APIC range.
 const X2APIC_LAST: u32 = X2APIC + 0xff;
@@ -217,9 +217,9 @@ fn held(msr: u32) -> Option<Reg> {
 
 impl Cpu {
     /// `RDMSR`; `None` raises `#GP(0)`.
-    pub(crate) fn read_msr<B: Backend, M: Board>(
+    pub(crate) fn read_msr<V: Vcpu, M: Board>(
         &mut self,
-        vcpu: &mut B,
+        vcpu: &mut V,
         board: &mut M,
         msr: u32,
     ) -> Option<u64> {
@@ -245,9 +245,9 @@ impl Cpu {
     }
 
     /// `WRMSR`; `None` raises `#GP(0)`.
-    pub(crate) fn write_msr<B: Backend, M: Board>(
+    pub(crate) fn write_msr<V: Vcpu, M: Board>(
         &mut self,
-        vcpu: &mut B,
+        vcpu: &mut V,
         board: &mut M,
         msr: u32,
         value: u64,
@@ -287,7 +287,7 @@ impl Cpu {
                 let stolen = vcpu.stolen();
                 let done = self.steal.set(board.memory(), board.clock(), value, stolen);
                 // The record says when it waits.
-                vcpu.set_halts(self.steal.is_on());
+                vcpu.set_hlt_exits(self.steal.is_on());
                 done
             }
             kvm::WALL_CLOCK => {
@@ -309,7 +309,7 @@ impl Cpu {
     }
 
     /// Moves the guest's time-stamp counter; who depends on it is told.
-    fn set_tsc_offset<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, offset: u64) {
+    fn set_tsc_offset<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, offset: u64) {
         let before = vcpu.get(Reg::TscOffset);
         self.msrs.tsc_adjust = self.msrs.tsc_adjust.wrapping_add(offset.wrapping_sub(before));
         vcpu.set(Reg::TscOffset, offset);
@@ -319,7 +319,7 @@ impl Cpu {
 
     /// Writes the clock structure (`struct pvclock_vcpu_time_info` of Linux' documentation), if the guest
     /// has asked for it. It stays right until the guest moves its time-stamp counter.
-    fn update_clock<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+    fn update_clock<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         const ENABLE: u64 = 1;
         const STABLE: u8 = 1;
         if self.msrs.system_time & ENABLE == 0 {
@@ -358,7 +358,7 @@ fn is_apic(msr: u32) -> bool {
     matches!(msr, APIC_BASE | TSC_DEADLINE | X2APIC..=X2APIC_LAST)
 }
 
-fn set_base(vcpu: &mut impl Backend, segment: Seg, base: u64) -> Option<()> {
+fn set_base(vcpu: &mut impl Vcpu, segment: Seg, base: u64) -> Option<()> {
     if !is_canonical(base) {
         return None;
     }
@@ -374,7 +374,7 @@ pub const fn is_canonical(address: u64) -> bool {
 }
 
 /// APM vol. 2, section 3.1.7.
-fn write_efer<B: Backend, M: Board>(vcpu: &mut B, board: &M, value: u64) -> Option<()> {
+fn write_efer<V: Vcpu, M: Board>(vcpu: &mut V, board: &M, value: u64) -> Option<()> {
     let (features, _) = board.cpuid().lookup(leaf::AMD_FEATURES, 0);
     let mut allowed = efer::SCE | efer::LME | efer::LMA;
     if features[3] & amd_d::NX != 0 {

@@ -4,8 +4,8 @@
 //! single-step mode: an interrupt in front of it would find the stack of the handler, which may be the one that it gets, too.
 //! `IRET` loads the flags, so the guest sees nothing of the mode, unless its `IRET` faults: then the saved flags have TF.
 
-use crate::backend::{Backend, Reg};
 use crate::run::{DR6_SINGLE_STEP, RFLAGS_TF};
+use crate::vcpu::{Reg, Vcpu};
 
 /// `DR6`: the breakpoints that were hit.
 const DR6_BREAKPOINTS: u64 = 0xf;
@@ -35,20 +35,20 @@ impl NmiMask {
     }
 
     /// One is put into the slot.
-    pub(crate) fn delivered(&mut self, vcpu: &mut impl Backend) {
+    pub(crate) fn delivered(&mut self, vcpu: &mut impl Vcpu) {
         if vcpu.set_iret_exits(true) {
             *self = Self::Handler;
         }
     }
 
     /// None is in a handler: after INIT, or when the delivery of one was cut short and has to begin again.
-    pub(crate) fn clear(&mut self, vcpu: &mut impl Backend) {
+    pub(crate) fn clear(&mut self, vcpu: &mut impl Vcpu) {
         vcpu.set_iret_exits(false);
         *self = Self::Open;
     }
 
     /// The guest is at the `IRET`.
-    pub(crate) fn begin_return(&mut self, vcpu: &mut impl Backend) {
+    pub(crate) fn begin_return(&mut self, vcpu: &mut impl Vcpu) {
         vcpu.set_iret_exits(false);
         let rflags = vcpu.get(Reg::Rflags);
         let (rip, dr6) = (vcpu.get(Reg::Rip), vcpu.get(Reg::Dr6));
@@ -57,7 +57,7 @@ impl NmiMask {
     }
 
     /// The guest has raised `#DB`. Whether that is only the end of the `IRET`, of which the guest gets to know nothing.
-    pub(crate) fn ends_return(&mut self, vcpu: &mut impl Backend) -> bool {
+    pub(crate) fn ends_return(&mut self, vcpu: &mut impl Vcpu) -> bool {
         let Self::Returning { rip, dr6, steps } = *self else { return false };
         let found = vcpu.get(Reg::Dr6);
         if found & DR6_SINGLE_STEP == 0 && vcpu.get(Reg::Rip) == rip {

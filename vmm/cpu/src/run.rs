@@ -2,7 +2,7 @@
 //!
 //! Delivery of events. One event fits the slot. Order: what an exit cut short, an exception that emulation
 //! raised, a non-maskable interrupt, a maskable interrupt (only if `RFLAGS.IF`, no shadow, slot free). What
-//! does not fit stays where it waits (local APIC, 8259, [`Cpu`]) and a [`Window`] is asked for: the guest takes an
+//! does not fit stays where it waits (local APIC, 8259, [`Cpu`]) and a [`InterruptWindow`] is asked for: the guest takes an
 //! interrupt of the local APIC by itself, which is accepted after the exit at which it is found to be taken; for the
 //! others it exits. So nothing is dropped and nothing is delivered twice.
 
@@ -14,14 +14,14 @@ use hw_x86::paging::{cr0, xcr0};
 use vmm_bus::InterruptMessage;
 
 use crate::MAX_VCPUS;
-use crate::backend::{Backend, Event, Gpr, Reg, Seg, Segment, Window};
-use crate::board::{Board, Emulated, Outcome, Unknown, Waiting};
+use crate::board::{Board, Emulated, Outcome, PendingInterrupt, Unknown};
 use crate::cpuid::{CpuView, Patch, Values};
 use crate::exit::{Access, EXIT_NAMES, Exit, IoExit, MemoryFault, Space};
 use crate::length::{FetchCache, Pattern, prefixes};
 use crate::msr::Msrs;
 use crate::nmi::NmiMask;
 use crate::pv::{ApicIds, EoiWord, StealRecord};
+use crate::vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu};
 use crate::walk::{CodeSize, CodeView};
 
 /// `RFLAGS.IF`.
@@ -47,7 +47,7 @@ const PROTECTION: Event = Event::exception_code(13, 0);
 
 /// Why [`Cpu::run`] returned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Pause {
+pub enum StopReason {
     /// The host's own events: handle them, tell the machine about input, run again.
     Recall(u64),
     /// The virtual CPU waits with nothing to do until the host's time-stamp counter reaches this
@@ -81,7 +81,7 @@ pub struct Cpu {
     /// An interrupt whose delivery an exception has cut short. It is in service already, and delivered before others.
     deferred: Event,
     /// The window that the back end was asked for.
-    window: Window,
+    window: InterruptWindow,
     /// The task priority that both the back end and the local APIC know of.
     cr8: u8,
     /// An interrupt waits for a lower one.
@@ -89,18 +89,18 @@ pub struct Cpu {
     pub(crate) eoi: EoiWord,
     pub(crate) steal: StealRecord,
     /// The guest may have taken the interrupt, or ended one, without an exit.
-    left: bool,
+    virq_offered: bool,
     /// The deadline that the back end was told, in machine time.
     deadline: u64,
     /// Something may have to be delivered before the next entry.
-    attention: bool,
+    needs_service: bool,
     fetch: FetchCache,
     pub(crate) msrs: Msrs,
     exits: [u64; EXIT_NAMES.len()],
 }
 
 /// What an exit leads to.
-type Flow = Result<(), Pause>;
+type Flow = Result<(), StopReason>;
 
 impl Cpu {
     /// Virtual CPU `index`, which is also its APIC id. CPU 0 starts at the registers that the back end has, others
@@ -113,14 +113,14 @@ impl Cpu {
             nmi: false,
             nmi_mask: NmiMask::Open,
             deferred: Event::NONE,
-            window: Window::Nothing,
+            window: InterruptWindow::Nothing,
             cr8: 0,
             held: false,
             eoi: EoiWord::OFF,
             steal: StealRecord::OFF,
-            left: false,
+            virq_offered: false,
             deadline: 0,
-            attention: true,
+            needs_service: true,
             fetch: FetchCache::new(),
             msrs: Msrs::new(physical_bits),
             exits: [0; EXIT_NAMES.len()],
@@ -138,30 +138,30 @@ impl Cpu {
     }
 
     /// Runs the guest until the host is needed.
-    pub fn run<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) -> Pause {
+    pub fn run<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> StopReason {
         // Between calls anything may have happened.
-        self.attention = true;
+        self.needs_service = true;
         loop {
             match self.step(vcpu, board) {
                 Ok(()) => {}
-                Err(pause) => return pause,
+                Err(reason) => return reason,
             }
         }
     }
 
     /// One entry and what it leads to. The frequent exits are inlined all the way, the others are calls.
     #[inline(always)]
-    fn step<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) -> Flow {
-        if self.attention || board.attention(self.index) {
+    fn step<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> Flow {
+        if self.needs_service || board.needs_service(self.index) {
             self.prepare(vcpu, board)?;
         }
         let exit = vcpu.run();
-        if B::KEEPS_CR8 && vcpu.cr8() != self.cr8 {
+        if V::KEEPS_CR8 && vcpu.cr8() != self.cr8 {
             self.note_cr8(vcpu, board);
         }
         self.exits[exit.index()] += 1;
-        if self.left {
-            self.collect(vcpu, board);
+        if self.virq_offered {
+            self.sync_interrupt_state(vcpu, board);
         }
         match exit {
             Exit::Cpuid => {
@@ -176,31 +176,31 @@ impl Cpu {
                 self.msr(vcpu, board, write);
                 Ok(())
             }
-            Exit::Recall { events } => Err(Pause::Recall(events)),
-            _ => self.rare(vcpu, board, exit),
+            Exit::Recall { events } => Err(StopReason::Recall(events)),
+            _ => self.handle_slow_exit(vcpu, board, exit),
         }
     }
 
     /// The guest has another task priority than the local APIC knows of, which comes before anything that compares with it.
     #[cold]
-    fn note_cr8<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+    fn note_cr8<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         self.cr8 = vcpu.cr8();
         board.set_cr8(self.index, self.cr8);
         // What waits may not be for the guest any longer.
-        self.attention = true;
+        self.needs_service = true;
     }
 
     /// Finds out what the guest has done with what was left to it. Until then the local APIC is behind.
     #[inline(never)]
-    fn collect<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
-        self.left = false;
-        if let Window::Take(vector) = self.window {
+    fn sync_interrupt_state<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
+        self.virq_offered = false;
+        if let InterruptWindow::DeliverVirq(vector) = self.window {
             if vcpu.has_window() {
                 // The exit may change whether it is to come at all.
-                self.attention = true;
+                self.needs_service = true;
             } else {
-                self.window = Window::Nothing;
-                board.accept(self.index, vector);
+                self.window = InterruptWindow::Nothing;
+                board.accept_virq(self.index, vector);
             }
         }
         // The interrupt whose end was offered is in service now, if it is ended.
@@ -211,27 +211,27 @@ impl Cpu {
 
     /// Everything that has to be right before the guest is entered.
     #[inline(never)]
-    fn prepare<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) -> Flow {
-        if self.left {
+    fn prepare<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> Flow {
+        if self.virq_offered {
             // It was not entered after the last time.
-            self.collect(vcpu, board);
+            self.sync_interrupt_state(vcpu, board);
         }
-        self.attention = false;
+        self.needs_service = false;
         if !self.started {
             self.started = true;
             // The back end may have run another machine before.
             vcpu.set_event(Event::NONE);
-            vcpu.set_window(Window::Nothing);
+            vcpu.set_window(InterruptWindow::Nothing);
             vcpu.set_cr8(0);
             vcpu.set_cr8_exits(false);
             self.nmi_mask.clear(vcpu);
-            vcpu.set_halts(false);
+            vcpu.set_hlt_exits(false);
             vcpu.set(Reg::TscOffset, board.clock().base().wrapping_neg());
             vcpu.set(Reg::Xcr0, xcr0::X87);
         }
-        let signals = board.settle(self.index);
+        let signals = board.service_timers(self.index);
         if let Some(outcome) = signals.end {
-            return Err(Pause::End(outcome));
+            return Err(StopReason::End(outcome));
         }
         let signature = |board: &M| board.cpuid().lookup(leaf::FEATURES, 0).0[0];
         if signals.init {
@@ -241,7 +241,7 @@ impl Cpu {
             self.activity = Activity::Parked;
             self.eoi = EoiWord::OFF;
             self.steal.reset();
-            vcpu.set_halts(false);
+            vcpu.set_hlt_exits(false);
             vcpu.set_event(Event::NONE);
             start_up(vcpu, 0, signature(board));
         }
@@ -258,15 +258,15 @@ impl Cpu {
             self.cr8 = signals.cr8;
             vcpu.set_cr8(signals.cr8);
         }
-        let held = signals.interrupt == Waiting::Held;
+        let held = signals.interrupt == PendingInterrupt::Masked;
         if held != self.held {
             self.held = held;
             vcpu.set_cr8_exits(held);
         }
-        self.deliver(vcpu, board, if held { Waiting::Nothing } else { signals.interrupt });
+        self.deliver(vcpu, board, if held { PendingInterrupt::None } else { signals.interrupt });
         if self.activity != Activity::Running {
             self.steal.leave(board.memory());
-            return Err(Pause::Idle { deadline_tsc: board.clock().tsc(signals.deadline) });
+            return Err(StopReason::Idle { deadline_tsc: board.clock().tsc(signals.deadline) });
         }
         if signals.deadline != self.deadline {
             self.deadline = signals.deadline;
@@ -279,15 +279,20 @@ impl Cpu {
     }
 
     /// Fills the slot with what comes first, and opens a window for what still waits.
-    fn deliver<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, interrupt: Waiting) {
-        let mut window = Window::Nothing;
+    fn deliver<V: Vcpu, M: Board>(
+        &mut self,
+        vcpu: &mut V,
+        board: &mut M,
+        interrupt: PendingInterrupt,
+    ) {
+        let mut window = InterruptWindow::Nothing;
         let nmi = self.nmi && self.nmi_mask.is_open();
-        let exit_if = |more| if more { Window::Exit } else { Window::Nothing };
+        let exit_if = |more| if more { InterruptWindow::Exit } else { InterruptWindow::Nothing };
         if self.deferred.is_some() && !nmi && !vcpu.event().is_some() && accepts_interrupt(vcpu) {
             self.activity = Activity::Running;
             vcpu.set_event(core::mem::take(&mut self.deferred));
         }
-        let waits = interrupt != Waiting::Nothing || self.deferred.is_some();
+        let waits = interrupt != PendingInterrupt::None || self.deferred.is_some();
         if (nmi || waits) && self.activity != Activity::Parked {
             let is_free = !vcpu.event().is_some();
             if is_free && nmi {
@@ -297,17 +302,19 @@ impl Cpu {
                 self.nmi_mask.delivered(vcpu);
                 window = exit_if(waits);
             } else if self.deferred.is_some() {
-                window = Window::Exit;
-                self.attention |= nmi;
-            } else if let (Waiting::Vector { vector, quiet }, false) = (interrupt, nmi) {
+                window = InterruptWindow::Exit;
+                self.needs_service |= nmi;
+            } else if let (PendingInterrupt::Virq { vector, eoi_elidable }, false) =
+                (interrupt, nmi)
+            {
                 // Also when it could be put into the slot: QEMU now and then delivers an interrupt twice that is injected, but
                 // not one that the guest takes.
                 if self.activity == Activity::Halted && accepts_interrupt(vcpu) {
                     self.activity = Activity::Running;
                 }
-                window = Window::Take(vector);
-                self.left = true;
-                if quiet {
+                window = InterruptWindow::DeliverVirq(vector);
+                self.virq_offered = true;
+                if eoi_elidable {
                     self.eoi.offer(board.memory());
                 }
             } else if is_free && accepts_interrupt(vcpu) {
@@ -315,12 +322,12 @@ impl Cpu {
                     self.activity = Activity::Running;
                     vcpu.set_event(Event::interrupt(taken.vector));
                     window = exit_if(taken.more);
-                    self.left = taken.quiet && self.eoi.offer(board.memory());
+                    self.virq_offered = taken.eoi_elidable && self.eoi.offer(board.memory());
                 }
             } else {
                 // An NMI needs no window, only a free slot: it is tried again at the next exit.
-                window = Window::Exit;
-                self.attention |= nmi;
+                window = InterruptWindow::Exit;
+                self.needs_service |= nmi;
             }
         }
         if window != self.window {
@@ -332,7 +339,7 @@ impl Cpu {
     /// Carries out the `HLT` of `STI; HLT` if the host interrupted the guest between the two. Not every processor
     /// takes the shadow back into the guest; without it an interrupt would come before the `HLT` that waits for it.
     #[cold]
-    fn halt_in_shadow<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &M) {
+    fn halt_in_shadow<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &M) {
         if vcpu.event().is_some() || vcpu.get(Reg::Cpl) != 0 {
             return;
         }
@@ -343,9 +350,9 @@ impl Cpu {
     }
 
     #[inline(always)]
-    fn cpuid<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+    fn cpuid<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         let Some(next) = self.fetch.next_rip(vcpu, board.memory(), Pattern::CPUID) else {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         };
         let (number, subleaf) = (vcpu.gpr(Gpr::Rax) as u32, vcpu.gpr(Gpr::Rcx) as u32);
         let (values, patch) = board.cpuid().lookup(number, subleaf);
@@ -366,9 +373,9 @@ impl Cpu {
     }
 
     #[inline(never)]
-    fn patch_cpuid<B: Backend, M: Board>(
+    fn patch_cpuid<V: Vcpu, M: Board>(
         &self,
-        vcpu: &mut B,
+        vcpu: &mut V,
         board: &mut M,
         values: &Values,
         patch: Patch,
@@ -391,10 +398,10 @@ impl Cpu {
     }
 
     #[inline(always)]
-    fn port<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, io: IoExit) {
+    fn port<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, io: IoExit) {
         // The processor always says where the instruction after `IN` and `OUT` is (EXITINFO2).
         if io.next_rip == 0 {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         }
         let rax = vcpu.gpr(Gpr::Rax);
         if io.write {
@@ -409,10 +416,10 @@ impl Cpu {
     }
 
     #[inline(never)]
-    fn msr<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, write: bool) {
+    fn msr<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, write: bool) {
         let pattern = if write { Pattern::WRMSR } else { Pattern::RDMSR };
         let Some(next) = self.fetch.next_rip(vcpu, board.memory(), pattern) else {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         };
         let msr = vcpu.gpr(Gpr::Rcx) as u32;
         let done = if write {
@@ -431,7 +438,12 @@ impl Cpu {
     }
 
     #[inline(never)]
-    fn rare<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, exit: Exit) -> Flow {
+    fn handle_slow_exit<V: Vcpu, M: Board>(
+        &mut self,
+        vcpu: &mut V,
+        board: &mut M,
+        exit: Exit,
+    ) -> Flow {
         match exit {
             Exit::Io(io) => {
                 let emulated = board.emulate_io(self.index, vcpu, io);
@@ -442,26 +454,26 @@ impl Cpu {
             Exit::Hlt => {
                 if self.skip(vcpu, board, Pattern::HLT) {
                     self.activity = Activity::Halted;
-                    self.attention = true;
+                    self.needs_service = true;
                 }
             }
             Exit::Halted { events } => {
                 if self.skip(vcpu, board, Pattern::HLT) {
                     self.activity = Activity::Halted;
                 }
-                return Err(Pause::Recall(events));
+                return Err(StopReason::Recall(events));
             }
             Exit::Hypercall => self.hypercall(vcpu, board),
-            Exit::Window => {
-                self.window = Window::Nothing;
-                self.attention = true;
+            Exit::InterruptWindow => {
+                self.window = InterruptWindow::Nothing;
+                self.needs_service = true;
             }
             Exit::Deadline => {
                 // The deadline is gone from the back end's mind only when a new one is set.
                 self.deadline = 0;
-                self.attention = true;
+                self.needs_service = true;
             }
-            Exit::Recall { events } => return Err(Pause::Recall(events)),
+            Exit::Recall { events } => return Err(StopReason::Recall(events)),
             Exit::Xsetbv => self.xsetbv(vcpu, board),
             Exit::CacheFlush => {
                 self.skip(vcpu, board, Pattern::CACHE_FLUSH);
@@ -474,17 +486,17 @@ impl Cpu {
             Exit::Undefined => self.raise(vcpu, UNDEFINED),
             Exit::Protected => self.raise(vcpu, PROTECTION),
             Exit::Iret => self.nmi_mask.begin_return(vcpu),
-            Exit::CrAccess { .. } | Exit::TaskSwitch => self.lost(vcpu, board),
+            Exit::CrAccess { .. } | Exit::TaskSwitch => self.inject_ud(vcpu, board),
             Exit::Spurious => {}
-            Exit::Shutdown => return Err(Pause::End(Outcome::TripleFault)),
+            Exit::Shutdown => return Err(StopReason::End(Outcome::TripleFault)),
             Exit::InvalidState { why, code } => {
                 board.unknown(Unknown::Other(why, code));
-                return Err(Pause::End(Outcome::TripleFault));
+                return Err(StopReason::End(Outcome::TripleFault));
             }
-            Exit::HostError(code) => return Err(Pause::End(Outcome::HostError(code))),
+            Exit::HostError(code) => return Err(StopReason::End(Outcome::HostError(code))),
             Exit::Unknown(code) => {
                 board.unknown(Unknown::Exit(code));
-                return Err(Pause::End(Outcome::HostError(code)));
+                return Err(StopReason::End(Outcome::HostError(code)));
             }
             Exit::Cpuid | Exit::Msr { .. } => {}
         }
@@ -492,7 +504,7 @@ impl Cpu {
     }
 
     /// An access of an instruction that the host carries out.
-    fn access<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, access: Access) {
+    fn access<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, access: Access) {
         let Access { space, address, size, value } = access;
         let answer = match (space, value) {
             (Space::Port, None) => Some(board.port_in(address as u16, size).into()),
@@ -510,12 +522,12 @@ impl Cpu {
                 self.write_msr(vcpu, board, address as u32, value).map(|()| 0)
             }
         };
-        vcpu.answer(answer);
+        vcpu.complete_access(answer);
     }
 
-    fn memory_fault<B: Backend, M: Board>(
+    fn memory_fault<V: Vcpu, M: Board>(
         &mut self,
-        vcpu: &mut B,
+        vcpu: &mut V,
         board: &mut M,
         fault: MemoryFault,
     ) -> Flow {
@@ -523,11 +535,11 @@ impl Cpu {
             // An interrupt's stack or table is not memory: no instruction to emulate, and
             // delivering again would end here again.
             board.unknown(Unknown::Other("event delivery outside memory", fault.gpa));
-            return Err(Pause::End(Outcome::TripleFault));
+            return Err(StopReason::End(Outcome::TripleFault));
         }
         if fault.walk {
             board.unknown(Unknown::Other("page tables outside memory", fault.gpa));
-            return Err(Pause::End(Outcome::TripleFault));
+            return Err(StopReason::End(Outcome::TripleFault));
         }
         if fault.fetch {
             // Nothing answers, so all bits are 1: FF FF is an undefined opcode.
@@ -540,7 +552,7 @@ impl Cpu {
         Ok(())
     }
 
-    fn emulated<B: Backend>(&mut self, vcpu: &mut B, emulated: Emulated) {
+    fn emulated<V: Vcpu>(&mut self, vcpu: &mut V, emulated: Emulated) {
         match emulated {
             Emulated::Next(next) => retire(vcpu, next),
             Emulated::Again => interrupt_repetition(vcpu),
@@ -549,7 +561,7 @@ impl Cpu {
         }
     }
 
-    fn hypercall<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+    fn hypercall<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         let number = vcpu.gpr(Gpr::Rax);
         if !self.skip(vcpu, board, Pattern::VMMCALL) {
             return;
@@ -566,9 +578,9 @@ impl Cpu {
     }
 
     /// APM vol. 4, `XSETBV`: register 0 only, x87 always set, AVX only with SSE.
-    fn xsetbv<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+    fn xsetbv<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         let Some(next) = self.fetch.next_rip(vcpu, board.memory(), Pattern::XSETBV) else {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         };
         let value = vcpu.gpr(Gpr::Rdx) << 32 | vcpu.gpr(Gpr::Rax) & 0xffff_ffff;
         let register = vcpu.gpr(Gpr::Rcx) as u32;
@@ -587,19 +599,19 @@ impl Cpu {
     }
 
     /// `MOV` to and from `CR8` (`[REX.R] 0F 22 /0`, `0F 20 /0`): the task priority.
-    fn cr8<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M, write: bool) {
+    fn cr8<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, write: bool) {
         let code = CodeView::of(vcpu);
         let mut bytes = [0; 15];
         let Ok((count, _)) = code.fetch(board.memory(), &mut bytes) else {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         };
         let start = prefixes(&bytes[..count], code.size);
         let opcode = if write { 0x22 } else { 0x20 };
         let &[0x0f, second, modrm, ..] = &bytes[start..count] else {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         };
         if second != opcode {
-            return self.lost(vcpu, board);
+            return self.inject_ud(vcpu, board);
         }
         let rex = if start > 0 && code.size == CodeSize::Bits64 { bytes[start - 1] } else { 0 };
         let extended = rex & 0xf0 == 0x40 && rex & 1 != 0;
@@ -610,7 +622,7 @@ impl Cpu {
                 return self.raise(vcpu, PROTECTION);
             }
             board.set_cr8(self.index, value as u8);
-            self.attention = true;
+            self.needs_service = true;
         } else {
             let value = board.cr8(self.index);
             vcpu.set_gpr(register, value.into());
@@ -621,19 +633,14 @@ impl Cpu {
 
     /// Goes on behind the present instruction; `false` (and `#UD`) if it is not `pattern`.
     #[inline(never)]
-    fn skip<B: Backend, M: Board>(
-        &mut self,
-        vcpu: &mut B,
-        board: &mut M,
-        pattern: Pattern,
-    ) -> bool {
+    fn skip<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, pattern: Pattern) -> bool {
         match self.fetch.next_rip(vcpu, board.memory(), pattern) {
             Some(next) => {
                 retire(vcpu, next);
                 true
             }
             None => {
-                self.lost(vcpu, board);
+                self.inject_ud(vcpu, board);
                 false
             }
         }
@@ -641,7 +648,7 @@ impl Cpu {
 
     /// An exit whose instruction is not what the exit says, or cannot be emulated.
     #[cold]
-    fn lost<B: Backend, M: Board>(&mut self, vcpu: &mut B, board: &mut M) {
+    fn inject_ud<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         let rip = vcpu.get(Reg::Rip);
         let mut bytes = [0; 15];
         // What cannot be read stays 0 in the report.
@@ -655,15 +662,15 @@ impl Cpu {
     /// Reflects an exception of the guest that the host intercepted. The processor has already done what comes before
     /// delivery: DR6 has the cause of a `#DB` (APM vol. 2, section 15.12.2).
     #[cold]
-    fn exception<B: Backend, M: Board>(
+    fn exception<V: Vcpu, M: Board>(
         &mut self,
-        vcpu: &mut B,
+        vcpu: &mut V,
         board: &mut M,
         vector: u8,
         code: u32,
     ) -> Flow {
         if vector == DEBUG && self.nmi_mask.ends_return(vcpu) {
-            self.attention = true;
+            self.needs_service = true;
             return Ok(());
         }
         let event = match vector {
@@ -672,12 +679,12 @@ impl Cpu {
             ALIGNMENT => Event::exception_code(ALIGNMENT, 0),
             _ => {
                 board.unknown(Unknown::Other("an exception that nobody asked for", code.into()));
-                return Err(Pause::End(Outcome::HostError(vector.into())));
+                return Err(StopReason::End(Outcome::HostError(vector.into())));
             }
         };
         let first = vcpu.event();
         match interrupted_by_benign(first) {
-            Interrupted::Shutdown => return Err(Pause::End(Outcome::TripleFault)),
+            Interrupted::Shutdown => return Err(StopReason::End(Outcome::TripleFault)),
             Interrupted::Dropped => {}
             Interrupted::Deferred if first == Event::NMI => {
                 self.nmi = true;
@@ -687,7 +694,7 @@ impl Cpu {
         }
         if vector == DEBUG {
             raise_debug(vcpu, 0);
-            self.attention = true;
+            self.needs_service = true;
         } else {
             self.raise(vcpu, event);
         }
@@ -697,11 +704,11 @@ impl Cpu {
     /// Puts a fault into the slot. What waits is looked at again, since the slot is taken now. The flags that a fault saves have
     /// RF set, so that the instruction is not reported by a breakpoint again (APM vol. 2, section 13.1.1); a processor does not
     /// do that for an event that its host delivers.
-    fn raise<B: Backend>(&mut self, vcpu: &mut B, event: Event) {
+    fn raise<V: Vcpu>(&mut self, vcpu: &mut V, event: Event) {
         let rflags = vcpu.get(Reg::Rflags);
         vcpu.set(Reg::Rflags, rflags | RFLAGS_RF);
         vcpu.set_event(event);
-        self.attention = true;
+        self.needs_service = true;
     }
 }
 
@@ -728,13 +735,13 @@ fn interrupted_by_benign(first: Event) -> Interrupted {
 }
 
 /// Whether the guest takes a maskable interrupt now.
-fn accepts_interrupt(vcpu: &mut impl Backend) -> bool {
+fn accepts_interrupt(vcpu: &mut impl Vcpu) -> bool {
     vcpu.get(Reg::Rflags) & RFLAGS_IF != 0 && vcpu.get(Reg::InterruptShadow) & 1 == 0
 }
 
 /// The present instruction is complete: what its completion does beside its effect.
 #[inline(always)]
-fn retire(vcpu: &mut impl Backend, next: u64) {
+fn retire(vcpu: &mut impl Vcpu, next: u64) {
     vcpu.set(Reg::Rip, next);
     let shadow = vcpu.get(Reg::InterruptShadow) != 0;
     if shadow || vcpu.get(Reg::Rflags) & (RFLAGS_TF | RFLAGS_RF) != 0 {
@@ -745,7 +752,7 @@ fn retire(vcpu: &mut impl Backend, next: u64) {
 /// After an instruction in an interrupt shadow, which ends, behind a breakpoint, which counts again for the next one, or in
 /// single-step mode.
 #[cold]
-fn retire_marked(vcpu: &mut impl Backend) {
+fn retire_marked(vcpu: &mut impl Vcpu) {
     vcpu.set(Reg::InterruptShadow, 0);
     let rflags = vcpu.get(Reg::Rflags);
     if rflags & RFLAGS_RF != 0 {
@@ -757,7 +764,7 @@ fn retire_marked(vcpu: &mut impl Backend) {
 /// Between two rounds of a repeated string instruction, which goes on at itself: as the processor, an instruction breakpoint at
 /// it has been reported, and single-step mode stops here (APM vol. 2, sections 13.1.1 and 13.1.4).
 #[cold]
-fn interrupt_repetition(vcpu: &mut impl Backend) {
+fn interrupt_repetition(vcpu: &mut impl Vcpu) {
     vcpu.set(Reg::InterruptShadow, 0);
     let rflags = vcpu.get(Reg::Rflags);
     vcpu.set(Reg::Rflags, rflags | RFLAGS_RF);
@@ -765,7 +772,7 @@ fn interrupt_repetition(vcpu: &mut impl Backend) {
 }
 
 /// Raises the `#DB` of single-step mode if that is on.
-fn single_step(vcpu: &mut impl Backend, rflags: u64) {
+fn single_step(vcpu: &mut impl Vcpu, rflags: u64) {
     if rflags & RFLAGS_TF == 0 {
         return;
     }
@@ -774,7 +781,7 @@ fn single_step(vcpu: &mut impl Backend, rflags: u64) {
 
 /// Puts a `#DB` into the slot, and does what comes with it: adds `causes` to DR6, switches off general detection. Delivery of an
 /// event that is put into the slot does neither.
-fn raise_debug(vcpu: &mut impl Backend, causes: u64) {
+fn raise_debug(vcpu: &mut impl Vcpu, causes: u64) {
     if causes != 0 {
         let dr6 = vcpu.get(Reg::Dr6);
         vcpu.set(Reg::Dr6, dr6 | causes);
@@ -787,7 +794,7 @@ fn raise_debug(vcpu: &mut impl Backend, causes: u64) {
 }
 
 /// [`hypercall::SEND_IPI`]: what is to be in `rax`.
-fn send_ipi<B: Backend, M: Board>(vcpu: &mut B, board: &mut M) -> i64 {
+fn send_ipi<V: Vcpu, M: Board>(vcpu: &mut V, board: &mut M) -> i64 {
     const DELIVERY: u32 = 7 << 8;
     let command = vcpu.gpr(Gpr::Rsi) as u32;
     let delivery = command & DELIVERY;
@@ -816,7 +823,7 @@ fn mask(size: u8) -> u32 {
 
 /// The state after a start-up message (APM vol. 2, table 14-1 and section 15.27.8): real mode at
 /// `page << 12`.
-fn start_up(vcpu: &mut impl Backend, page: u8, signature: u32) {
+fn start_up(vcpu: &mut impl Vcpu, page: u8, signature: u32) {
     const DATA: u16 = 0x93;
     const CODE: u16 = 0x9b;
     const LDT: u16 = 0x82;
@@ -875,7 +882,7 @@ mod tests {
         tsc: u64,
         requested: BTreeSet<u8>,
         nmi: bool,
-        attention: bool,
+        needs_service: bool,
         deadline: u64,
         end: Option<Outcome>,
         init: bool,
@@ -920,7 +927,7 @@ mod tests {
                 tsc: 1000,
                 requested: BTreeSet::new(),
                 nmi: false,
-                attention: false,
+                needs_service: false,
                 deadline: vmm_bus::NEVER,
                 end: None,
                 init: false,
@@ -938,16 +945,16 @@ mod tests {
 
         fn request(&mut self, vector: u8) {
             self.requested.insert(vector);
-            self.attention = true;
+            self.needs_service = true;
         }
 
-        fn waiting(&self) -> Waiting {
+        fn waiting(&self) -> PendingInterrupt {
             match self.requested.last() {
-                None => Waiting::Nothing,
-                Some(_) if self.asks => Waiting::Asks,
+                None => PendingInterrupt::None,
+                Some(_) if self.asks => PendingInterrupt::Pic,
                 Some(&vector) => {
-                    let quiet = self.requested.len() == 1 && self.in_service.is_empty();
-                    Waiting::Vector { vector, quiet }
+                    let eoi_elidable = self.requested.len() == 1 && self.in_service.is_empty();
+                    PendingInterrupt::Virq { vector, eoi_elidable }
                 }
             }
         }
@@ -1000,24 +1007,24 @@ mod tests {
         fn tsc_written(&mut self, _: usize, tsc: u64) {
             self.tsc_written.push(tsc);
         }
-        fn emulate_memory<B: Backend>(&mut self, _: usize, _: &mut B, _: MemoryFault) -> Emulated {
+        fn emulate_memory<V: Vcpu>(&mut self, _: usize, _: &mut V, _: MemoryFault) -> Emulated {
             self.emulated
         }
-        fn emulate_io<B: Backend>(&mut self, _: usize, _: &mut B, _: IoExit) -> Emulated {
+        fn emulate_io<V: Vcpu>(&mut self, _: usize, _: &mut V, _: IoExit) -> Emulated {
             self.emulated
         }
-        fn hypercall<B: Backend>(&mut self, vcpu: &mut B) -> Option<u64> {
+        fn hypercall<V: Vcpu>(&mut self, vcpu: &mut V) -> Option<u64> {
             (vcpu.gpr(Gpr::Rax) == KNOWN_HYPERCALL).then_some(77)
         }
         fn multicast(&mut self, to: ApicIds, message: InterruptMessage) -> u32 {
             self.multicasts.push((to, message));
             (0..8).filter(|&id| to.contains(id)).count() as u32
         }
-        fn attention(&self, _: usize) -> bool {
-            self.attention
+        fn needs_service(&self, _: usize) -> bool {
+            self.needs_service
         }
-        fn settle(&mut self, _: usize) -> Signals {
-            self.attention = false;
+        fn service_timers(&mut self, _: usize) -> Signals {
+            self.needs_service = false;
             Signals {
                 end: self.end,
                 nmi: core::mem::take(&mut self.nmi),
@@ -1032,13 +1039,13 @@ mod tests {
             let vector = self.requested.pop_last()?;
             self.in_service.push(vector);
             let more = !self.requested.is_empty();
-            Some(Acknowledged { vector, quiet: !more, more })
+            Some(Acknowledged { vector, eoi_elidable: !more, more })
         }
-        fn accept(&mut self, _: usize, vector: u8) {
+        fn accept_virq(&mut self, _: usize, vector: u8) {
             assert!(self.requested.remove(&vector));
             self.in_service.push(vector);
             self.taken.push(vector);
-            self.attention |= !self.requested.is_empty();
+            self.needs_service |= !self.requested.is_empty();
         }
         fn end_of_interrupt(&mut self, _: usize) {
             self.in_service.pop();
@@ -1060,8 +1067,11 @@ mod tests {
 
     /// Runs until the script is played; gives the entries.
     fn play(cpu: &mut Cpu, vcpu: &mut ScriptedVcpu, board: &mut TestBoard) -> Vec<(Event, bool)> {
-        assert_eq!(cpu.run(vcpu, board), Pause::End(Outcome::HostError(0)));
-        vcpu.entries.drain(..).map(|entry| (entry.event, entry.window == Window::Exit)).collect()
+        assert_eq!(cpu.run(vcpu, board), StopReason::End(Outcome::HostError(0)));
+        vcpu.entries
+            .drain(..)
+            .map(|entry| (entry.event, entry.window == InterruptWindow::Exit))
+            .collect()
     }
 
     fn interrupts(vcpu: &mut ScriptedVcpu, on: bool) {
@@ -1114,7 +1124,7 @@ mod tests {
                 vcpu.slot = Event::exception_code(8, 0);
                 Exit::Exception { vector: ALIGNMENT, code: 0 }
             });
-            assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::TripleFault));
+            assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::TripleFault));
         }
     }
 
@@ -1133,7 +1143,7 @@ mod tests {
         });
         vcpu.then(|vcpu| {
             interrupts(vcpu, true);
-            Exit::Window
+            Exit::InterruptWindow
         });
         vcpu.then(|_| Exit::Spurious);
         let entries = play(&mut cpu, &mut vcpu, &mut board);
@@ -1151,7 +1161,7 @@ mod tests {
     fn an_exception_that_is_not_intercepted_ends_the_machine() {
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         vcpu.then(|_| Exit::Exception { vector: 3, code: 0 });
-        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::HostError(3)));
+        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::HostError(3)));
     }
 
     #[test]
@@ -1200,7 +1210,7 @@ mod tests {
         for _ in 0..3 {
             vcpu.then(|vcpu| {
                 interrupts(vcpu, true);
-                Exit::Window
+                Exit::InterruptWindow
             });
         }
         let entries = play(&mut cpu, &mut vcpu, &mut board);
@@ -1225,7 +1235,7 @@ mod tests {
         });
         vcpu.then(|vcpu| {
             vcpu.set(Reg::InterruptShadow, 0);
-            Exit::Window
+            Exit::InterruptWindow
         });
         let entries = play(&mut cpu, &mut vcpu, &mut board);
         let expected = [(Event::NONE, true), (Event::NONE, true), (Event::interrupt(0x31), false)];
@@ -1240,22 +1250,31 @@ mod tests {
         vcpu.then(|_| Exit::Recall { events: 1 });
         vcpu.then(|_| Exit::Recall { events: 1 });
         vcpu.then(|vcpu| {
-            vcpu.window = Window::Nothing;
+            vcpu.window = InterruptWindow::Nothing;
             Exit::Spurious
         });
         board.request(0x31);
-        let recall = Pause::Recall(1);
-        assert_eq!((cpu.run(&mut vcpu, &mut board), vcpu.window), (recall, Window::Take(0x31)));
+        let recall = StopReason::Recall(1);
+        assert_eq!(
+            (cpu.run(&mut vcpu, &mut board), vcpu.window),
+            (recall, InterruptWindow::DeliverVirq(0x31))
+        );
         // Something that goes before it, and something that it waits for.
         board.request(0x40);
-        assert_eq!((cpu.run(&mut vcpu, &mut board), vcpu.window), (recall, Window::Take(0x40)));
+        assert_eq!(
+            (cpu.run(&mut vcpu, &mut board), vcpu.window),
+            (recall, InterruptWindow::DeliverVirq(0x40))
+        );
         assert_eq!(board.taken, []);
         play(&mut cpu, &mut vcpu, &mut board);
-        assert_eq!((&board.taken[..], vcpu.window), (&[0x40][..], Window::Take(0x31)));
+        assert_eq!(
+            (&board.taken[..], vcpu.window),
+            (&[0x40][..], InterruptWindow::DeliverVirq(0x31))
+        );
         // It may not come after all.
         board.requested.clear();
         play(&mut cpu, &mut vcpu, &mut board);
-        assert_eq!((&board.taken[..], vcpu.window), (&[0x40][..], Window::Nothing));
+        assert_eq!((&board.taken[..], vcpu.window), (&[0x40][..], InterruptWindow::Nothing));
     }
 
     #[test]
@@ -1277,7 +1296,7 @@ mod tests {
             board.request(0x31);
             vcpu.then(move |vcpu| {
                 assert_eq!(word(), 1);
-                vcpu.window = Window::Nothing;
+                vcpu.window = InterruptWindow::Nothing;
                 if ends {
                     end();
                 }
@@ -1295,7 +1314,7 @@ mod tests {
             Exit::Spurious
         });
         vcpu.then(move |vcpu| {
-            vcpu.window = Window::Nothing;
+            vcpu.window = InterruptWindow::Nothing;
             Exit::Spurious
         });
         play(&mut cpu, &mut vcpu, &mut board);
@@ -1386,8 +1405,8 @@ mod tests {
             vcpu.set(Reg::Rip, CODE);
             interrupts(&mut vcpu, true);
             vcpu.then(|_| Exit::Hlt);
-            assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }));
-            assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }), "still");
+            assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }));
+            assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }), "still");
             assert_eq!(record().2, steal_time::PREEMPTED);
             if asks {
                 memory.write(STATE, steal_time::PREEMPTED | steal_time::FLUSH_TLB).unwrap();
@@ -1408,7 +1427,7 @@ mod tests {
         assert!(write(&mut cpu, &mut vcpu, &mut board, RECORD | 1).is_some());
         assert_eq!(record(), (300, 6, 0));
         board.init = true;
-        assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }));
+        assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }));
         assert_eq!((record(), cpu.steal.get(), vcpu.halts), ((300, 6, 0), 0, false));
     }
 
@@ -1422,7 +1441,7 @@ mod tests {
             Exit::Spurious
         });
         vcpu.then(|_| Exit::Spurious);
-        vcpu.then(|_| Exit::Window);
+        vcpu.then(|_| Exit::InterruptWindow);
         board.request(0x31);
         board.nmi = true;
         let entries = play(&mut cpu, &mut vcpu, &mut board);
@@ -1442,7 +1461,7 @@ mod tests {
         board.emulated = Emulated::Raise(Event::exception_code(14, 2));
         let fault = MemoryFault { gpa: 0, write: false, fetch: false, walk: false };
         vcpu.then(move |_| Exit::MemoryFault(fault));
-        vcpu.then(|_| Exit::Window);
+        vcpu.then(|_| Exit::InterruptWindow);
         let entries = play(&mut cpu, &mut vcpu, &mut board);
         assert_eq!(entries[1], (Event::exception_code(14, 2), false));
         // The same with an interrupt arriving meanwhile.
@@ -1453,7 +1472,7 @@ mod tests {
             vcpu.set(Reg::Rflags, RFLAGS_IF | RFLAGS_TF);
             Exit::Msr { write: true }
         });
-        vcpu.then(|_| Exit::Window);
+        vcpu.then(|_| Exit::InterruptWindow);
         let entries = play(&mut cpu, &mut vcpu, &mut board);
         let expected = [
             (Event::NONE, false),
@@ -1545,7 +1564,7 @@ mod tests {
             vcpu.slot = Event::interrupt(0x31);
             Exit::MemoryFault(fault)
         });
-        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::TripleFault));
+        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::TripleFault));
         assert_eq!(board.unknown.len(), 1);
     }
 
@@ -1559,7 +1578,7 @@ mod tests {
         let mut delivered = |vcpu: &mut ScriptedVcpu, board: &mut TestBoard| {
             vcpu.entries.clear();
             vcpu.then(|_| Exit::Recall { events: 1 });
-            assert_eq!(cpu.run(vcpu, board), Pause::Recall(1));
+            assert_eq!(cpu.run(vcpu, board), StopReason::Recall(1));
             vcpu.entries.iter().map(|entry| entry.event).find(|event| event.is_some())
         };
         board.nmi = true;
@@ -1603,7 +1622,7 @@ mod tests {
         }
         // INIT ends it, and a back end that masks by itself is not asked.
         board.init = true;
-        assert!(matches!(cpu.run(&mut vcpu, &mut board), Pause::Idle { .. }));
+        assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }));
         assert_eq!(vcpu.iret_exits, Some(false));
     }
 
@@ -1616,7 +1635,7 @@ mod tests {
             vcpu.set(Reg::InterruptShadow, 1); // STI; HLT
             Exit::Hlt
         });
-        let idle = Pause::Idle { deadline_tsc: 6000 };
+        let idle = StopReason::Idle { deadline_tsc: 6000 };
         assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
         assert_eq!(vcpu.get(Reg::Rip), CODE + 1);
         // Nothing has happened: still idle. Then an interrupt.
@@ -1639,7 +1658,7 @@ mod tests {
     #[test]
     fn no_wake_up_is_lost_between_sti_and_hlt() {
         let (mut cpu, mut vcpu, mut board) = guest(&[0xf4, 0xf4]);
-        let idle = Pause::Idle { deadline_tsc: u64::MAX };
+        let idle = StopReason::Idle { deadline_tsc: u64::MAX };
         let shadow = |vcpu: &mut ScriptedVcpu| {
             interrupts(vcpu, true);
             vcpu.set(Reg::InterruptShadow, 1);
@@ -1877,7 +1896,7 @@ mod tests {
             assert_eq!(std::mem::replace(&mut vcpu.cr8, 5), 3);
             Exit::Recall { events: 1 }
         });
-        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::Recall(1));
+        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::Recall(1));
         assert_eq!(board.cr8, 5);
         // By another register the guest sets the same.
         board.cr8 = 7;
@@ -1885,7 +1904,7 @@ mod tests {
             assert_eq!(vcpu.cr8, 7);
             Exit::Recall { events: 2 }
         });
-        assert_eq!((cpu.run(&mut vcpu, &mut board), board.cr8), (Pause::Recall(2), 7));
+        assert_eq!((cpu.run(&mut vcpu, &mut board), board.cr8), (StopReason::Recall(2), 7));
     }
 
     #[test]
@@ -1893,7 +1912,7 @@ mod tests {
         let mut board = TestBoard::new();
         let mut cpu = Cpu::new(1, 40);
         let mut vcpu = ScriptedVcpu::flat32();
-        let idle = Pause::Idle { deadline_tsc: u64::MAX };
+        let idle = StopReason::Idle { deadline_tsc: u64::MAX };
         board.request(0x31);
         assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
         board.init = true;
@@ -1922,11 +1941,11 @@ mod tests {
         for (exit, outcome) in cases {
             let (mut cpu, mut vcpu, mut board) = guest(&[]);
             vcpu.then(move |_| exit);
-            assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(outcome));
+            assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(outcome));
         }
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         board.end = Some(Outcome::PowerOff);
-        assert_eq!(cpu.run(&mut vcpu, &mut board), Pause::End(Outcome::PowerOff));
+        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::PowerOff));
     }
 
     /// What a random guest and world do in one step.
@@ -1983,7 +2002,7 @@ mod tests {
                     Some(Move::Nmi) if !board.nmi && !cpu.nmi => {
                         nmis += 1;
                         board.nmi = true;
-                        board.attention = true;
+                        board.needs_service = true;
                     }
                     _ => {}
                 }
@@ -2010,9 +2029,9 @@ mod tests {
                     }
                     let open = vcpu.get(Reg::Rflags) & RFLAGS_IF != 0;
                     match vcpu.window {
-                        Window::Exit if open => return Exit::Window,
-                        Window::Take(_) if open => {
-                            vcpu.window = Window::Nothing;
+                        InterruptWindow::Exit if open => return Exit::InterruptWindow,
+                        InterruptWindow::DeliverVirq(_) if open => {
+                            vcpu.window = InterruptWindow::Nothing;
                             interrupts(vcpu, false);
                         }
                         _ => {}
@@ -2021,7 +2040,7 @@ mod tests {
                 });
                 let pause = cpu.run(&mut vcpu, &mut board);
                 // After a window exit the next entry finds an empty script.
-                prop_assert!(matches!(pause, Pause::Recall(_) | Pause::End(Outcome::HostError(0))));
+                prop_assert!(matches!(pause, StopReason::Recall(_) | StopReason::End(Outcome::HostError(0))));
                 for (at, entry) in vcpu.entries.iter().enumerate() {
                     let is_cut = (cut || exception) && at == 0;
                     if !entry.event.is_some() || entry.event.is_exception() || is_cut {
@@ -2034,7 +2053,7 @@ mod tests {
                         accepted.push(entry.event.vector());
                     }
                 }
-                let ended = matches!(pause, Pause::End(_));
+                let ended = matches!(pause, StopReason::End(_));
                 if ended && vcpu.entries.last().is_some_and(|entry| entry.event.is_some()) {
                     interrupts(&mut vcpu, false);
                 }
@@ -2044,7 +2063,7 @@ mod tests {
             accepted.sort_unstable();
             prop_assert_eq!(accepted, requested);
             prop_assert_eq!(nmis, 0);
-            prop_assert!(board.requested.is_empty() && vcpu.window == Window::Nothing);
+            prop_assert!(board.requested.is_empty() && vcpu.window == InterruptWindow::Nothing);
         }
     }
 }

@@ -50,7 +50,7 @@ pub fn decode(code: u64, info1: u64, info2: u64) -> Exit {
             Exit::CrAccess { register: (code & 15) as u8, write: code & 16 != 0 }
         }
         exit::INTR | exit::NMI | exit::SMI | exit::INIT | exit::FERR_FREEZE => Exit::Spurious,
-        exit::VINTR => Exit::Window,
+        exit::VINTR => Exit::InterruptWindow,
         exit::INVALID | exit::INVALID_LOW => Exit::InvalidState { why: INVALID, code },
         _ => Exit::Unknown(code),
     }

@@ -8,8 +8,8 @@ use std::vec::Vec;
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4};
 
-use crate::backend::{Backend, Event, Gpr, Reg, Seg, Segment, Window};
 use crate::exit::Exit;
+use crate::vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu};
 
 /// What the back end saw at one entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -17,7 +17,7 @@ pub struct Entry {
     /// The event in the slot, which the entry delivers.
     pub event: Event,
     /// The window.
-    pub window: Window,
+    pub window: InterruptWindow,
     /// Whether the guest could take a maskable interrupt.
     pub open: bool,
     /// The instruction pointer.
@@ -38,25 +38,25 @@ pub struct ScriptedVcpu {
     pub vectors: Option<[[u64; 2]; 16]>,
     /// Segments, by [`Seg`].
     pub segments: [Segment; 10],
-    /// What [`Backend::next_rip`] says.
+    /// What [`Vcpu::next_rip`] says.
     pub next_rip: u64,
     /// The slot.
     pub slot: Event,
     /// The window. A step that takes the interrupt in it closes it.
-    pub window: Window,
+    pub window: InterruptWindow,
     /// The deadline.
     pub deadline: u64,
-    /// What [`Backend::stolen`] says.
+    /// What [`Vcpu::stolen`] says.
     pub stolen: u64,
     /// `CR8`, which the guest changes without an exit.
     pub cr8: u8,
-    /// What [`Backend::set_cr8_exits`] has set.
+    /// What [`Vcpu::set_cr8_exits`] has set.
     pub cr8_exits: bool,
-    /// What [`Backend::set_iret_exits`] has set; `None`: it masks by itself.
+    /// What [`Vcpu::set_iret_exits`] has set; `None`: it masks by itself.
     pub iret_exits: Option<bool>,
-    /// What [`Backend::set_halts`] has set.
+    /// What [`Vcpu::set_hlt_exits`] has set.
     pub halts: bool,
-    /// What [`Backend::answer`] was told.
+    /// What [`Vcpu::complete_access`] was told.
     pub answers: Vec<Option<u64>>,
     /// Flushes of the TLB.
     pub flushes: u32,
@@ -101,7 +101,7 @@ impl ScriptedVcpu {
     }
 }
 
-impl Backend for ScriptedVcpu {
+impl Vcpu for ScriptedVcpu {
     const KEEPS_CR8: bool = true;
 
     fn cr8(&mut self) -> u8 {
@@ -162,7 +162,7 @@ impl Backend for ScriptedVcpu {
         ([0; 16], 0)
     }
 
-    fn answer(&mut self, value: Option<u64>) {
+    fn complete_access(&mut self, value: Option<u64>) {
         self.answers.push(value);
     }
 
@@ -174,12 +174,12 @@ impl Backend for ScriptedVcpu {
         self.slot = event;
     }
 
-    fn set_window(&mut self, wanted: Window) {
+    fn set_window(&mut self, wanted: InterruptWindow) {
         self.window = wanted;
     }
 
     fn has_window(&mut self) -> bool {
-        self.window != Window::Nothing
+        self.window != InterruptWindow::Nothing
     }
 
     fn set_deadline(&mut self, tsc: u64) {
@@ -190,7 +190,7 @@ impl Backend for ScriptedVcpu {
         self.stolen
     }
 
-    fn set_halts(&mut self, exit: bool) {
+    fn set_hlt_exits(&mut self, exit: bool) {
         self.halts = exit;
     }
 
@@ -214,8 +214,8 @@ impl Backend for ScriptedVcpu {
         match self.script.pop_front() {
             Some(mut step) => {
                 let exit = step(self);
-                if exit == Exit::Window {
-                    self.window = Window::Nothing;
+                if exit == Exit::InterruptWindow {
+                    self.window = InterruptWindow::Nothing;
                 }
                 exit
             }

@@ -9,7 +9,7 @@ use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4, entry, fault};
 use vmm_mem::GuestMemory;
 
-use crate::backend::{Backend, Event, Reg, Seg};
+use crate::vcpu::{Event, Reg, Seg, Vcpu};
 
 /// `RFLAGS.AC`: supervisor accesses to user pages are meant (SMAP).
 const RFLAGS_AC: u64 = 1 << 18;
@@ -58,7 +58,7 @@ pub struct PageFault {
 
 impl PageFault {
     /// Sets `CR2` and gives the exception.
-    pub fn raise(self, vcpu: &mut impl Backend) -> Event {
+    pub fn raise(self, vcpu: &mut impl Vcpu) -> Event {
         vcpu.set(Reg::Cr2, self.address);
         Event::exception_code(PAGE_FAULT, self.code)
     }
@@ -81,7 +81,7 @@ struct Step {
 
 impl Paging {
     /// The state of a virtual CPU.
-    pub fn of(vcpu: &mut impl Backend) -> Self {
+    pub fn of(vcpu: &mut impl Vcpu) -> Self {
         Self {
             cr0: vcpu.get(Reg::Cr0),
             cr3: vcpu.get(Reg::Cr3),
@@ -292,7 +292,7 @@ const LONG: u16 = 1 << 9;
 
 /// Whether the virtual CPU runs 64-bit code.
 #[inline(always)]
-pub fn is_64_bit(vcpu: &mut impl Backend) -> bool {
+pub fn is_64_bit(vcpu: &mut impl Vcpu) -> bool {
     vcpu.get(Reg::Efer) & efer::LMA != 0 && vcpu.segment(Seg::Cs).attrib & LONG != 0
 }
 
@@ -328,7 +328,7 @@ pub struct CodeView {
 
 impl CodeView {
     /// Of a virtual CPU, at its instruction pointer.
-    pub fn of(vcpu: &mut impl Backend) -> Self {
+    pub fn of(vcpu: &mut impl Vcpu) -> Self {
         const BIG: u16 = 1 << 10;
         let paging = Paging::of(vcpu);
         let rip = vcpu.get(Reg::Rip);

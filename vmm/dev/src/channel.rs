@@ -9,7 +9,7 @@
 
 use proto::channel::register::*;
 use proto::channel::{PeerShare, SHARE_BYTES, SHARES, View};
-use vmm_bus::outside::ChannelInfo;
+use vmm_bus::backend::ChannelInfo;
 use vmm_bus::{Access, Device, Env, WAKE_CHANGE, WAKE_INPUT};
 
 use crate::pc::msix::{self, Msix};
@@ -97,7 +97,7 @@ impl Channel {
     }
 
     fn look(&mut self, env: &mut dyn Env) -> View {
-        let view = env.channel().map(|channel| channel.look()).unwrap_or_default();
+        let view = env.channel().map(|channel| channel.view()).unwrap_or_default();
         *self.view.insert(view)
     }
 
@@ -128,7 +128,7 @@ impl Channel {
             && let Some(channel) = env.channel()
         {
             self.placed = placed;
-            channel.place(placed[0], placed[1]);
+            channel.set_addresses(placed[0], placed[1]);
         }
     }
 
@@ -183,7 +183,7 @@ impl Channel {
             DOORBELL => {
                 if let Some(channel) = env.channel() {
                     // Whether anybody hears it is seen in `PEER`.
-                    let _ = channel.ring();
+                    let _ = channel.notify();
                 }
             }
             _ => match share(offset) {
@@ -226,7 +226,7 @@ impl Channel {
         let Some(channel) = env.channel() else { return };
         let done = match value {
             COMMAND_CLOSE => {
-                channel.let_go(share);
+                channel.unmap(share);
                 true
             }
             COMMAND_OPEN => channel.map(share),

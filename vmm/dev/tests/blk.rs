@@ -3,7 +3,7 @@
 mod driver;
 
 use driver::{Rig, breaks};
-use vmm_bus::outside::{BlockInfo, BlockOp, BlockStatus};
+use vmm_bus::backend::{BlockInfo, BlockOp, BlockStatus};
 use vmm_bus::testing::Disk;
 use vmm_dev::virtio::blk::{Blk, PATIENCE, spec::*};
 use vmm_dev::virtio::pci::spec::CONFIG;

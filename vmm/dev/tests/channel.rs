@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use proto::channel::{PeerShare, SHARE_BYTES, SHARES, ShareState, View, register::*};
-use vmm_bus::outside::ChannelInfo;
+use vmm_bus::backend::ChannelInfo;
 use vmm_bus::testing::{Peer, Script};
 use vmm_bus::{Access, Device, WAKE_CHANGE, WAKE_INPUT};
 use vmm_dev::channel::{Channel, SHARES_WINDOW, spec};

@@ -62,13 +62,13 @@ fn priorities_and_nesting() {
     }
     assert!(!apic.deliver(&message(0, FIXED, 0x31)), "requested already");
     assert_eq!(apic.pending(), Some(0x52));
-    assert!(!apic.eoi_will_be_quiet(0x52), "others wait");
+    assert!(!apic.will_eoi_be_elidable(0x52), "others wait");
     apic.accept(0x52);
-    assert!(!apic.eoi_is_quiet(), "others wait");
+    assert!(!apic.is_eoi_elidable(), "others wait");
     assert_eq!(env.inl(&mut apic, PPR.into()), 0x50);
     assert_eq!(apic.pending(), None, "0x51 is of the same class");
     apic.set_tpr(0x70);
-    assert!(!apic.is_held(), "it waits for the end of the other one, too");
+    assert!(!apic.is_masked_by_priority(), "it waits for the end of the other one, too");
     apic.set_tpr(0);
     apic.deliver(&message(0, FIXED, 0x61));
     assert_eq!(apic.pending(), Some(0x61));
@@ -79,10 +79,10 @@ fn priorities_and_nesting() {
     assert_eq!(apic.pending(), Some(0x51));
     env.outl(&mut apic, TPR.into(), 0x5f);
     assert_eq!((apic.pending(), apic.cr8(), apic.ppr()), (None, 5, 0x5f));
-    assert!(apic.is_held() && apic.waits());
+    assert!(apic.is_masked_by_priority() && apic.has_pending());
     assert!(apic.take_events().priority, "a processor that has it in CR8 must be told");
     apic.set_cr8(4);
-    assert!(!apic.is_held() && !apic.take_events().priority);
+    assert!(!apic.is_masked_by_priority() && !apic.take_events().priority);
     assert_eq!((apic.pending(), apic.tpr()), (Some(0x51), 0x40));
     assert_eq!(env.inl(&mut apic, APR.into()), 0x50);
     apic.accept(0x77);
@@ -95,7 +95,7 @@ fn level_triggered_vectors_are_broadcast_at_their_end() {
     let level = InterruptMessage { level: true, ..message(0, FIXED, 0x41) };
     apic.deliver(&level);
     apic.accept(0x41);
-    assert!(!apic.eoi_is_quiet());
+    assert!(!apic.is_eoi_elidable());
     assert_eq!(env.inl(&mut apic, (TMR + 0x20).into()), 1 << 1);
     env.outl(&mut apic, EOI.into(), 0);
     assert_eq!(apic.take_events().eoi, Some(0x41));
@@ -176,9 +176,9 @@ fn x2apic_registers_check_their_values() {
     assert_eq!(apic.tpr(), 0x30);
     assert_eq!(apic.write_msr(msr(SELF_IPI), 0x45, &mut env), Ok(()));
     assert_eq!(apic.pending(), Some(0x45));
-    assert!(apic.eoi_will_be_quiet(0x45) && !apic.eoi_will_be_quiet(0x46));
+    assert!(apic.will_eoi_be_elidable(0x45) && !apic.will_eoi_be_elidable(0x46));
     apic.accept(0x45);
-    assert!(apic.eoi_is_quiet() && !apic.eoi_will_be_quiet(0x45));
+    assert!(apic.is_eoi_elidable() && !apic.will_eoi_be_elidable(0x45));
     assert_eq!(apic.write_msr(MSR_EOI, 0, &mut env), Ok(()));
     assert_eq!(apic.ppr(), 0x30);
     assert_eq!(apic.write_msr(0x10, 0, &mut env), Err(Fault));
@@ -189,24 +189,24 @@ fn a_request_that_the_processor_takes_by_itself() {
     let (_, mut apic) = xapic(0);
     let again = message(0, FIXED, 0x31);
     assert!(apic.deliver(&again));
-    apic.leave(Some(0x31));
+    apic.set_offered(Some(0x31));
     // It may have been taken before this one came: the processor has to be asked.
     assert!(apic.deliver(&again));
-    apic.accept_left(0x31);
+    apic.accept_offered(0x31);
     assert_eq!(apic.eoi(), None);
     assert_eq!(apic.pending(), Some(0x31));
     // It has not been taken: both are one.
-    apic.leave(Some(0x31));
+    apic.set_offered(Some(0x31));
     assert!(apic.deliver(&again));
-    apic.leave(Some(0x31));
-    apic.accept_left(0x31);
+    apic.set_offered(Some(0x31));
+    apic.accept_offered(0x31);
     assert_eq!((apic.eoi(), apic.pending()), (None, None));
     // The processor takes it now, or another one.
     assert!(apic.deliver(&again) && apic.deliver(&message(0, FIXED, 0x32)));
-    apic.leave(Some(0x32));
+    apic.set_offered(Some(0x32));
     assert!(!apic.deliver(&again), "it waits still");
     assert!(apic.deliver(&message(0, FIXED, 0x32)));
-    apic.leave(None);
+    apic.set_offered(None);
     apic.accept(0x32);
     assert!(!apic.deliver(&again));
     assert_eq!((apic.eoi(), apic.pending()), (None, Some(0x31)));

@@ -3,7 +3,7 @@
 mod driver;
 
 use driver::{CONFIG_INTERRUPT, Rig, breaks};
-use vmm_bus::outside::{MAX_FRAME, NetInfo, Offload, Segments, Takes};
+use vmm_bus::backend::{MAX_FRAME, NetInfo, Offload, OffloadCaps, Segments};
 use vmm_bus::testing::Port;
 use vmm_dev::virtio::net::{NetCard, spec::*};
 use vmm_dev::virtio::pci::spec::{CONFIG, GENERATION};
@@ -43,7 +43,7 @@ fn configuration() {
         assert_eq!(rig.read(CONFIG + index as u64, 1), byte.into());
     }
     assert_eq!(rig.read(CONFIG + STATUS as u64, 2), 1);
-    assert_eq!(port(&mut rig).takes, Takes { csum: true, tcp4: true, tcp6: true });
+    assert_eq!(port(&mut rig).caps, OffloadCaps { csum: true, tcp4: true, tcp6: true });
     let generation = rig.read(GENERATION, 1);
     port(&mut rig).link_down = true;
     rig.wake();
@@ -53,7 +53,7 @@ fn configuration() {
     rig.wake();
     assert_eq!(rig.interrupts(), []);
     rig.set_up(PLAIN);
-    assert_eq!(port(&mut rig).takes, Takes::default());
+    assert_eq!(port(&mut rig).caps, OffloadCaps::default());
 }
 
 #[test]

@@ -4,7 +4,7 @@ mod driver;
 
 use driver::{Rig, breaks};
 use proptest::prelude::*;
-use vmm_bus::outside::{BlockInfo, NetInfo, Offload};
+use vmm_bus::backend::{BlockInfo, NetInfo, Offload};
 use vmm_bus::testing::{Disk, Port, Script};
 use vmm_bus::{Access, Device, WAKE_INPUT};
 use vmm_dev::pc::msix::spec as msix;

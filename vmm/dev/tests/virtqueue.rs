@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use virtio_queue::{Queue as Oracle, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use vmm_bus::outside::Part;
+use vmm_bus::backend::Part;
 use vmm_dev::virtio::queue::{Queue, RingError, Rings, spec::*, with_writable};
 use vmm_mem::GuestMemory;
 

@@ -25,7 +25,7 @@ mod vector;
 use hw_x86::msr::efer;
 use vmm_cpu::msr::is_canonical;
 use vmm_cpu::walk::{CodeSize, CodeView, Intent, Paging};
-use vmm_cpu::{Backend, Event, Gpr, IoExit, Reg, Seg};
+use vmm_cpu::{Event, Gpr, IoExit, Reg, Seg, Vcpu};
 use vmm_mem::GuestMemory;
 
 use crate::decode::{
@@ -76,8 +76,8 @@ pub enum Stop {
 ///
 /// # Errors
 /// See [`Stop`].
-pub fn memory_access<B: Backend>(
-    vcpu: &mut B,
+pub fn memory_access<V: Vcpu>(
+    vcpu: &mut V,
     memory: &GuestMemory,
     devices: &mut impl Devices,
 ) -> Result<Done, Stop> {
@@ -97,8 +97,8 @@ pub fn memory_access<B: Backend>(
 ///
 /// # Errors
 /// See [`Stop`].
-pub fn string_io<B: Backend>(
-    vcpu: &mut B,
+pub fn string_io<V: Vcpu>(
+    vcpu: &mut V,
     memory: &GuestMemory,
     devices: &mut impl Devices,
     io: IoExit,
@@ -114,8 +114,8 @@ pub fn string_io<B: Backend>(
 }
 
 /// Fetches and decodes; also gives the first bytes for reports.
-fn fetch<B: Backend>(
-    vcpu: &mut B,
+fn fetch<V: Vcpu>(
+    vcpu: &mut V,
     memory: &GuestMemory,
     code: &CodeView,
 ) -> Result<(Instruction, u64), Stop> {
@@ -157,15 +157,15 @@ struct Span {
     size: u8,
 }
 
-struct Emulator<'a, B, D> {
-    vcpu: &'a mut B,
+struct Emulator<'a, V, D> {
+    vcpu: &'a mut V,
     memory: &'a GuestMemory,
     devices: &'a mut D,
     code: CodeView,
     instruction: Instruction,
 }
 
-impl<B: Backend, D: Devices> Emulator<'_, B, D> {
+impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
     fn execute(&mut self) -> Result<Done, Stop> {
         let rip = self.vcpu.get(Reg::Rip);
         let Instruction { op, length, .. } = self.instruction;

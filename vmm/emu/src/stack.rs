@@ -2,7 +2,7 @@
 
 use vmm_cpu::msr::is_canonical;
 use vmm_cpu::walk::{CodeSize, Intent};
-use vmm_cpu::{Backend, Event, Gpr, Seg};
+use vmm_cpu::{Event, Gpr, Seg, Vcpu};
 
 use crate::decode::{Op, Operand, ones};
 use crate::{Devices, Emulator, PROTECTION, Place, Stop};
@@ -10,7 +10,7 @@ use crate::{Devices, Emulator, PROTECTION, Place, Stop};
 /// `B` of the stack segment's descriptor: 32 bits of the stack pointer count.
 const BIG: u16 = 1 << 10;
 
-impl<B: Backend, D: Devices> Emulator<'_, B, D> {
+impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
     /// The bits of the stack pointer that count.
     fn stack_mask(&mut self) -> u64 {
         match self.code.size {

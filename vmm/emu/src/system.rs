@@ -1,10 +1,10 @@
 //! `LTR` of a selector that a device gives (AMD APM vol. 3; descriptors: APM vol. 2, sections 4.8.3 and 12.2.2).
 
 use hw_x86::msr::efer;
-use vmm_cpu::backend::Segment;
 use vmm_cpu::msr::is_canonical;
+use vmm_cpu::vcpu::Segment;
 use vmm_cpu::walk::Intent;
-use vmm_cpu::{Backend, Event, Reg, Seg};
+use vmm_cpu::{Event, Reg, Seg, Vcpu};
 
 use crate::decode::Operand;
 use crate::{Devices, Emulator, NOT_PRESENT, PROTECTION, Stop};
@@ -21,7 +21,7 @@ const PRESENT: u64 = 1 << 7;
 /// The limit counts pages.
 const PAGES: u64 = 1 << 55;
 
-impl<B: Backend, D: Devices> Emulator<'_, B, D> {
+impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
     /// Loads the task register, and marks the descriptor as busy.
     pub(crate) fn load_task_register(&mut self) -> Result<(), Stop> {
         let refuse = |vector, code: u64| Stop::Raise(Event::exception_code(vector, code as u32));

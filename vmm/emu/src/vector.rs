@@ -1,7 +1,7 @@
 //! Moves of SSE registers (APM vol. 4): what a 16-byte access to a device is made of. A device sees two accesses of 8 bytes.
 
 use vmm_cpu::walk::Intent;
-use vmm_cpu::{Backend, Event};
+use vmm_cpu::{Event, Vcpu};
 
 use crate::decode::{DecodeError, Op, Operand, ones};
 use crate::{Devices, Emulator, PROTECTION, Stop};
@@ -29,7 +29,7 @@ pub(crate) fn operation(
     Ok((Op::VectorMove { is_aligned }, matches!(opcode, 0x11 | 0x29 | 0x2b | 0x7f | 0xe7)))
 }
 
-impl<B: Backend, D: Devices> Emulator<'_, B, D> {
+impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
     /// Carries out [`Op::VectorMove`]. One from register to register never comes here.
     pub(crate) fn vector_move(&mut self, is_aligned: bool) -> Result<(), Stop> {
         let (address, register, stores) = match (self.instruction.first, self.instruction.second) {

@@ -3,8 +3,8 @@
 //! The functions come with their outsides and live under the machine's lock, so an outside is called by one thread
 //! at a time. Function `slot` is device `slot + 1`; device 0 is the host bridge.
 
-use vmm_bus::outside::{BlockInfo, ChannelInfo, NetInfo};
-use vmm_bus::{Balloon, Block, Channel, Messages, Net, Packets};
+use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo};
+use vmm_bus::{BalloonBackend, Block, ChannelBackend, Messages, Net, Packets};
 use vmm_dev::channel;
 use vmm_dev::pc::pci::Function;
 use vmm_dev::virtio::balloon;
@@ -26,9 +26,9 @@ pub trait Functions {
     /// Number of slots, at most [`MAX_FUNCTIONS`], always the same. 0: the board has no PCI at all.
     fn slots(&self) -> usize;
     /// The function in a slot, and its outside.
-    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn Outside)>;
+    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn DeviceBackend)>;
     /// The outside of the channel with this number.
-    fn channel(&mut self, number: u64) -> Option<&mut dyn Channel>;
+    fn channel(&mut self, number: u64) -> Option<&mut dyn ChannelBackend>;
     /// Puts all functions in their state after power-on, for a new machine. Disks forget the requests of the old one,
     /// channels its shares.
     fn power_on(&mut self);
@@ -42,11 +42,11 @@ impl Functions for () {
     }
 
     #[inline]
-    fn get(&mut self, _: usize) -> Option<(&mut dyn Function, &mut dyn Outside)> {
+    fn get(&mut self, _: usize) -> Option<(&mut dyn Function, &mut dyn DeviceBackend)> {
         None
     }
 
-    fn channel(&mut self, _: u64) -> Option<&mut dyn Channel> {
+    fn channel(&mut self, _: u64) -> Option<&mut dyn ChannelBackend> {
         None
     }
 
@@ -60,11 +60,11 @@ impl<F: Functions + ?Sized> Functions for Option<&mut F> {
         self.as_ref().map_or(0, |functions| functions.slots())
     }
 
-    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn Outside)> {
+    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn DeviceBackend)> {
         self.as_mut()?.get(slot)
     }
 
-    fn channel(&mut self, number: u64) -> Option<&mut dyn Channel> {
+    fn channel(&mut self, number: u64) -> Option<&mut dyn ChannelBackend> {
         self.as_mut()?.channel(number)
     }
 
@@ -76,7 +76,7 @@ impl<F: Functions + ?Sized> Functions for Option<&mut F> {
 }
 
 /// The outside of one function: what it is connected to. By default it is connected to nothing.
-pub trait Outside {
+pub trait DeviceBackend {
     /// As [`vmm_bus::Env::block`].
     fn block(&mut self) -> Option<&mut dyn Block> {
         None
@@ -86,7 +86,7 @@ pub trait Outside {
         None
     }
     /// As [`vmm_bus::Env::balloon`].
-    fn balloon(&mut self) -> Option<&mut dyn Balloon> {
+    fn balloon(&mut self) -> Option<&mut dyn BalloonBackend> {
         None
     }
     /// As [`vmm_bus::Env::messages`].
@@ -98,7 +98,7 @@ pub trait Outside {
         None
     }
     /// As [`vmm_bus::Env::channel`].
-    fn channel(&mut self) -> Option<&mut dyn Channel> {
+    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
         None
     }
     /// As [`vmm_bus::Env::put`].
@@ -115,7 +115,7 @@ pub trait Outside {
     }
 }
 
-impl<T: Outside + ?Sized> Outside for &mut T {
+impl<T: DeviceBackend + ?Sized> DeviceBackend for &mut T {
     fn block(&mut self) -> Option<&mut dyn Block> {
         (**self).block()
     }
@@ -124,7 +124,7 @@ impl<T: Outside + ?Sized> Outside for &mut T {
         (**self).net()
     }
 
-    fn balloon(&mut self) -> Option<&mut dyn Balloon> {
+    fn balloon(&mut self) -> Option<&mut dyn BalloonBackend> {
         (**self).balloon()
     }
 
@@ -136,7 +136,7 @@ impl<T: Outside + ?Sized> Outside for &mut T {
         (**self).packets()
     }
 
-    fn channel(&mut self) -> Option<&mut dyn Channel> {
+    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
         (**self).channel()
     }
 
@@ -177,7 +177,7 @@ pub enum Model {
 /// A device.
 // One size for all slots; the largest, a disk with all its requests, has several kilobytes.
 #[expect(clippy::large_enum_variant, reason = "there is no heap")]
-enum Card {
+enum PciDevice {
     Block(Pci<Blk>),
     Net(Pci<NetCard>),
     Console(Pci<Console>),
@@ -188,11 +188,11 @@ enum Card {
     Channel(channel::Channel),
 }
 
-impl Card {
+impl PciDevice {
     /// The device after power-on.
-    fn new(device: Model, slot: usize) -> Self {
+    fn new(model: Model, slot: usize) -> Self {
         let base = layout::PCI_WINDOW + spec::WINDOW * slot as u32;
-        match device {
+        match model {
             Model::Block(info) => Self::Block(Pci::new(Blk::new(info), base)),
             Model::Net(info) => Self::Net(Pci::new(NetCard::new(info), base)),
             Model::Console => Self::Console(Pci::new(Console::new(), base)),
@@ -211,9 +211,9 @@ impl Card {
 
 /// A device, how it was made, and its outside.
 struct Slot<O> {
-    device: Model,
-    card: Card,
-    outside: O,
+    model: Model,
+    device: PciDevice,
+    backend: O,
 }
 
 /// Up to `N` devices on PCI, at most [`MAX_FUNCTIONS`], each with its outside of type `O`.
@@ -237,59 +237,59 @@ impl<O, const N: usize> Slots<O, N> {
     }
 
     /// Puts a device in the next free slot and gives its number; without one, gives the outside back.
-    pub fn add(&mut self, device: Model, outside: O) -> Result<usize, O> {
-        let Some(slot) = self.slots.iter().position(Option::is_none) else { return Err(outside) };
-        self.slots[slot] = Some(Slot { device, card: Card::new(device, slot), outside });
+    pub fn add(&mut self, model: Model, backend: O) -> Result<usize, O> {
+        let Some(slot) = self.slots.iter().position(Option::is_none) else { return Err(backend) };
+        self.slots[slot] = Some(Slot { model, device: PciDevice::new(model, slot), backend });
         Ok(slot)
     }
 
     /// The outside of a slot's device.
-    pub fn outside(&mut self, slot: usize) -> Option<&mut O> {
-        self.slots.get_mut(slot)?.as_mut().map(|slot| &mut slot.outside)
+    pub fn backend(&mut self, slot: usize) -> Option<&mut O> {
+        self.slots.get_mut(slot)?.as_mut().map(|slot| &mut slot.backend)
     }
 }
 
-impl<O: Outside, const N: usize> Functions for Slots<O, N> {
+impl<O: DeviceBackend, const N: usize> Functions for Slots<O, N> {
     fn slots(&self) -> usize {
         N
     }
 
-    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn Outside)> {
-        let Slot { card, outside, .. } = self.slots.get_mut(slot)?.as_mut()?;
-        let function: &mut dyn Function = match card {
-            Card::Block(device) => device,
-            Card::Net(device) => device,
-            Card::Console(device) => device,
-            Card::Entropy(device) => device,
-            Card::Balloon(device) => device,
-            Card::P9(device) => device,
-            Card::Vsock(device) => device,
-            Card::Channel(device) => device,
+    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn DeviceBackend)> {
+        let Slot { device, backend, .. } = self.slots.get_mut(slot)?.as_mut()?;
+        let function: &mut dyn Function = match device {
+            PciDevice::Block(device) => device,
+            PciDevice::Net(device) => device,
+            PciDevice::Console(device) => device,
+            PciDevice::Entropy(device) => device,
+            PciDevice::Balloon(device) => device,
+            PciDevice::P9(device) => device,
+            PciDevice::Vsock(device) => device,
+            PciDevice::Channel(device) => device,
         };
-        Some((function, outside))
+        Some((function, backend))
     }
 
-    fn channel(&mut self, number: u64) -> Option<&mut dyn Channel> {
-        self.slots.iter_mut().flatten().find_map(|slot| match slot.device {
-            Model::Channel(info) if u64::from(info.number) == number => slot.outside.channel(),
+    fn channel(&mut self, number: u64) -> Option<&mut dyn ChannelBackend> {
+        self.slots.iter_mut().flatten().find_map(|slot| match slot.model {
+            Model::Channel(info) if u64::from(info.number) == number => slot.backend.channel(),
             _ => None,
         })
     }
 
     fn power_on(&mut self) {
         for (number, slot) in self.slots.iter_mut().enumerate() {
-            if let Some(Slot { device, card, outside }) = slot {
-                *card = Card::new(*device, number);
-                if let Some(block) = outside.block() {
+            if let Some(Slot { model, device, backend }) = slot {
+                *device = PciDevice::new(*model, number);
+                if let Some(block) = backend.block() {
                     block.forget();
                 }
-                if let Some(messages) = outside.messages() {
+                if let Some(messages) = backend.messages() {
                     messages.forget();
                 }
-                if let Some(packets) = outside.packets() {
+                if let Some(packets) = backend.packets() {
                     packets.reset();
                 }
-                if let Some(channel) = outside.channel() {
+                if let Some(channel) = backend.channel() {
                     channel.reset();
                 }
             }

@@ -1,8 +1,8 @@
 //! Hypercalls that have no standard: messages over channels, for guests without a driver (`docs/spec/channel.md`).
 
 use proto::channel::{Message, SendError, hypercall::*};
-use vmm_bus::Channel;
-use vmm_cpu::{Backend, Gpr};
+use vmm_bus::ChannelBackend;
+use vmm_cpu::{Gpr, Vcpu};
 
 use crate::functions::Functions;
 
@@ -10,10 +10,10 @@ use crate::functions::Functions;
 const PAYLOAD: [Gpr; WORDS] = [Gpr::Rdx, Gpr::Rsi, Gpr::Rdi, Gpr::R8];
 
 /// Answers a hypercall: what is to be in `rax`; `None`: there is none with this number. `id` is the machine's.
-pub fn serve<B: Backend>(vcpu: &mut B, id: u32, functions: &mut impl Functions) -> Option<u64> {
-    let act: fn(&mut B, &mut dyn Channel) -> u64 = match vcpu.gpr(Gpr::Rax) {
+pub fn serve<V: Vcpu>(vcpu: &mut V, id: u32, functions: &mut impl Functions) -> Option<u64> {
+    let act: fn(&mut V, &mut dyn ChannelBackend) -> u64 = match vcpu.gpr(Gpr::Rax) {
         ID => return Some(id.into()),
-        DOORBELL => |_, channel| if channel.ring() { DONE } else { NO_CHANNEL },
+        DOORBELL => |_, channel| if channel.notify() { DONE } else { NO_CHANNEL },
         SEND => send,
         RECEIVE => receive,
         _ => return None,
@@ -22,7 +22,7 @@ pub fn serve<B: Backend>(vcpu: &mut B, id: u32, functions: &mut impl Functions) 
     Some(channel.map_or(NO_CHANNEL, |channel| act(vcpu, channel)))
 }
 
-fn send<B: Backend>(vcpu: &mut B, channel: &mut dyn Channel) -> u64 {
+fn send<V: Vcpu>(vcpu: &mut V, channel: &mut dyn ChannelBackend) -> u64 {
     let tag = vcpu.gpr(Gpr::Rcx) as u32;
     let mut message = Message { tag, length: size_of::<[u64; WORDS]>() as u32, payload: [0; _] };
     for (word, register) in message.payload.iter_mut().zip(PAYLOAD) {
@@ -35,7 +35,7 @@ fn send<B: Backend>(vcpu: &mut B, channel: &mut dyn Channel) -> u64 {
     }
 }
 
-fn receive<B: Backend>(vcpu: &mut B, channel: &mut dyn Channel) -> u64 {
+fn receive<V: Vcpu>(vcpu: &mut V, channel: &mut dyn ChannelBackend) -> u64 {
     match channel.receive() {
         Ok(Some(message)) => {
             vcpu.set_gpr(Gpr::Rcx, message.tag.into());
@@ -52,15 +52,15 @@ fn receive<B: Backend>(vcpu: &mut B, channel: &mut dyn Channel) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Model, Outside, Slots};
-    use vmm_bus::outside::ChannelInfo;
+    use crate::{DeviceBackend, Model, Slots};
+    use vmm_bus::backend::ChannelInfo;
     use vmm_bus::testing::Peer;
     use vmm_cpu::testing::ScriptedVcpu;
 
     struct End(Peer);
 
-    impl Outside for End {
-        fn channel(&mut self) -> Option<&mut dyn Channel> {
+    impl DeviceBackend for End {
+        fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
             Some(&mut self.0)
         }
     }

@@ -1,17 +1,17 @@
 //! Boards: which chips a virtual machine has, where they sit and how they are wired.
 //!
 //! The program that hosts a machine implements [`Host`] for the machine's outside and
-//! [`vmm_cpu::Backend`] for each virtual CPU, then calls [`Pc::run`] in a loop:
+//! [`vmm_cpu::Vcpu`] for each virtual CPU, then calls [`Pc::run`] in a loop:
 //!
 //! ```text
 //! // PcConfig, &GuestMemory, impl Fn(leaf, subleaf) -> [eax, ebx, ecx, edx] of the host
 //! let mut pc = Pc::new(config, memory, host_cpuid);
-//! // initial registers: from vmm-boot, through vmm_cpu::Backend; TSC offset and XCR0: by `run`
+//! // initial registers: from vmm-boot, through vmm_cpu::Vcpu; TSC offset and XCR0: by `run`
 //! loop {
 //!     match pc.run(0, &mut vcpu, &mut host) {       // index of the vCPU
-//!         Pause::Recall(events) => { /* host's own events */ pc.input(Some(&cpu), &mut host); }
-//!         Pause::Idle { deadline_tsc } => { /* wait for a notification or the deadline */ }
-//!         Pause::End(outcome) => break,
+//!         StopReason::Recall(events) => { /* host's own events */ pc.input(Some(&cpu), &mut host); }
+//!         StopReason::Idle { deadline_tsc } => { /* wait for a notification or the deadline */ }
+//!         StopReason::End(outcome) => break,
 //!     }
 //! }
 //! ```
@@ -24,22 +24,22 @@
 
 pub mod functions;
 mod hypercalls;
+mod interrupts;
 pub mod layout;
 mod once;
 mod pc;
 #[cfg(feature = "load")]
 pub mod registers;
-mod wires;
 
 use core::fmt;
 
-pub use functions::{Functions, Model, Outside, Slots};
+pub use functions::{DeviceBackend, Functions, Model, Slots};
 pub use layout::{layout, layout_with_pci};
 pub use once::Once;
 pub use pc::{Counters, Pc};
 use proto::wedge::log;
 use vmm_cpu::TscClock;
-pub use vmm_cpu::{Outcome, Pause};
+pub use vmm_cpu::{Outcome, StopReason};
 
 /// What a machine is made of.
 #[derive(Clone, Copy, Debug)]

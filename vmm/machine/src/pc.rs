@@ -4,7 +4,7 @@
 //! and wires are behind one lock, which is held while a chip works and never while the guest runs. Whoever leaves
 //! something for another CPU kicks it: a kick that comes before that CPU enters the guest or waits is not lost
 //! ([`Host::kick`]), and it looks at everything after each kick, so its own memory of having something to look
-//! at ([`Seat::attention`]) need not be shared.
+//! at ([`CpuBus::needs_service`]) need not be shared.
 
 use hw_x86::cpuid::leaf;
 use vmm_bus::{Access, Device, InterruptMessage, Map, Piece, Region, WAKE_CHANGE, WAKE_INPUT};
@@ -15,8 +15,8 @@ use vmm_cpu::pv::ApicIds;
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
 use vmm_cpu::{
-    Acknowledged, Backend, Board, Cpu, IoExit, MAX_VCPUS, MemoryFault, Outcome, Pause, Signals,
-    TscClock, Unknown, Waiting,
+    Acknowledged, Board, Cpu, IoExit, MAX_VCPUS, MemoryFault, Outcome, PendingInterrupt, Signals,
+    StopReason, TscClock, Unknown, Vcpu,
 };
 use vmm_dev::pc::debugexit::DebugExit;
 use vmm_dev::pc::ioapic::{self, IoApic};
@@ -37,10 +37,10 @@ use vmm_mem::GuestMemory;
 
 use crate::functions::Functions;
 use crate::hypercalls;
+pub use crate::interrupts::Counters;
+use crate::interrupts::{CHIPS, Chip, ChipEnv, FUNCTIONS, FunctionEnv, InterruptRouter};
 use crate::layout;
 use crate::once::Once;
-pub use crate::wires::Counters;
-use crate::wires::{CHIPS, Chip, ChipEnv, FUNCTIONS, FunctionEnv, Wires};
 use crate::{Host, Level, PcConfig};
 
 /// Ranges of ports.
@@ -77,7 +77,7 @@ struct Machine<const CPUS: usize, P> {
     nmi: u32,
     init: u32,
     startup: [Option<u8>; CPUS],
-    wires: Wires,
+    router: InterruptRouter,
     pci: Bus<P>,
 }
 
@@ -245,7 +245,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
             nmi: 0,
             init: 0,
             startup: [None; CPUS],
-            wires: Wires::new(config.clock, *memory),
+            router: InterruptRouter::new(config.clock, *memory),
             pci: Bus { address: ConfigAddress::default(), bridge: Bridge::new(), functions },
         };
         // Built in place: both are large, and stacks are small.
@@ -277,9 +277,9 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
     }
 
     /// Runs a virtual CPU until the host is needed. `host` is the outside as the CPU's thread reaches it.
-    pub fn run<B: Backend, H: Host>(&self, cpu: &mut Cpu, vcpu: &mut B, host: &mut H) -> Pause {
-        let mut seat = Seat { pc: self, host, cpu: cpu.index(), attention: false };
-        cpu.run(vcpu, &mut seat)
+    pub fn run<V: Vcpu, H: Host>(&self, cpu: &mut Cpu, vcpu: &mut V, host: &mut H) -> StopReason {
+        let mut bus = CpuBus { pc: self, host, cpu: cpu.index(), needs_service: false };
+        cpu.run(vcpu, &mut bus)
     }
 
     /// The serial line has bytes, or takes bytes again. `caller`: the virtual CPU whose thread calls between two of its
@@ -312,8 +312,8 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
     /// The power button is pressed: the guest is asked to switch off.
     pub fn press_power_button<H: Host>(&self, host: &mut H) {
         self.locked(host, CPUS, |board| {
-            let Machine { chips, wires, .. } = &mut *board.machine;
-            let mut env = ChipEnv { wires, host: &mut *board.host, chip: Chip::Pm as usize };
+            let Machine { chips, router, .. } = &mut *board.machine;
+            let mut env = ChipEnv { router, host: &mut *board.host, chip: Chip::Pm as usize };
             chips.pm.press_power_button(&mut env);
             board.carry_on();
         });
@@ -321,27 +321,27 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
 
     /// The machine ends, if it has not already: every virtual CPU's [`Pc::run`] says so.
     pub fn end<H: Host>(&self, outcome: Outcome, host: &mut H) {
-        self.locked(host, CPUS, |board| board.machine.wires.end(outcome));
+        self.locked(host, CPUS, |board| board.machine.router.end(outcome));
     }
 
     /// How the machine has ended.
     pub fn outcome(&self) -> Option<Outcome> {
-        self.machine.lock().wires.end
+        self.machine.lock().router.end
     }
 
     /// What the guest did that the machine does not know.
     pub fn counters(&self) -> Counters {
-        self.machine.lock().wires.counters
+        self.machine.lock().router.counters
     }
 
     /// Keys of the messages that were logged so far, for the board of the guest's next boot.
     pub fn logged(&self) -> Once {
-        self.machine.lock().wires.once.clone()
+        self.machine.lock().router.once.clone()
     }
 
     /// Takes over the keys of messages that earlier boots of the guest have logged: none of them is logged again.
     pub fn keep_logged(&self, logged: Once) {
-        self.machine.lock().wires.once = logged;
+        self.machine.lock().router.once = logged;
     }
 
     /// Works on the chips, on behalf of virtual CPU `running` ([`CPUS`](Self): of none), and kicks those CPUs that have
@@ -356,7 +356,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         let mut machine = self.machine.lock();
         let mut board = PcBoard { fixed: &self.fixed, machine: &mut machine, host: &mut *host };
         let result = act(&mut board);
-        let others = board.machine.wires.take_kicks() & !(1 << running);
+        let others = board.machine.router.take_kicks() & !(1 << running);
         // Who is kicked may run before this thread goes on, and wants the lock.
         drop(machine);
         if others != 0 {
@@ -388,10 +388,10 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         chip: Chip,
         call: impl FnOnce(&mut dyn Device, &mut ChipEnv<'_, H>) -> R,
     ) -> Option<R> {
-        let Machine { chips, wires, .. } = &mut *self.machine;
-        let mut env = ChipEnv { wires, host: &mut *self.host, chip: chip as usize };
+        let Machine { chips, router, .. } = &mut *self.machine;
+        let mut env = ChipEnv { router, host: &mut *self.host, chip: chip as usize };
         let result = call(chips.get(chip)?, &mut env);
-        if self.machine.wires.busy() || chip == Chip::Pic {
+        if self.machine.router.busy() || chip == Chip::Pic {
             self.carry_on();
         }
         Some(result)
@@ -403,16 +403,16 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         cpu: usize,
         call: impl FnOnce(&mut LocalApic, &mut ChipEnv<'_, H>) -> R,
     ) -> R {
-        let Machine { apics, wires, .. } = &mut *self.machine;
-        let mut env = ChipEnv { wires, host: &mut *self.host, chip: CHIPS.len() + cpu };
+        let Machine { apics, router, .. } = &mut *self.machine;
+        let mut env = ChipEnv { router, host: &mut *self.host, chip: CHIPS.len() + cpu };
         let result = call(&mut apics[cpu], &mut env);
         // The sender of a message has served itself already.
         self.deliver_all(Some(cpu));
-        if self.machine.apics[cpu].has_events() || self.machine.wires.busy() {
+        if self.machine.apics[cpu].has_events() || self.machine.router.busy() {
             self.carry_on();
         }
         if self.interrupt_waits(cpu) {
-            self.machine.wires.attention |= 1 << cpu;
+            self.machine.router.needs_service |= 1 << cpu;
         }
         result
     }
@@ -423,13 +423,13 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         slot: usize,
         call: impl FnOnce(&mut dyn Function, &mut FunctionEnv<'_, H>) -> T,
     ) -> Option<T> {
-        let Machine { pci, wires, .. } = &mut *self.machine;
-        let chip = ChipEnv { wires, host: &mut *self.host, chip: FUNCTIONS + slot };
-        let (function, outside) = pci.functions.get(slot)?;
-        let result = call(function, &mut FunctionEnv { chip, outside });
+        let Machine { pci, router, .. } = &mut *self.machine;
+        let chip = ChipEnv { router, host: &mut *self.host, chip: FUNCTIONS + slot };
+        let (function, backend) = pci.functions.get(slot)?;
+        let result = call(function, &mut FunctionEnv { chip, backend });
         // Most often nothing else.
         self.deliver_all(None);
-        if self.machine.wires.busy() {
+        if self.machine.router.busy() {
             self.carry_on();
         }
         Some(result)
@@ -456,8 +456,8 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
                 read.unwrap_or(nobody)
             }
             None => {
-                let Machine { pci, wires, .. } = &mut *self.machine;
-                let mut env = ChipEnv { wires, host: &mut *self.host, chip: FUNCTIONS };
+                let Machine { pci, router, .. } = &mut *self.machine;
+                let mut env = ChipEnv { router, host: &mut *self.host, chip: FUNCTIONS };
                 target.read(Some(&mut pci.bridge), &mut env)
             }
         }
@@ -471,8 +471,8 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
                 self.with_function(slot, |function, env| target.write(value, Some(function), env));
             }
             None => {
-                let Machine { pci, wires, .. } = &mut *self.machine;
-                let mut env = ChipEnv { wires, host: &mut *self.host, chip: FUNCTIONS };
+                let Machine { pci, router, .. } = &mut *self.machine;
+                let mut env = ChipEnv { router, host: &mut *self.host, chip: FUNCTIONS };
                 target.write(value, Some(&mut pci.bridge), &mut env);
             }
         }
@@ -561,11 +561,11 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     /// message makes no new line change, and only an end of interrupt makes messages.
     fn carry_on(&mut self) {
         loop {
-            if let Some((irq, pulse, level)) = self.machine.wires.take_change() {
+            if let Some((irq, pulse, level)) = self.machine.router.take_change() {
                 for level in pulse.into_iter().chain([level]) {
                     self.set_irq(irq, level);
                 }
-            } else if let Some(message) = self.machine.wires.take_message() {
+            } else if let Some(message) = self.machine.router.take_message() {
                 self.deliver(message, None);
             } else if !self.take_apic_events() {
                 break;
@@ -575,10 +575,10 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     }
 
     fn set_irq(&mut self, irq: u8, level: bool) {
-        let Machine { chips, wires, .. } = &mut *self.machine;
+        let Machine { chips, router, .. } = &mut *self.machine;
         chips.pic.set_irq(irq, level);
         if let Some(pin) = layout::gsi(irq) {
-            let mut env = ChipEnv { wires, host: &mut *self.host, chip: Chip::IoApic as usize };
+            let mut env = ChipEnv { router, host: &mut *self.host, chip: Chip::IoApic as usize };
             chips.io_apic.set_irq(pin, level, &mut env);
         }
     }
@@ -603,7 +603,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     /// Gives all messages to the local APICs that they are for, except the sender.
     #[inline]
     fn deliver_all(&mut self, sender: Option<usize>) {
-        while let Some(message) = self.machine.wires.take_message() {
+        while let Some(message) = self.machine.router.take_message() {
             self.deliver(message, sender);
         }
     }
@@ -653,7 +653,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
 
     /// The CPU has to look at what waits for it.
     fn alert(&mut self, cpu: usize) {
-        self.machine.wires.attention |= 1 << cpu;
+        self.machine.router.needs_service |= 1 << cpu;
     }
 
     /// Takes what local APICs have for the board; whether there was anything.
@@ -693,12 +693,12 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
             machine.ext_int |= bit;
         }
         if let Some(vector) = events.eoi {
-            let Machine { chips, wires, .. } = machine;
-            let mut env = ChipEnv { wires, host: &mut *self.host, chip: Chip::IoApic as usize };
+            let Machine { chips, router, .. } = machine;
+            let mut env = ChipEnv { router, host: &mut *self.host, chip: Chip::IoApic as usize };
             chips.io_apic.eoi(vector, &mut env);
         }
         if events.smi {
-            self.machine.wires.counters.other += 1;
+            self.machine.router.counters.other += 1;
         }
         let alerts = events.nmi || events.init || events.ext_int || events.priority;
         if alerts || events.startup.is_some() {
@@ -718,17 +718,19 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     /// does not know yet.
     #[inline]
     fn interrupt_waits(&self, cpu: usize) -> bool {
-        self.machine.apics[cpu].waits() || self.pic_waits(cpu)
+        self.machine.apics[cpu].has_pending() || self.pic_waits(cpu)
     }
 
     /// The interrupt that waits for this CPU.
-    fn waiting(&self, cpu: usize) -> Waiting {
+    fn waiting(&self, cpu: usize) -> PendingInterrupt {
         let apic = &self.machine.apics[cpu];
         match apic.pending() {
-            _ if self.pic_waits(cpu) => Waiting::Asks,
-            Some(vector) => Waiting::Vector { vector, quiet: apic.eoi_will_be_quiet(vector) },
-            None if apic.is_held() => Waiting::Held,
-            None => Waiting::Nothing,
+            _ if self.pic_waits(cpu) => PendingInterrupt::Pic,
+            Some(vector) => {
+                PendingInterrupt::Virq { vector, eoi_elidable: apic.will_eoi_be_elidable(vector) }
+            }
+            None if apic.is_masked_by_priority() => PendingInterrupt::Masked,
+            None => PendingInterrupt::None,
         }
     }
 
@@ -754,19 +756,19 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
 
     #[cold]
     fn unknown_port(&mut self, access: Access) -> u64 {
-        self.machine.wires.counters.unknown_ports += 1;
+        self.machine.router.counters.unknown_ports += 1;
         let port = access.offset;
         let text = format_args!("unknown port {port:#x}");
-        self.machine.wires.say(self.host, PROBING, key(1, port), text);
+        self.machine.router.say(self.host, PROBING, key(1, port), text);
         access.open_bus()
     }
 
     #[cold]
     fn unknown_memory(&mut self, address: u64) {
-        self.machine.wires.counters.unknown_memory += 1;
+        self.machine.router.counters.unknown_memory += 1;
         let page = address & !0xfff;
         let text = format_args!("nothing at guest-physical address {address:#x}");
-        self.machine.wires.say(self.host, PROBING, key(2, page), text);
+        self.machine.router.say(self.host, PROBING, key(2, page), text);
     }
 
     /// Offset in the page of this CPU's local APIC.
@@ -906,11 +908,11 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     }
 
     /// Lets everything that is due happen, and says what waits for a CPU.
-    fn settle(&mut self, cpu: usize) -> Signals {
+    fn service_timers(&mut self, cpu: usize) -> Signals {
         let now = self.fixed.clock.nanos(self.host.tsc());
         // Each timer once: one that is due again at once is seen by the next call.
         let mut start = 0;
-        while let Some(timer) = self.machine.wires.take_due(start, now) {
+        while let Some(timer) = self.machine.router.take_due(start, now) {
             start = timer + 1;
             match CHIPS.get(timer) {
                 Some(&chip) => {
@@ -933,20 +935,21 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
         let interrupt = self.waiting(cpu);
         let machine = &mut *self.machine;
-        let left = if let Waiting::Vector { vector, .. } = interrupt { Some(vector) } else { None };
-        machine.apics[cpu].leave(left);
+        let offered =
+            if let PendingInterrupt::Virq { vector, .. } = interrupt { Some(vector) } else { None };
+        machine.apics[cpu].set_offered(offered);
         let signals = Signals {
-            end: machine.wires.end,
+            end: machine.router.end,
             nmi: machine.nmi & bit != 0,
             interrupt,
             init,
             startup: machine.startup[cpu].take(),
-            deadline: machine.wires.deadline(cpu),
+            deadline: machine.router.deadline(cpu),
             cr8: machine.apics[cpu].cr8(),
         };
         machine.nmi &= !bit;
         machine.init &= !bit;
-        machine.wires.looked(cpu);
+        machine.router.looked(cpu);
         signals
     }
 
@@ -956,81 +959,81 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
             let vector = self.machine.chips.pic.acknowledge();
             self.update_intr();
             let more = self.machine.apics[cpu].pending().is_some() || self.pic_waits(cpu);
-            return Some(Acknowledged { vector, quiet: false, more });
+            return Some(Acknowledged { vector, eoi_elidable: false, more });
         }
         let apic = &mut self.machine.apics[cpu];
         let vector = apic.pending()?;
-        apic.leave(None);
+        apic.set_offered(None);
         apic.accept(vector);
         // Nothing else that is requested has a higher priority.
-        Some(Acknowledged { vector, quiet: apic.eoi_is_quiet(), more: false })
+        Some(Acknowledged { vector, eoi_elidable: apic.is_eoi_elidable(), more: false })
     }
 
     #[cold]
     fn unknown(&mut self, what: Unknown) {
-        let Wires { counters, .. } = &mut self.machine.wires;
+        let InterruptRouter { counters, .. } = &mut self.machine.router;
         match what {
             Unknown::MsrRead(_) | Unknown::MsrWrite(..) => counters.unknown_msrs += 1,
             Unknown::Instruction { .. } => counters.unknown_instructions += 1,
             Unknown::Exit(_) | Unknown::Hypercall(_) | Unknown::Other(..) => counters.other += 1,
         }
-        let wires = &mut self.machine.wires;
+        let router = &mut self.machine.router;
         let host = &mut *self.host;
         match what {
             Unknown::MsrRead(msr) => {
                 let text = format_args!("read of unknown MSR {msr:#x}");
-                wires.say(host, PROBING, key(3, msr.into()), text);
+                router.say(host, PROBING, key(3, msr.into()), text);
             }
             Unknown::MsrWrite(msr, value) => {
                 let text = format_args!("refused write of {value:#x} to MSR {msr:#x}");
-                wires.say(host, PROBING, key(4, msr.into()), text);
+                router.say(host, PROBING, key(4, msr.into()), text);
             }
             Unknown::Instruction { rip, bytes } => {
                 let text = format_args!(
                     "instruction at {rip:#x} not emulated: {:02x?}",
                     bytes.to_le_bytes()
                 );
-                wires.say(host, Level::Warning, key(5, bytes), text);
+                router.say(host, Level::Warning, key(5, bytes), text);
             }
             Unknown::Exit(code) => {
                 let text = format_args!("unknown exit {code:#x}");
-                wires.say(host, Level::Warning, key(6, code), text);
+                router.say(host, Level::Warning, key(6, code), text);
             }
             Unknown::Hypercall(number) => {
                 let text = format_args!("unknown hypercall {number:#x}");
-                wires.say(host, Level::Warning, key(7, number), text);
+                router.say(host, Level::Warning, key(7, number), text);
             }
             Unknown::Other(text, value) => {
                 let address = text.as_ptr().addr() as u64;
                 let text = format_args!("{text}: {value:#x}");
-                wires.say(host, Level::Warning, key(0, address), text);
+                router.say(host, Level::Warning, key(0, address), text);
             }
         }
     }
 }
 
 /// The machine as one virtual CPU sees it while it runs.
-struct Seat<'a, 'm, H, R, const CPUS: usize, P> {
+struct CpuBus<'a, 'm, H, R, const CPUS: usize, P> {
     pc: &'a Pc<'m, R, CPUS, P>,
     host: &'a mut H,
     cpu: usize,
     /// There is something for this CPU to look at. What others leave for it comes with a kick.
-    attention: bool,
+    needs_service: bool,
 }
 
-impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Seat<'_, 'm, H, R, CPUS, P> {
+impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> CpuBus<'_, 'm, H, R, CPUS, P> {
     #[inline]
     fn locked<T>(&mut self, act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS, P>) -> T) -> T {
         let bit = 1 << self.cpu;
-        let (result, attention) = self.pc.locked(self.host, self.cpu, |board| {
-            (act(board), board.machine.wires.attention & bit != 0)
+        let (result, needs_service) = self.pc.locked(self.host, self.cpu, |board| {
+            (act(board), board.machine.router.needs_service & bit != 0)
         });
-        self.attention |= attention;
+        self.needs_service |= needs_service;
         result
     }
 
     /// What an emulated access comes to.
-    fn finish<B: Backend>(&mut self, vcpu: &mut B, result: Result<Done, Stop>) -> Emulated {
+    fn finish<V: Vcpu>(&mut self, vcpu: &mut V, result: Result<Done, Stop>) -> Emulated {
         match result {
             Ok(Done::Next(next)) => Emulated::Next(next),
             Ok(Done::Again) => Emulated::Again,
@@ -1045,7 +1048,7 @@ impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Seat<'_, 'm
 }
 
 impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
-    for Seat<'_, '_, H, R, CPUS, P>
+    for CpuBus<'_, '_, H, R, CPUS, P>
 {
     #[inline]
     fn memory(&self) -> &GuestMemory {
@@ -1109,19 +1112,19 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
         self.locked(|board| board.with_apic(cpu, |apic, env| apic.sync_tsc(tsc, env)));
     }
 
-    fn emulate_memory<B: Backend>(&mut self, _: usize, vcpu: &mut B, _: MemoryFault) -> Emulated {
+    fn emulate_memory<V: Vcpu>(&mut self, _: usize, vcpu: &mut V, _: MemoryFault) -> Emulated {
         let memory = self.pc.fixed.memory;
         let result = vmm_emu::memory_access(vcpu, memory, self);
         self.finish(vcpu, result)
     }
 
-    fn emulate_io<B: Backend>(&mut self, _: usize, vcpu: &mut B, io: IoExit) -> Emulated {
+    fn emulate_io<V: Vcpu>(&mut self, _: usize, vcpu: &mut V, io: IoExit) -> Emulated {
         let memory = self.pc.fixed.memory;
         let result = vmm_emu::string_io(vcpu, memory, self, io);
         self.finish(vcpu, result)
     }
 
-    fn hypercall<B: Backend>(&mut self, vcpu: &mut B) -> Option<u64> {
+    fn hypercall<V: Vcpu>(&mut self, vcpu: &mut V) -> Option<u64> {
         let id = self.pc.fixed.id;
         self.locked(|board| hypercalls::serve(vcpu, id, &mut board.machine.pci.functions))
     }
@@ -1131,22 +1134,22 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
     }
 
     #[inline]
-    fn attention(&self, _: usize) -> bool {
-        self.attention
+    fn needs_service(&self, _: usize) -> bool {
+        self.needs_service
     }
 
-    fn settle(&mut self, cpu: usize) -> Signals {
-        self.attention = false;
-        self.locked(|board| board.settle(cpu))
+    fn service_timers(&mut self, cpu: usize) -> Signals {
+        self.needs_service = false;
+        self.locked(|board| board.service_timers(cpu))
     }
 
     fn acknowledge(&mut self, cpu: usize) -> Option<Acknowledged> {
         self.locked(|board| board.acknowledge(cpu))
     }
 
-    fn accept(&mut self, cpu: usize, vector: u8) {
+    fn accept_virq(&mut self, cpu: usize, vector: u8) {
         self.locked(|board| {
-            board.with_apic(cpu, |apic, _| apic.accept_left(vector));
+            board.with_apic(cpu, |apic, _| apic.accept_offered(vector));
         });
     }
 
@@ -1165,7 +1168,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
 
 /// The devices as the emulator reaches them: the lock is taken for each access, not for the whole instruction.
 impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Devices
-    for Seat<'_, '_, H, R, CPUS, P>
+    for CpuBus<'_, '_, H, R, CPUS, P>
 {
     fn read(&mut self, address: u64, size: u8) -> u64 {
         self.memory_in(self.cpu, address, size)
@@ -1192,10 +1195,10 @@ mod tests {
     use std::string::{String, ToString};
     use std::vec::Vec;
     use vmm_cpu::testing::ScriptedVcpu;
-    use vmm_cpu::{Event, Exit, Gpr, Outcome, Reg, Window};
+    use vmm_cpu::{Event, Exit, Gpr, InterruptWindow, Outcome, Reg};
     use vmm_mem::testing;
 
-    use crate::{Level, Model, Outside, Slots};
+    use crate::{DeviceBackend, Level, Model, Slots};
 
     /// A host whose counter ticks once a nanosecond, when told.
     #[derive(Default)]
@@ -1265,11 +1268,11 @@ mod tests {
         /// The guest takes the interrupt that is left to it, as a processor does, if it can: as an event of the entry.
         fn take(vcpu: &mut ScriptedVcpu) {
             let Some(entry) = vcpu.entries.last_mut() else { return };
-            if let (Window::Take(vector), Event::NONE, true) =
+            if let (InterruptWindow::DeliverVirq(vector), Event::NONE, true) =
                 (entry.window, entry.event, entry.open)
             {
                 entry.event = Event::interrupt(vector);
-                vcpu.window = Window::Nothing;
+                vcpu.window = InterruptWindow::Nothing;
             }
         }
 
@@ -1285,7 +1288,7 @@ mod tests {
                 Exit::Recall { events: 7 }
             });
             let pause = self.pc.run(&mut self.cpu, &mut self.vcpu, &mut self.host);
-            assert_eq!(pause, Pause::Recall(7));
+            assert_eq!(pause, StopReason::Recall(7));
         }
 
         fn out(&mut self, port: u16, value: u8) {
@@ -1525,7 +1528,7 @@ mod tests {
             rig.vcpu.set_gpr(Gpr::Rax, value.into());
             rig.vcpu.then(move |_| io(port, size, true));
             let pause = rig.pc.run(&mut rig.cpu, &mut rig.vcpu, &mut rig.host);
-            assert_eq!(pause, Pause::End(outcome), "port {port:#x}");
+            assert_eq!(pause, StopReason::End(outcome), "port {port:#x}");
         }
     }
 
@@ -1535,14 +1538,14 @@ mod tests {
         let mut rig = Rig::new(&memory, 2);
         let mut second = ScriptedVcpu::flat32();
         let mut cpu = rig.pc.cpu(1);
-        let idle = Pause::Idle { deadline_tsc: u64::MAX };
+        let idle = StopReason::Idle { deadline_tsc: u64::MAX };
         assert_eq!(rig.pc.run(&mut cpu, &mut second, &mut rig.host), idle);
         rig.mmio(&memory, 0xfee0_0310, Some(1 << 24));
         rig.mmio(&memory, 0xfee0_0300, Some(0x4500)); // INIT
         rig.mmio(&memory, 0xfee0_0300, Some(0x4609)); // start at 0x9000
         assert_eq!(rig.host.kicks, [1], "once until it runs");
         second.then(|_| Exit::Recall { events: 1 });
-        assert_eq!(rig.pc.run(&mut cpu, &mut second, &mut rig.host), Pause::Recall(1));
+        assert_eq!(rig.pc.run(&mut cpu, &mut second, &mut rig.host), StopReason::Recall(1));
         assert_eq!(second.segment(vmm_cpu::Seg::Cs).base, 0x9000);
         // Its own id, and an interrupt from the first.
         second.set_gpr(Gpr::Rax, 1);
@@ -1632,7 +1635,7 @@ mod tests {
     /// Entropy of a test: always the same.
     struct Sevens(bool);
 
-    impl Outside for Sevens {
+    impl DeviceBackend for Sevens {
         fn entropy(&mut self, to: &mut [u8]) -> bool {
             to.fill(7);
             self.0
@@ -1713,7 +1716,7 @@ mod tests {
         memory.write_slice(0x3000, &[0, 0, 1, 0]).unwrap();
         outb(&mut rig, 0x3000, 2, 0);
         assert_eq!(rig.events(), [], "nothing to give");
-        rig.pc.functions(|slots| slots.outside(0).unwrap().0 = true);
+        rig.pc.functions(|slots| slots.backend(0).unwrap().0 = true);
         rig.pc.function_input(0, Some(&rig.cpu), &mut rig.host);
         assert_eq!(memory.read::<u64>(0x5000), Ok(0x0707_0707_0707_0707));
         assert_eq!(rig.events(), [Event::interrupt(0x61)]);
@@ -1721,7 +1724,7 @@ mod tests {
         rig.vcpu.then(|_| io(0xcf9, 1, true));
         rig.vcpu.set_gpr(Gpr::Rax, 6);
         let pause = rig.pc.run(&mut rig.cpu, &mut rig.vcpu, &mut rig.host);
-        assert_eq!(pause, Pause::End(Outcome::Reset));
+        assert_eq!(pause, StopReason::End(Outcome::Reset));
     }
 
     #[test]
@@ -1751,7 +1754,7 @@ mod tests {
             rig.host.tsc += random & 0xffff;
             rig.vcpu.then(move |_| io(port, size, write));
             rig.vcpu.then(|_| Exit::Recall { events: 0 });
-            if let Pause::End(_) = rig.pc.run(&mut rig.cpu, &mut rig.vcpu, &mut rig.host) {
+            if let StopReason::End(_) = rig.pc.run(&mut rig.cpu, &mut rig.vcpu, &mut rig.host) {
                 rig = Rig::new(&memory, 1);
             }
         }

@@ -1,7 +1,7 @@
 //! Puts a virtual CPU into the state that a boot protocol asks for.
 
 use vmm_boot::InitialState;
-use vmm_cpu::{Backend, Event, Gpr, Reg, Seg, Window};
+use vmm_cpu::{Event, Gpr, InterruptWindow, Reg, Seg, Vcpu};
 
 /// `PAT` after reset (AMD APM vol. 2, section 7.8).
 const PAT: u64 = 0x0007_0406_0007_0406;
@@ -10,7 +10,7 @@ const DR6: u64 = 0xffff_0ff0;
 const DR7: u64 = 0x400;
 
 /// Sets every register; those that the protocol leaves open are as after reset.
-pub fn set(vcpu: &mut impl Backend, state: &InitialState) {
+pub fn set(vcpu: &mut impl Vcpu, state: &InitialState) {
     for code in 0..16 {
         vcpu.set_gpr(Gpr::from_code(code), 0);
     }
@@ -52,6 +52,6 @@ pub fn set(vcpu: &mut impl Backend, state: &InitialState) {
     vcpu.set_segment(Seg::Idtr, state.idtr);
     vcpu.set_segment(Seg::Ldtr, state.ldtr);
     vcpu.set_event(Event::NONE);
-    vcpu.set_window(Window::Nothing);
+    vcpu.set_window(InterruptWindow::Nothing);
     vcpu.set_deadline(u64::MAX);
 }

@@ -152,7 +152,7 @@ impl GuestMemory {
     }
 
     #[inline]
-    fn tell(&self, address: u64, length: u64) {
+    fn notify_observer(&self, address: u64, length: u64) {
         if let Some(observer) = self.observer {
             observer(address, length);
         }
@@ -205,7 +205,7 @@ impl GuestMemory {
     pub fn write<T: Word>(&self, address: u64, value: T) -> Result<(), MemoryError> {
         if address.is_multiple_of(T::SIZE) {
             let (host, _) = self.locate(address)?;
-            self.tell(address, T::SIZE);
+            self.notify_observer(address, T::SIZE);
             // SAFETY: as in `read`.
             unsafe { value.store(host) };
             Ok(())
@@ -226,7 +226,7 @@ impl GuestMemory {
             return Err(MemoryError::Misaligned { address });
         }
         let (host, _) = self.locate(address)?;
-        self.tell(address, T::SIZE);
+        self.notify_observer(address, T::SIZE);
         // SAFETY: as in `read`.
         Ok(unsafe { T::exchange(host, current, new) })
     }
@@ -313,7 +313,7 @@ impl GuestMemory {
         mut act: impl FnMut(*mut u8, usize),
     ) -> Result<(), MemoryError> {
         if way == Transfer::ToGuest && length != 0 {
-            self.tell(address, length);
+            self.notify_observer(address, length);
         }
         while length != 0 {
             let (host, available) = self.locate(address)?;
@@ -423,7 +423,7 @@ unsafe fn copy_in(from: &[u8], host: *mut u8) {
 
 mod sealed {
     /// How a word is accessed. Host byte order, which is little-endian on all hosts and guests.
-    pub trait Access: Copy {
+    pub trait RawAccess: Copy {
         /// Size in bytes.
         const SIZE: u64;
         /// # Safety
@@ -439,22 +439,22 @@ mod sealed {
     }
 
     /// How an atomic word is exchanged.
-    pub trait Exchange: Access {
+    pub trait Exchange: RawAccess {
         /// # Safety
         /// `host` must be aligned guest memory.
         unsafe fn exchange(host: *mut u8, current: Self, new: Self) -> Result<Self, Self>;
     }
 }
-use sealed::{Access, Exchange};
+use sealed::{Exchange, RawAccess};
 
 /// A word that guest memory is read and written by: `u8`, `u16`, `u32`, `u64`.
-pub trait Word: Access {}
+pub trait Word: RawAccess {}
 /// A word that can be exchanged atomically: `u32`, `u64`.
 pub trait AtomicWord: Word + Exchange {}
 
 macro_rules! word {
     ($int:ty, $atomic:ty) => {
-        impl Access for $int {
+        impl RawAccess for $int {
             const SIZE: u64 = size_of::<$int>() as u64;
 
             #[inline]

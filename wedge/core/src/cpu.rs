@@ -3,7 +3,7 @@
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4};
 use vmm_cpu::Event;
-use vmm_cpu::backend::Segment;
+use vmm_cpu::vcpu::Segment;
 use vmm_cpu::walk::{Intent, PageFault, Paging};
 use vmm_mem::GuestMemory;
 

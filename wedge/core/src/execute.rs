@@ -296,7 +296,7 @@ impl VirtualCpu {
     }
 
     /// `CS` and `SS` of programs and of the kernel, as `SYSRET` to 64-bit code and `SYSCALL` load them.
-    pub fn call_segments(&self) -> [[vmm_cpu::backend::Segment; 2]; 2] {
+    pub fn call_segments(&self) -> [[vmm_cpu::vcpu::Segment; 2]; 2] {
         let (program, kernel) = ((self.star >> 48) as u16, (self.star >> 32) as u16);
         [
             [
@@ -504,7 +504,7 @@ impl VirtualCpu {
         memory: &GuestMemory,
         selector: u16,
         kind: u16,
-    ) -> Result<vmm_cpu::backend::Segment> {
+    ) -> Result<vmm_cpu::vcpu::Segment> {
         let refuse = protection(code_of(selector));
         let at = if selector & 4 == 0 { self.descriptor_at(selector) } else { None };
         let at = at.ok_or(refuse)?;
@@ -555,7 +555,7 @@ impl VirtualCpu {
             }
         }
         let level = u16::from(self.cpl);
-        self.segments[CS] = vmm_cpu::backend::Segment { selector: selector & !3 | level, ..code };
+        self.segments[CS] = vmm_cpu::vcpu::Segment { selector: selector & !3 | level, ..code };
         self.frame.rip = target;
         Ok(Outcome::Jump)
     }

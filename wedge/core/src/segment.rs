@@ -1,6 +1,6 @@
 //! Segments and descriptors (APM vol. 2, chapter 4).
 
-use vmm_cpu::backend::Segment;
+use vmm_cpu::vcpu::Segment;
 use vmm_mem::GuestMemory;
 
 use crate::cpu::{CS, FS, GS, SS, VirtualCpu};

@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqC
 
 use linux_raw_sys::general as linux;
 use proto::wedge::{Start, layout};
-use vmm_bus::Balloon;
+use vmm_bus::BalloonBackend;
 
 use crate::memory::Ram;
 use crate::shared::shared;
@@ -40,12 +40,12 @@ impl Link {
     }
 }
 
-impl Balloon for Link {
-    fn wanted(&self) -> u32 {
+impl BalloonBackend for Link {
+    fn target_pages(&self) -> u32 {
         shared().balloon.wanted.load(SeqCst)
     }
 
-    fn given(&mut self, pages: u32) {
+    fn set_inflated(&mut self, pages: u32) {
         shared().balloon.actual.store(pages, Relaxed);
     }
 
@@ -64,11 +64,11 @@ impl Balloon for Link {
         }
     }
 
-    fn asks(&mut self) -> bool {
+    fn take_statistics_request(&mut self) -> bool {
         shared().balloon.asks.swap(0, SeqCst) != 0
     }
 
-    fn statistic(&mut self, tag: u16, value: u64) {
+    fn report_statistic(&mut self, tag: u16, value: u64) {
         if let Some(place) = shared().balloon.statistics.get(usize::from(tag)) {
             place.store(value, Relaxed);
         }

@@ -17,7 +17,7 @@ use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
 use proto::requests::{PARTS, Queue, REQUESTS, Request, op, status};
 use proto::wedge::{Disk, Filters, MAX_DISKS, MAX_QUEUES, Start, layout};
-use vmm_bus::outside::SECTOR;
+use vmm_bus::backend::SECTOR;
 use vmm_bus::requests::{Futex, Requests};
 
 use crate::memory::Ram;
@@ -47,7 +47,7 @@ impl Futex for Sleep {
         sys::wait(word, value, None);
     }
 
-    fn written(address: u64, length: u32) {
+    fn guest_memory_written(address: u64, length: u32) {
         crate::frames::write_by_device(address, length.into());
     }
 }

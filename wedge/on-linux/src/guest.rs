@@ -14,10 +14,10 @@ use proto::wedge::debug::reason;
 use proto::wedge::{Start, layout, option};
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
-use vmm_cpu::backend::{Segment, Window};
+use vmm_cpu::vcpu::{InterruptWindow, Segment};
 use vmm_cpu::walk::Intent;
-use vmm_cpu::{Backend, Event, Exit, Gpr, MAX_VCPUS, MemoryFault, Reg, Seg, TscClock};
-use vmm_machine::{Outcome, Pause, Pc, PcConfig, Slots};
+use vmm_cpu::{Event, Exit, Gpr, MAX_VCPUS, MemoryFault, Reg, Seg, TscClock, Vcpu};
+use vmm_machine::{Outcome, Pc, PcConfig, Slots, StopReason};
 use vmm_mem::GuestMemory;
 use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
@@ -85,7 +85,7 @@ pub struct LinuxVcpu<'m> {
     has_peers: bool,
     /// What is delivered at the next entry.
     event: Event,
-    window: Window,
+    window: InterruptWindow,
     deadline: u64,
     /// While an instruction is carried out elsewhere: where the guest goes on, and its bytes.
     next: u64,
@@ -725,7 +725,7 @@ fn is_for_programs(instruction: &Instruction) -> bool {
     matches!(instruction.op, Op::Int(_) | Op::In(_) | Op::Out(_) | Op::Ins | Op::Outs)
 }
 
-impl Backend for LinuxVcpu<'_> {
+impl Vcpu for LinuxVcpu<'_> {
     fn gpr(&mut self, register: Gpr) -> u64 {
         cpu().frame.gpr[register as usize]
     }
@@ -843,12 +843,12 @@ impl Backend for LinuxVcpu<'_> {
         self.event = event;
     }
 
-    fn set_window(&mut self, wanted: Window) {
+    fn set_window(&mut self, wanted: InterruptWindow) {
         self.window = wanted;
     }
 
     fn has_window(&mut self) -> bool {
-        self.window != Window::Nothing
+        self.window != InterruptWindow::Nothing
     }
 
     fn set_deadline(&mut self, tsc: u64) {
@@ -861,7 +861,7 @@ impl Backend for LinuxVcpu<'_> {
         steal::stolen()
     }
 
-    fn set_halts(&mut self, _: bool) {
+    fn set_hlt_exits(&mut self, _: bool) {
         // Each is an exit.
     }
 
@@ -931,13 +931,13 @@ impl Backend for LinuxVcpu<'_> {
             }
             if cpu().held_flags & rflags::IF != 0 && !steps {
                 match self.window {
-                    Window::Nothing => {}
-                    Window::Exit => {
-                        self.window = Window::Nothing;
-                        return Exit::Window;
+                    InterruptWindow::Nothing => {}
+                    InterruptWindow::Exit => {
+                        self.window = InterruptWindow::Nothing;
+                        return Exit::InterruptWindow;
                     }
-                    Window::Take(number) => {
-                        self.window = Window::Nothing;
+                    InterruptWindow::DeliverVirq(number) => {
+                        self.window = InterruptWindow::Nothing;
                         if let Err(exit) = cpu().deliver(&self.memory, Event::interrupt(number)) {
                             return exit;
                         }
@@ -945,7 +945,7 @@ impl Backend for LinuxVcpu<'_> {
                 }
             }
             let cpu = cpu();
-            cpu.attention = u8::from(self.window != Window::Nothing);
+            cpu.attention = u8::from(self.window != InterruptWindow::Nothing);
             let dispatch = u8::from(cpu.cpl == 3);
             if cpu.star != self.star {
                 self.star = cpu.star;
@@ -1076,7 +1076,7 @@ fn drive(all: &All<'_>, index: usize) -> ! {
         sites,
         has_peers: start.vcpus > 1,
         event: Event::NONE,
-        window: Window::Nothing,
+        window: InterruptWindow::Nothing,
         deadline: u64::MAX,
         next: 0,
         bytes: [0; 16],
@@ -1099,9 +1099,9 @@ fn drive(all: &All<'_>, index: usize) -> ! {
     }
     loop {
         let events = match machine.run(&mut state, &mut vcpu, &mut host) {
-            Pause::Recall(events) => events as u32,
-            Pause::Idle { deadline_tsc } => idle::wait(deadline_tsc),
-            Pause::End(outcome) => {
+            StopReason::Recall(events) => events as u32,
+            StopReason::Idle { deadline_tsc } => idle::wait(deadline_tsc),
+            StopReason::End(outcome) => {
                 if outcome == Outcome::TripleFault {
                     describe();
                 }

@@ -19,8 +19,8 @@ use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use linux_raw_sys::general as linux;
 use linux_raw_sys::{errno, if_tun, ioctl};
 use proto::wedge::{Filters, MAX_NETS, Net as Record, Start, layout};
-use vmm_bus::frames::{Card, Frames, Port as Connection, Sockets};
-use vmm_bus::outside::{Data, MAX_FRAME, Offload, Takes};
+use vmm_bus::backend::{Data, MAX_FRAME, Offload, OffloadCaps};
+use vmm_bus::frames::{Frames, NetEndpoint as Connection, NetPort, Sockets};
 use vmm_mem::Transfer;
 
 use crate::shared::{event, shared};
@@ -173,7 +173,7 @@ pub struct Port {
 pub type Ports = [Port; MAX_NETS];
 
 /// A network as the guest's card has it.
-pub type Link = Card<Rings>;
+pub type Link = NetPort<Rings>;
 
 /// Packets of vsock as the guest's device has them.
 pub type Packets = Sockets<Rings>;
@@ -188,7 +188,7 @@ pub struct Rings {
 
 /// The network with this number.
 pub fn link(number: usize, record: &Record) -> Link {
-    Card::new(Rings::new(number), record)
+    NetPort::new(Rings::new(number), record)
 }
 
 /// The rings of vsock.
@@ -239,7 +239,7 @@ impl Rings {
 impl Frames for Rings {
     fn put(&mut self, before: &[u8], data: &mut Data<'_>) -> bool {
         let ring = &self.port().out;
-        let length = before.len() as u32 + data.left();
+        let length = before.len() as u32 + data.remaining();
         let all = LENGTH + length;
         if ring.room(self.head) < all {
             ring.full.store(1, SeqCst);
@@ -298,11 +298,11 @@ impl Connection for Rings {
         self.port().is_down.load(SeqCst) == 0
     }
 
-    fn set_takes(&mut self, takes: Takes) {
+    fn set_offload_caps(&mut self, caps: OffloadCaps) {
         let bit = |set, bit| if set { bit } else { 0 };
-        let bits = bit(takes.csum, if_tun::TUN_F_CSUM)
-            | bit(takes.tcp4, if_tun::TUN_F_TSO4)
-            | bit(takes.tcp6, if_tun::TUN_F_TSO6);
+        let bits = bit(caps.csum, if_tun::TUN_F_CSUM)
+            | bit(caps.tcp4, if_tun::TUN_F_TSO4)
+            | bit(caps.tcp6, if_tun::TUN_F_TSO6);
         if self.port().takes.swap(bits, SeqCst) != bits {
             self.call();
         }

@@ -4,10 +4,10 @@ use core::fmt;
 use core::ops::Range;
 
 use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start};
+use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames;
-use vmm_bus::outside::BlockInfo;
-use vmm_bus::{Balloon, Block, Messages, Net, Packets};
-use vmm_machine::{Host, Level, Model, Outside, Slots};
+use vmm_bus::{BalloonBackend, Block, Messages, Net, Packets};
+use vmm_machine::{DeviceBackend, Host, Level, Model, Slots};
 
 use crate::shared::{self, Ring, event, shared};
 use crate::{balloon, device, disk, net, processes, report, sys};
@@ -87,7 +87,7 @@ pub enum Link {
     Console,
 }
 
-impl Outside for Link {
+impl DeviceBackend for Link {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
@@ -102,7 +102,7 @@ impl Outside for Link {
         }
     }
 
-    fn balloon(&mut self) -> Option<&mut dyn Balloon> {
+    fn balloon(&mut self) -> Option<&mut dyn BalloonBackend> {
         match self {
             Self::Balloon(balloon) => Some(balloon),
             _ => None,
@@ -157,14 +157,15 @@ pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start) -> Filled {
     let nets = (start.nets as usize).min(MAX_NETS);
     for number in 0..disks {
         let record = shared::disk(number);
-        let make = if record.is_elsewhere { disk::Link::elsewhere } else { disk::Link::new };
+        let make =
+            if record.is_elsewhere { disk::Link::with_device_process } else { disk::Link::new };
         let link = Link::Disk(make(disk::queue(number)));
         // There are as many slots.
         let _ = slots.add(Model::Block(BlockInfo::of_file(&record)), link);
     }
     for number in 0..shares {
         let tag = shared::share(number).tag;
-        let link = disk::Link::elsewhere(disk::queue(MAX_DISKS + number));
+        let link = disk::Link::with_device_process(disk::queue(MAX_DISKS + number));
         let _ = slots.add(Model::P9(tag), Link::Share(link));
     }
     let _ = slots.add(Model::Entropy, Link::Entropy);

@@ -22,7 +22,7 @@ pub use rewrite::{JUMP, MAX_SITE, Patch, Stub, Target, Unwound, Way, decode_all}
 
 use core::sync::atomic::{AtomicU8, AtomicU32};
 
-use vmm_cpu::backend::Segment;
+use vmm_cpu::vcpu::Segment;
 use wedge_core::VirtualCpu;
 
 /// Address of the [`Cell`].

@@ -5,7 +5,7 @@
 
 use core::mem::offset_of;
 
-use vmm_cpu::backend::Segment;
+use vmm_cpu::vcpu::Segment;
 use wedge_core::cpu::rflags;
 use wedge_core::decode::{DecodeError, Instruction, Op, Operand, decode};
 use wedge_core::{Frame, VirtualCpu};

@@ -237,9 +237,9 @@ pub struct LocalApic {
     tmr: Vectors,
     irr: Vectors,
     /// The request that the processor takes by itself; it may have done so.
-    left: Option<u8>,
-    /// `left` has been requested again.
-    again: bool,
+    offered: Option<u8>,
+    /// `offered` has been requested again.
+    requested_again: bool,
     esr: u32,
     /// Errors since the guest last latched them.
     errors: u32,
@@ -275,8 +275,8 @@ impl LocalApic {
             isr: Vectors { words: [0; 8], filled: 0 },
             tmr: Vectors { words: [0; 8], filled: 0 },
             irr: Vectors { words: [0; 8], filled: 0 },
-            left: None,
-            again: false,
+            offered: None,
+            requested_again: false,
             esr: 0,
             errors: 0,
             icr_low: 0,
@@ -365,13 +365,13 @@ impl LocalApic {
 
     /// Whether a request waits for nothing but a lower task priority.
     #[inline]
-    pub fn is_held(&self) -> bool {
-        self.waits() && self.pending().is_none()
+    pub fn is_masked_by_priority(&self) -> bool {
+        self.has_pending() && self.pending().is_none()
     }
 
     /// Whether a request would be injected with the lowest task priority.
     #[inline]
-    pub fn waits(&self) -> bool {
+    pub fn has_pending(&self) -> bool {
         let in_service = self.isr.highest().unwrap_or(0);
         self.irr.highest().is_some_and(|vector| vector >> 4 > in_service >> 4)
     }
@@ -388,15 +388,15 @@ impl LocalApic {
 
     /// From now on the processor takes a request by itself, at any time, or no longer does. It has taken none so far.
     #[inline]
-    pub fn leave(&mut self, vector: Option<u8>) {
-        self.left = vector;
-        self.again = false;
+    pub fn set_offered(&mut self, vector: Option<u8>) {
+        self.offered = vector;
+        self.requested_again = false;
     }
 
     /// The processor has taken the request that was left to it. One that came meanwhile may have come afterwards.
-    pub fn accept_left(&mut self, vector: u8) {
+    pub fn accept_offered(&mut self, vector: u8) {
         self.accept(vector);
-        if self.left.take() == Some(vector) && core::mem::take(&mut self.again) {
+        if self.offered.take() == Some(vector) && core::mem::take(&mut self.requested_again) {
             self.irr.set(vector);
         }
     }
@@ -412,14 +412,14 @@ impl LocalApic {
     /// Whether the end of the interrupt in service has no effect but itself: it is edge-triggered and no
     /// request waits. Then the guest may note it in memory instead of leaving (paravirtual EOI).
     #[inline]
-    pub fn eoi_is_quiet(&self) -> bool {
+    pub fn is_eoi_elidable(&self) -> bool {
         self.irr.filled == 0 && self.isr.highest().is_some_and(|vector| !self.tmr.has(vector))
     }
 
     /// Whether the same will hold for `vector`, if the processor takes it next: nothing else is requested or in
     /// service, so whatever is ended from now on is `vector`.
     #[inline]
-    pub fn eoi_will_be_quiet(&self, vector: u8) -> bool {
+    pub fn will_eoi_be_elidable(&self, vector: u8) -> bool {
         self.isr.filled == 0 && self.irr.is_only(vector) && !self.tmr.has(vector)
     }
 
@@ -751,8 +751,8 @@ impl LocalApic {
             self.tmr.clear(vector);
         }
         if self.irr.has(vector) {
-            self.again |= self.left == Some(vector);
-            return self.again;
+            self.requested_again |= self.offered == Some(vector);
+            return self.requested_again;
         }
         self.irr.set(vector);
         true

@@ -108,7 +108,7 @@ impl Balloon {
 
     /// Gives up the pages whose numbers a chain has, in as few pieces as they make.
     fn inflate(queue: &Queue, chain: Chain, env: &mut dyn Env) {
-        let Some((outside, memory)) = env.balloon() else { return };
+        let Some((backend, memory)) = env.balloon() else { return };
         let mut bytes = [0; NUMBERS * NUMBER];
         let length = with_readable(queue, memory, chain, |mut data| data.read(&mut bytes));
         let mut numbers = [0; NUMBERS];
@@ -120,13 +120,13 @@ impl Balloon {
         numbers.sort_unstable();
         for piece in numbers.chunk_by(|one, next| one.checked_add(1) == Some(*next)) {
             let length = piece.len() as u64 * PAGE_SIZE;
-            discard(outside, memory, u64::from(piece[0]) * PAGE_SIZE, length);
+            discard(backend, memory, u64::from(piece[0]) * PAGE_SIZE, length);
         }
     }
 
     /// Gives up the whole pages of a chain's buffers, which the device would write.
     fn report(queue: &Queue, chain: Chain, env: &mut dyn Env) {
-        let Some((outside, memory)) = env.balloon() else { return };
+        let Some((backend, memory)) = env.balloon() else { return };
         for part in queue.writable(memory, chain.head) {
             // It may have changed since it was checked.
             if !memory.contains(part.address, part.length.into()) {
@@ -134,28 +134,28 @@ impl Balloon {
             }
             let start = part.address.next_multiple_of(PAGE_SIZE);
             let end = (part.address + u64::from(part.length)) & !(PAGE_SIZE - 1);
-            discard(outside, memory, start, end.saturating_sub(start));
+            discard(backend, memory, start, end.saturating_sub(start));
         }
     }
 
     /// Tells the outside of statistics.
     fn tell(queue: &Queue, chain: Chain, env: &mut dyn Env) {
-        let Some((outside, memory)) = env.balloon() else { return };
+        let Some((backend, memory)) = env.balloon() else { return };
         let mut bytes = [0; STATISTIC * TAGS as usize];
         let length = with_readable(queue, memory, chain, |mut data| data.read(&mut bytes));
         for &[tag, more, ref value @ ..] in bytes[..length].as_chunks::<STATISTIC>().0 {
             let tag = u16::from_le_bytes([tag, more]);
             if tag < TAGS {
-                outside.statistic(tag, u64::from_le_bytes(*value));
+                backend.report_statistic(tag, u64::from_le_bytes(*value));
             }
         }
     }
 
     fn look(&mut self, env: &mut dyn Env) -> bool {
-        let Some((outside, memory)) = env.balloon() else { return false };
-        let wanted = outside.wanted();
+        let Some((backend, memory)) = env.balloon() else { return false };
+        let wanted = backend.target_pages();
         if self.told.is_some()
-            && outside.asks()
+            && backend.take_statistics_request()
             && let Some(chain) = self.told.take()
         {
             self.queues[STATISTICS].give_back(memory, chain.head, 0);
@@ -165,9 +165,14 @@ impl Balloon {
 }
 
 /// Gives up a range, if it is memory.
-fn discard(outside: &mut dyn vmm_bus::Balloon, memory: &GuestMemory, address: u64, length: u64) {
+fn discard(
+    backend: &mut dyn vmm_bus::BalloonBackend,
+    memory: &GuestMemory,
+    address: u64,
+    length: u64,
+) {
     if length != 0 && memory.contains(address, length) {
-        outside.discard(address, length);
+        backend.discard(address, length);
     }
 }
 
@@ -196,8 +201,8 @@ impl VirtioDevice for Balloon {
             return env.missing("virtio balloon: read-only configuration written", offset);
         }
         self.actual = value as u32;
-        if let Some((outside, _)) = env.balloon() {
-            outside.given(self.actual);
+        if let Some((backend, _)) = env.balloon() {
+            backend.set_inflated(self.actual);
         }
     }
 
@@ -220,8 +225,8 @@ impl VirtioDevice for Balloon {
 
     fn reset(&mut self, env: &mut dyn Env) {
         *self = Self { wanted: self.wanted, queues: self.queues, ..Self::new() };
-        if let Some((outside, _)) = env.balloon() {
-            outside.given(0);
+        if let Some((backend, _)) = env.balloon() {
+            backend.set_inflated(0);
         }
     }
 }

@@ -12,7 +12,7 @@
 
 use super::queue::{Chain, Queue, RingError, with_readable, with_writable};
 use super::{BATCH, CONFIG_LEN, Kind, MORE, VirtioDevice, more};
-use vmm_bus::outside::{BlockInfo, BlockOp, BlockStatus, Part, SECTOR};
+use vmm_bus::backend::{BlockInfo, BlockOp, BlockStatus, Part, SECTOR};
 use vmm_bus::{Data, Env, Nanos};
 
 /// Features, configuration, requests.

@@ -10,11 +10,11 @@
 use super::queue::{Queue, RingError, with_readable, with_writable};
 use super::{BATCH, CONFIG_LEN, Kind, VirtioDevice, more};
 use vmm_bus::Env;
-use vmm_bus::outside::{MAX_FRAME, NetInfo, Offload, Segments, Takes};
+use vmm_bus::backend::{MAX_FRAME, NetInfo, Offload, OffloadCaps, Segments};
 
 /// Queues, features, configuration, offload header.
 pub mod spec {
-    pub use vmm_bus::outside::header::*;
+    pub use vmm_bus::backend::header::*;
 
     /// Queue: frames to the guest.
     pub const RECEIVE: usize = 0;
@@ -196,16 +196,16 @@ impl NetCard {
 
     /// The offload header for the guest, if it takes such frames.
     fn header(&self, offload: Offload) -> Option<[u8; HEADER]> {
-        let takes = self.takes();
+        let caps = self.offload_caps();
         let fine = match offload.segments {
             Segments::None => true,
-            Segments::Tcp4 => takes.tcp4,
-            Segments::Tcp6 => takes.tcp6,
+            Segments::Tcp4 => caps.tcp4,
+            Segments::Tcp6 => caps.tcp6,
         };
-        if !fine || offload.needs_csum && !takes.csum || offload.ecn {
+        if !fine || offload.needs_csum && !caps.csum || offload.ecn {
             return None;
         }
-        let data_valid = offload.data_valid && takes.csum;
+        let data_valid = offload.data_valid && caps.csum;
         let mut header = [0; HEADER];
         header[..Offload::HEADER].copy_from_slice(&Offload { data_valid, ..offload }.to_header());
         Some(header)
@@ -269,11 +269,11 @@ impl NetCard {
         Ok(Receipt::Settled)
     }
 
-    fn takes(&self) -> Takes {
+    fn offload_caps(&self) -> OffloadCaps {
         let csum = self.has(F_GUEST_CSUM);
         let tcp4 = csum && self.has(F_GUEST_TSO4);
         let tcp6 = csum && self.has(F_GUEST_TSO6);
-        Takes { csum, tcp4, tcp6 }
+        OffloadCaps { csum, tcp4, tcp6 }
     }
 
     /// Whether the link has changed since the guest looked.
@@ -291,7 +291,7 @@ impl VirtioDevice for NetCard {
     fn features(&self) -> u64 {
         let sends = F_CSUM | F_HOST_TSO4 | F_HOST_TSO6;
         let receives = F_GUEST_CSUM | F_GUEST_TSO4 | F_GUEST_TSO6;
-        let offloads = if self.info.whole { 0 } else { sends | receives };
+        let offloads = if self.info.no_offloads { 0 } else { sends | receives };
         let mtu = if self.info.mtu == 0 { 0 } else { F_MTU };
         offloads | mtu | F_MRG_RXBUF | F_MAC | F_STATUS
     }
@@ -308,9 +308,9 @@ impl VirtioDevice for NetCard {
 
     fn start(&mut self, features: u64, env: &mut dyn Env) {
         self.features = features;
-        let takes = self.takes();
+        let caps = self.offload_caps();
         if let Some((port, _)) = env.net() {
-            port.takes(takes);
+            port.set_offload_caps(caps);
         }
     }
 
@@ -328,7 +328,7 @@ impl VirtioDevice for NetCard {
         self.features = 0;
         self.look_at_link(env);
         if let Some((port, _)) = env.net() {
-            port.takes(Takes::default());
+            port.set_offload_caps(OffloadCaps::default());
         }
     }
 }

@@ -13,7 +13,7 @@
 
 use core::sync::atomic::{Ordering, fence};
 use vmm_bus::Data;
-use vmm_bus::outside::Part;
+use vmm_bus::backend::Part;
 use vmm_mem::{GuestMemory, MemoryError};
 
 /// Layout of the rings.

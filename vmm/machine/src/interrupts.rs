@@ -4,13 +4,13 @@
 //! receiver is another chip.
 
 use vmm_bus::{
-    Balloon, Block, Channel, Env, InterruptMessage, MachineEvent, Messages, NEVER, Nanos, Net,
-    Packets,
+    BalloonBackend, Block, ChannelBackend, Env, InterruptMessage, MachineEvent, Messages, NEVER,
+    Nanos, Net, Packets,
 };
 use vmm_cpu::{MAX_VCPUS, Outcome, TscClock};
 use vmm_mem::GuestMemory;
 
-use crate::functions::{MAX_FUNCTIONS, Outside};
+use crate::functions::{DeviceBackend, MAX_FUNCTIONS};
 use crate::layout;
 use crate::once::{Once, Say};
 use crate::{Host, Level};
@@ -92,7 +92,7 @@ pub struct Counters {
 
 /// The state of all connections.
 #[derive(Clone, Debug)]
-pub struct Wires {
+pub struct InterruptRouter {
     pub clock: TscClock,
     /// The machine's memory, for devices.
     memory: GuestMemory,
@@ -107,7 +107,7 @@ pub struct Wires {
     /// Bit `n`: timer `n` is armed. Few are, at any time.
     armed: u64,
     /// CPUs that have to look at what waits for them.
-    pub attention: u32,
+    pub needs_service: u32,
     /// Those of them that have been kicked for it.
     kicked: u32,
     pub end: Option<Outcome>,
@@ -127,7 +127,7 @@ fn ones(mut bits: u64) -> impl Iterator<Item = usize> {
 const NO_MESSAGE: InterruptMessage =
     InterruptMessage { destination: 0, logical: false, delivery: 0, vector: 0, level: false };
 
-impl Wires {
+impl InterruptRouter {
     pub const fn new(clock: TscClock, memory: GuestMemory) -> Self {
         Self {
             clock,
@@ -139,7 +139,7 @@ impl Wires {
             message_count: 0,
             timers: [NEVER; TIMERS],
             armed: 0,
-            attention: 0,
+            needs_service: 0,
             kicked: 0,
             end: None,
             counters: Counters {
@@ -183,7 +183,7 @@ impl Wires {
         self.armed = self.armed & !(1 << timer) | u64::from(deadline != NEVER) << timer;
         // CPU 0 looks after all but the local APICs of others.
         let owner = if timer < FUNCTIONS { timer.saturating_sub(CHIPS.len()) } else { 0 };
-        self.attention |= 1 << owner;
+        self.needs_service |= 1 << owner;
     }
 
     /// Takes the timers that have reached `now`, one after the other, from `start` on.
@@ -203,20 +203,20 @@ impl Wires {
     /// The machine ends, as it was first told.
     pub fn end(&mut self, outcome: Outcome) {
         self.end.get_or_insert(outcome);
-        self.attention = u32::MAX;
+        self.needs_service = u32::MAX;
     }
 
     /// Takes the CPUs that are to be kicked: what waits for them is not known to them yet.
     #[inline]
     pub fn take_kicks(&mut self) -> u32 {
-        let kicks = self.attention & !self.kicked;
+        let kicks = self.needs_service & !self.kicked;
         self.kicked |= kicks;
         kicks
     }
 
     /// The CPU has looked at everything.
     pub fn looked(&mut self, cpu: usize) {
-        self.attention &= !(1 << cpu);
+        self.needs_service &= !(1 << cpu);
         self.kicked &= !(1 << cpu);
     }
 
@@ -241,7 +241,7 @@ impl Wires {
 
 /// The world as one chip sees it.
 pub struct ChipEnv<'a, H> {
-    pub wires: &'a mut Wires,
+    pub router: &'a mut InterruptRouter,
     pub host: &'a mut H,
     /// Number of the chip's timer; local APICs come after [`CHIPS`], then PCI functions.
     pub chip: usize,
@@ -266,23 +266,23 @@ const fn irq(chip: usize) -> Option<u8> {
 
 impl<H: Host> Env for ChipEnv<'_, H> {
     fn now(&self) -> Nanos {
-        self.wires.clock.nanos(self.host.tsc())
+        self.router.clock.nanos(self.host.tsc())
     }
 
     fn set_line(&mut self, line: u8, level: bool) {
         let (0, Some(irq)) = (line, irq(self.chip)) else { return };
         let bit = 1 << irq;
-        match (self.wires.levels & bit != 0, level) {
-            (false, true) => self.wires.rose |= bit,
-            (true, false) => self.wires.fell |= bit,
+        match (self.router.levels & bit != 0, level) {
+            (false, true) => self.router.rose |= bit,
+            (true, false) => self.router.fell |= bit,
             _ => return,
         }
-        self.wires.levels ^= bit;
+        self.router.levels ^= bit;
     }
 
     fn arm(&mut self, timer: u8, deadline: Nanos) {
         if timer == 0 {
-            self.wires.arm(self.chip, deadline);
+            self.router.arm(self.chip, deadline);
         }
     }
 
@@ -295,7 +295,7 @@ impl<H: Host> Env for ChipEnv<'_, H> {
     }
 
     fn memory(&self) -> &GuestMemory {
-        &self.wires.memory
+        &self.router.memory
     }
 
     fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)> {
@@ -306,7 +306,7 @@ impl<H: Host> Env for ChipEnv<'_, H> {
         None
     }
 
-    fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)> {
+    fn balloon(&mut self) -> Option<(&mut dyn BalloonBackend, &GuestMemory)> {
         None
     }
 
@@ -318,7 +318,7 @@ impl<H: Host> Env for ChipEnv<'_, H> {
         None
     }
 
-    fn channel(&mut self) -> Option<&mut dyn Channel> {
+    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
         None
     }
 
@@ -327,12 +327,12 @@ impl<H: Host> Env for ChipEnv<'_, H> {
     }
 
     fn message(&mut self, message: InterruptMessage) {
-        if let Some(place) = self.wires.messages.get_mut(self.wires.message_count) {
+        if let Some(place) = self.router.messages.get_mut(self.router.message_count) {
             *place = message;
-            self.wires.message_count += 1;
+            self.router.message_count += 1;
         } else {
             // Cannot happen: see `MESSAGES`.
-            self.wires.counters.other += 1;
+            self.router.counters.other += 1;
         }
     }
 
@@ -345,24 +345,24 @@ impl<H: Host> Env for ChipEnv<'_, H> {
             MachineEvent::GuestCrashLoaded => {
                 let what = "the guest has crashed and runs its crash kernel";
                 let key = what.as_ptr().addr() as u64;
-                return self.wires.say(self.host, Level::Info, key, format_args!("{what}"));
+                return self.router.say(self.host, Level::Info, key, format_args!("{what}"));
             }
         };
-        self.wires.end(outcome);
+        self.router.end(outcome);
     }
 
     fn missing(&mut self, what: &'static str, value: u64) {
-        self.wires.counters.missing += 1;
+        self.router.counters.missing += 1;
         // The text's address is as good as the text: each is one literal of one chip.
         let key = what.as_ptr().addr() as u64;
-        self.wires.say(self.host, Level::Warning, key, format_args!("{what} ({value:#x})"));
+        self.router.say(self.host, Level::Warning, key, format_args!("{what} ({value:#x})"));
     }
 }
 
 /// The world as one function sees it.
 pub struct FunctionEnv<'a, H> {
     pub chip: ChipEnv<'a, H>,
-    pub outside: &'a mut dyn Outside,
+    pub backend: &'a mut dyn DeviceBackend,
 }
 
 impl<H: Host> Env for FunctionEnv<'_, H> {
@@ -379,11 +379,11 @@ impl<H: Host> Env for FunctionEnv<'_, H> {
     }
 
     fn put(&mut self, byte: u8) -> bool {
-        self.outside.put(byte)
+        self.backend.put(byte)
     }
 
     fn take(&mut self) -> Option<u8> {
-        self.outside.take()
+        self.backend.take()
     }
 
     fn memory(&self) -> &GuestMemory {
@@ -391,31 +391,31 @@ impl<H: Host> Env for FunctionEnv<'_, H> {
     }
 
     fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)> {
-        self.outside.block().map(|block| (block, self.chip.memory()))
+        self.backend.block().map(|block| (block, self.chip.memory()))
     }
 
     fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)> {
-        self.outside.net().map(|net| (net, self.chip.memory()))
+        self.backend.net().map(|net| (net, self.chip.memory()))
     }
 
-    fn balloon(&mut self) -> Option<(&mut dyn Balloon, &GuestMemory)> {
-        self.outside.balloon().map(|balloon| (balloon, self.chip.memory()))
+    fn balloon(&mut self) -> Option<(&mut dyn BalloonBackend, &GuestMemory)> {
+        self.backend.balloon().map(|balloon| (balloon, self.chip.memory()))
     }
 
     fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)> {
-        self.outside.messages().map(|messages| (messages, self.chip.memory()))
+        self.backend.messages().map(|messages| (messages, self.chip.memory()))
     }
 
     fn packets(&mut self) -> Option<(&mut dyn Packets, &GuestMemory)> {
-        self.outside.packets().map(|packets| (packets, self.chip.memory()))
+        self.backend.packets().map(|packets| (packets, self.chip.memory()))
     }
 
-    fn channel(&mut self) -> Option<&mut dyn Channel> {
-        self.outside.channel()
+    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
+        self.backend.channel()
     }
 
     fn entropy(&mut self, to: &mut [u8]) -> bool {
-        self.outside.entropy(to)
+        self.backend.entropy(to)
     }
 
     fn message(&mut self, message: InterruptMessage) {

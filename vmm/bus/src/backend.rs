@@ -46,7 +46,7 @@ impl<'a> Data<'a> {
     }
 
     /// Bytes that are left.
-    pub fn left(&self) -> u32 {
+    pub fn remaining(&self) -> u32 {
         self.left
     }
 
@@ -220,7 +220,7 @@ pub struct NetInfo {
     /// Longest packet in a frame (MTU) that the outside takes; 0: the guest is not told.
     pub mtu: u16,
     /// The outside takes and brings whole frames with all checksums only.
-    pub whole: bool,
+    pub no_offloads: bool,
 }
 
 /// Work on frames that is left to the other side (VIRTIO 1.2, section 5.1.6: `virtio_net_hdr` without
@@ -320,7 +320,7 @@ pub enum Segments {
 
 /// What frames the guest takes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Takes {
+pub struct OffloadCaps {
     /// Frames whose checksum is missing, or marked as checked.
     pub csum: bool,
     /// [`Segments::Tcp4`].
@@ -338,7 +338,7 @@ pub trait Net {
     /// Whether the port is connected.
     fn link_up(&self) -> bool;
     /// From now on the guest takes these frames, besides whole ones with all checksums.
-    fn takes(&mut self, takes: Takes);
+    fn set_offload_caps(&mut self, caps: OffloadCaps);
     /// Takes a frame from the guest. `false`: no room now; the device is woken when there is.
     fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool;
     /// The frame for the guest that waits first: its offload header, and its length of at most [`MAX_FRAME`].
@@ -350,17 +350,17 @@ pub trait Net {
 }
 
 /// The outside of a memory balloon. Pages have 4 KiB.
-pub trait Balloon {
+pub trait BalloonBackend {
     /// Pages that the guest is to give up.
-    fn wanted(&self) -> u32;
+    fn target_pages(&self) -> u32;
     /// So many pages the guest says that it has given up.
-    fn given(&mut self, pages: u32);
+    fn set_inflated(&mut self, pages: u32);
     /// The guest does not need what is in these whole pages of its memory: they may read as zeros from now on.
     fn discard(&mut self, address: u64, length: u64);
     /// Whether somebody asks for statistics; asking takes the question.
-    fn asks(&mut self) -> bool;
+    fn take_statistics_request(&mut self) -> bool;
     /// A statistic of the guest (VIRTIO 1.2, section 5.5.6.3): a tag below 16, and what the guest says.
-    fn statistic(&mut self, tag: u16, value: u64);
+    fn report_statistic(&mut self, tag: u16, value: u64);
 }
 
 /// The outside of a device that hands messages on, each of which has an answer: a server. Messages are numbered by the device; a number is in
@@ -416,11 +416,11 @@ pub struct ChannelInfo {
 ///
 /// Guests access the memory without anybody's help. All that is said here of shares is checked by who keeps them, so that
 /// nothing depends on what a device believes.
-pub trait Channel {
+pub trait ChannelBackend {
     /// Rings at the peer. `false`: there is no doorbell, or the peer does not run.
-    fn ring(&mut self) -> bool;
+    fn notify(&mut self) -> bool;
     /// What the channel is like now.
-    fn look(&mut self) -> View;
+    fn view(&mut self) -> View;
     /// Offers `length` bytes of guest memory at `address` to the peer, as this side's share `share`.
     fn offer(&mut self, share: usize, address: u64, length: u32, writable: bool) -> bool;
     /// Takes a share of this side back. Afterwards the peer has no access.
@@ -428,10 +428,10 @@ pub trait Channel {
     /// Maps a share of the peer.
     fn map(&mut self, share: usize) -> bool;
     /// Lets a share of the peer go.
-    fn let_go(&mut self, share: usize);
+    fn unmap(&mut self, share: usize);
     /// From now on the guest has the channel's memory, and what is mapped of the peer's shares, at these guest-physical
     /// addresses; `None`: nowhere.
-    fn place(&mut self, memory: Option<u64>, shares: Option<u64>);
+    fn set_addresses(&mut self, memory: Option<u64>, shares: Option<u64>);
     /// Sends a message on behalf of a guest that leaves the ring to others, and rings if the peer wants that.
     fn send(&mut self, message: &Message) -> Result<(), SendError>;
     /// Receives a message for such a guest.
@@ -460,7 +460,7 @@ mod tests {
         let mut bytes = [0; 8];
         assert_eq!(data.read(&mut bytes[..2]), 2);
         assert_eq!(data.part(9), Some(Part { address: 0x12, length: 1 }));
-        assert_eq!((data.read(&mut bytes), data.left()), (2, 0));
+        assert_eq!((data.read(&mut bytes), data.remaining()), (2, 0));
         assert_eq!(&bytes[..2], b"de");
         assert_eq!((data.read(&mut bytes), data.part(1)), (0, None));
     }
@@ -489,12 +489,12 @@ mod tests {
         let memory = memory(&[(0, 4096)]);
         let mut iterator = parts().into_iter().take(1);
         let mut data = Data::new(&memory, &mut iterator, 100);
-        assert_eq!((data.write(b"0123456789"), data.left()), (3, 0));
+        assert_eq!((data.write(b"0123456789"), data.remaining()), (3, 0));
         let mut iterator = parts().into_iter();
         let mut data = Data::new(&memory, &mut iterator, 100);
         data.skip(1);
         data.truncate(8);
-        assert_eq!((data.write(b"0123456789"), data.left()), (4, 0), "the last is no memory");
+        assert_eq!((data.write(b"0123456789"), data.remaining()), (4, 0), "the last is no memory");
         let mut bytes = [0; 2];
         memory.read_slice(0x30, &mut bytes).unwrap();
         assert_eq!(&bytes, b"23");

@@ -174,21 +174,21 @@ impl Event {
 
 /// What is done once, as soon as the guest can take an interrupt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Window {
+pub enum InterruptWindow {
     /// Nothing.
     #[default]
     Nothing,
-    /// The guest exits, with [`Exit::Window`].
+    /// The guest exits, with [`Exit::InterruptWindow`].
     Exit,
     /// The guest takes the interrupt with this vector, without an exit. Until then it exits when it writes `CR8`.
-    Take(u8),
+    DeliverVirq(u8),
 }
 
 /// One virtual CPU of a host.
 ///
-/// Setters take effect at the next [`Backend::run`]. A back end whose state lives in a shared page
+/// Setters take effect at the next [`Vcpu::run`]. A back end whose state lives in a shared page
 /// marks the group that a setter changed.
-pub trait Backend {
+pub trait Vcpu {
     /// A general register, [`Gpr::Rsp`] included.
     fn gpr(&mut self, register: Gpr) -> u64;
     /// Sets a general register.
@@ -216,7 +216,7 @@ pub trait Backend {
 
     /// What the access has come to with which the guest exited ([`Exit::Access`]): the value, 0 of a write; `None` raises
     /// `#GP(0)`. A back end that never exits in this way need not have it.
-    fn answer(&mut self, _value: Option<u64>) {}
+    fn complete_access(&mut self, _value: Option<u64>) {}
 
     /// Whether the guest reads and writes `CR8` without an exit: see the next three.
     const KEEPS_CR8: bool = false;
@@ -242,7 +242,7 @@ pub trait Backend {
     /// Puts an event into the slot, or empties it; it is delivered at the next entry.
     fn set_event(&mut self, event: Event);
     /// Says what is to be done as soon as the guest can take an interrupt.
-    fn set_window(&mut self, wanted: Window);
+    fn set_window(&mut self, wanted: InterruptWindow);
     /// Whether that has yet to be done.
     fn has_window(&mut self) -> bool;
     /// The host's time-stamp counter value at which to leave the guest with [`Exit::Deadline`];
@@ -253,7 +253,7 @@ pub trait Backend {
     fn stolen(&mut self) -> u64;
     /// Whether each `HLT` of the guest is an exit at once. If not, the host may wait for it ([`Exit::Halted`]), as it may in the
     /// beginning.
-    fn set_halts(&mut self, exit: bool);
+    fn set_hlt_exits(&mut self, exit: bool);
     /// Empties the guest's TLB, global entries too, before the next entry.
     fn flush_tlb(&mut self);
     /// Runs the guest until it exits.
