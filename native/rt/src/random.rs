@@ -4,10 +4,11 @@ use core::arch::x86_64::{__cpuid, _rdrand64_step};
 
 /// `CPUID` leaf 1, `ECX`: `RDRAND` (AMD APM vol. 3, appendix E.3.2).
 const RDRAND: u32 = 1 << 30;
-/// Tries until a number is there; more are not of use (Intel, Digital Random Number Generator guide, section 5.2.1).
+/// Attempts to read a number; more do not help (Intel, Digital Random Number Generator guide,
+/// section 5.2.1).
 const TRIES: u32 = 10;
 
-/// Fills `to` with random bytes that nobody can guess; `false` if the processor has none.
+/// Fills `to` with unpredictable bytes; returns `false` if the processor has no `RDRAND`.
 pub fn fill(to: &mut [u8]) -> bool {
     if __cpuid(1).ecx & RDRAND == 0 {
         return false;

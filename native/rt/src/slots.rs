@@ -1,4 +1,4 @@
-//! Which capability slots are free.
+//! Allocator of capability slots.
 
 use abi::Selector;
 
@@ -10,12 +10,12 @@ pub struct Slots<const WORDS: usize> {
 }
 
 impl<const WORDS: usize> Slots<WORDS> {
-    /// All slots from `first` are free.
+    /// Creates an allocator with all slots from `first` on free.
     pub const fn new(first: Selector) -> Self {
         Self { first, used: [0; WORDS] }
     }
 
-    /// Takes a free slot.
+    /// Allocates a free slot.
     pub fn take(&mut self) -> Option<Selector> {
         let (index, word) =
             self.used.iter_mut().enumerate().find(|(_, word)| **word != u64::MAX)?;
@@ -24,7 +24,7 @@ impl<const WORDS: usize> Slots<WORDS> {
         Some(self.first + 64 * index as u64 + bit as u64)
     }
 
-    /// Gives a slot back, whose capability is gone.
+    /// Frees a slot, which must be empty.
     pub fn give(&mut self, slot: Selector) {
         let index = slot.wrapping_sub(self.first);
         if let Some(word) = self.used.get_mut((index / 64) as usize) {
@@ -32,7 +32,7 @@ impl<const WORDS: usize> Slots<WORDS> {
         }
     }
 
-    /// Number of free slots.
+    /// Returns the number of free slots.
     pub fn free(&self) -> u32 {
         self.used.iter().map(|word| word.count_zeros()).sum()
     }

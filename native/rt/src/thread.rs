@@ -1,4 +1,4 @@
-//! Further threads of this program.
+//! Additional threads of this program.
 
 use core::arch::naked_asm;
 use core::cell::UnsafeCell;
@@ -12,24 +12,26 @@ use crate::objects::{Factory, OwnThread, SchedContext, Serves, yield_now};
 use crate::syscall::call;
 use crate::time;
 
-/// Stacks of the further threads, lowest and highest address; thread `n` of the program has entry `n - 1`.
+/// Stacks of the additional threads, lowest and highest address; thread `n` of the program has
+/// entry `n - 1`.
 static STACKS: [(AtomicU64, AtomicU64); MAX_THREADS] =
     [const { (AtomicU64::new(0), AtomicU64::new(0)) }; MAX_THREADS];
-/// Message page of the first thread; the others' follow.
+/// Message page of the first thread; those of the other threads follow.
 static FIRST_PAGE: AtomicU64 = AtomicU64::new(0);
 
-/// A stack of `BYTES` bytes for a thread, to be put into a static. The lowest page of it becomes the guard.
+/// A stack of `BYTES` bytes for a thread, to be placed in a static. Its lowest page becomes the
+/// guard page.
 #[repr(C, align(4096))]
 pub struct Stack<const BYTES: usize> {
     memory: UnsafeCell<[u8; BYTES]>,
     taken: AtomicBool,
 }
 
-// SAFETY: the memory is handed out once, to the thread that runs on it.
+// SAFETY: `spawn` uses the memory once, for the thread that runs on it.
 unsafe impl<const BYTES: usize> Sync for Stack<BYTES> {}
 
 impl<const BYTES: usize> Stack<BYTES> {
-    /// A stack that is not in use.
+    /// Creates a stack that is not in use.
     #[allow(clippy::new_without_default, reason = "a stack is only of use in a static")]
     pub const fn new() -> Self {
         assert!(BYTES >= 3 * PAGE_SIZE as usize && BYTES.is_multiple_of(PAGE_SIZE as usize));
@@ -42,13 +44,13 @@ pub(crate) fn set_first_page(address: u64) {
     FIRST_PAGE.store(address, Ordering::Relaxed);
 }
 
-/// Message page of the first thread.
+/// Returns the message page of the first thread.
 #[cfg_attr(not(target_os = "none"), allow(dead_code, reason = "only asked when panicking"))]
 pub(crate) fn first_page() -> u64 {
     FIRST_PAGE.load(Ordering::Relaxed)
 }
 
-/// The number of the running thread, by the stack that it runs on. 0 is the first.
+/// Returns the index of the running thread, determined by its stack. 0 is the first thread.
 fn number() -> u64 {
     let here = 0u8;
     let address = (&raw const here) as u64;
@@ -60,22 +62,22 @@ fn number() -> u64 {
         .map_or(0, |index| index as u64 + 1)
 }
 
-/// Address of the running thread's message page.
+/// Returns the address of the running thread's message page.
 pub(crate) fn message_page() -> u64 {
     FIRST_PAGE.load(Ordering::Relaxed) + number() * PAGE_SIZE
 }
 
-/// What a thread is made of.
+/// Resources of a new thread.
 pub struct Making {
-    /// The factory that pays.
+    /// Factory whose quota pays for it.
     pub factory: Factory,
     /// This task.
     pub task: Selector,
-    /// The free slot for the thread.
+    /// Free slot for the thread.
     pub slot: Selector,
-    /// Its CPU.
+    /// CPU of the thread.
     pub cpu: u32,
-    /// What it runs on.
+    /// Scheduling context of the thread.
     pub sched: SchedContext,
 }
 
@@ -91,16 +93,17 @@ pub fn spawn<const BYTES: usize>(
     }
     let low = stack.memory.get() as u64;
     let high = low + BYTES as u64;
-    // SAFETY: the memory is the stack's, which was taken just now.
+    // SAFETY: the memory is the stack's, which this call has just claimed.
     let thread = unsafe { make(making, low, high) }?;
     begin(thread, high, body, argument)?;
     Ok(thread)
 }
 
-/// Makes a stopped thread that has time and a stack at `low..high`, whose lowest page becomes the guard.
+/// Creates a stopped thread with a scheduling context and a stack at `low..high`, whose lowest page
+/// becomes the guard page.
 ///
 /// # Safety
-/// The stack's memory is this thread's alone.
+/// Only this thread uses the stack's memory.
 unsafe fn make(making: Making, low: u64, high: u64) -> Result<OwnThread, Status> {
     let index = STACKS
         .iter()
@@ -114,33 +117,33 @@ unsafe fn make(making: Making, low: u64, high: u64) -> Result<OwnThread, Status>
     thread.bind_sched(making.sched)?;
 
     let guard = Item::memory(0, abi::rights::ALL).pack();
-    // SAFETY: the page is part of the stack, which no Rust object lives in yet; nothing will be
-    // put there because access faults.
+    // SAFETY: the page is part of the stack, which holds no Rust object yet; none will be placed
+    // there because access faults.
     unsafe { call(Op::Unmap, [guard, low >> PAGE_SHIFT, ops::UNMAP_SELF, 0, 0, 0]) }?;
     Ok(thread)
 }
 
-/// A thread that helps the first one for as long as a function runs, again and again.
+/// A thread that executes functions in parallel with the first one, repeatedly.
 pub struct Hand {
     thread: OwnThread,
     top_of_stack: u64,
 }
 
 impl Hand {
-    /// A thread that does nothing yet. Its stack is `stack`, of at least three pages, the lowest of which becomes
-    /// the guard.
+    /// Creates an idle helper. `stack` has at least three pages, the lowest of which becomes the
+    /// guard page.
     pub fn new(making: Making, stack: Window) -> Result<Self, Status> {
         let (low, high) = (stack.base(), stack.base() + stack.length());
         if stack.length() < 3 * PAGE_SIZE {
             return Err(Status::BadArgument);
         }
-        // SAFETY: no Rust object lives in a window, and nobody but this program knows this one.
+        // SAFETY: no Rust object is in a window, and only this program has access to this one.
         let thread = unsafe { make(making, low, high) }?;
         Ok(Self { thread, top_of_stack: high })
     }
 }
 
-/// What a hand does.
+/// Work of a helper.
 struct Job<'a> {
     body: &'a (dyn Fn(usize) + Sync),
     index: usize,
@@ -148,9 +151,10 @@ struct Job<'a> {
     is_done: AtomicBool,
 }
 
-/// Lets hand `n` run `body(n + 1)` while this thread runs `main`, and returns when all have returned. A hand that
-/// has not `patience` ticks of the time-stamp counter after `main` is stopped wherever it is. The first error, if a
-/// hand does not start: then nothing runs, `main` neither.
+/// Runs `body(n + 1)` on helper `n` while this thread runs `main`, and returns when all have
+/// returned. Stops a helper that has not returned `timeout` TSC ticks after `main`, at any
+/// instruction. Returns the first error if a helper does not start; then neither `main` nor any
+/// helper runs.
 pub fn together<T>(
     hands: &mut [Hand],
     patience: u64,
@@ -177,7 +181,7 @@ fn with_hands<T>(
         core::array::from_fn(|index| (index < hands.len()).then(|| job(index)));
     let stop = |jobs: &[Option<Job>]| {
         for job in jobs.iter().flatten() {
-            // It fails only if the thread has stopped itself meanwhile.
+            // It fails only if the thread has stopped itself.
             let _ = job.thread.stop();
         }
     };
@@ -199,9 +203,10 @@ fn with_hands<T>(
     Ok(result)
 }
 
-/// Where a hand starts; the argument is its job's address.
+/// Entry of a helper; the argument is the address of its job.
 extern "C" fn work(job: u64) -> ! {
-    // SAFETY: `together` passes a job's address and does not return before the thread has stopped.
+    // SAFETY: `run_parallel` passes a job's address and does not return before the thread has
+    // stopped.
     let job = unsafe { &*core::ptr::with_exposed_provenance::<Job>(job as usize) };
     (job.body)(job.index);
     let thread = job.thread;
@@ -230,7 +235,7 @@ fn begin(
         .map(drop)
 }
 
-/// Stops a thread wherever it is and starts it again from the beginning. What it held is lost.
+/// Stops a thread at any instruction and restarts it from the beginning. Its resources leak.
 #[cfg(feature = "probe")]
 pub fn restart<const BYTES: usize>(
     thread: OwnThread,
