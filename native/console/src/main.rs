@@ -1,9 +1,10 @@
 //! Console server: owns a 16550 serial port and serves it to clients as byte streams.
 //!
-//! One client has the line for itself, byte for byte. Several share it through [`mux`]: an escape key selects
-//! the one that is shown and typed to, and what the others write is kept. Both directions are driven by interrupts.
-//! The server never waits for the line or for a client: a write that does not fit is cut, and the client's
-//! notification says when to go on.
+//! A single client has the line exclusively, byte for byte. [`mux`] lets several clients share it:
+//! an escape key selects the client that the line shows and sends keys to, and the server keeps the
+//! output of the other clients. Interrupts drive both directions. The server never waits for the
+//! line or for a client: it truncates a write that does not fit, and signals the client's
+//! notification when there is room.
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 
@@ -28,13 +29,13 @@ use crate::uart::Uart;
 
 /// Too large for the stack.
 static MUX: Mutex<Mux> = Mutex::new(Mux::new());
-/// Failures to wait, one after the other, that end the server.
+/// Consecutive failures to wait after which the server ends.
 const MAX_FAILURES: u32 = 1000;
 
 #[cfg(not(test))]
 native_rt::entry!(main);
 
-/// Serves for ever; returns the exit code of a failure.
+/// Runs the server; returns the exit code of a failure.
 #[cfg_attr(test, allow(dead_code, reason = "needs the kernel"))]
 fn main(start: &Start<'static>) -> u64 {
     let Role::Console { port, multiplex } = start.role else {
@@ -52,7 +53,7 @@ fn main(start: &Start<'static>) -> u64 {
         return code::INTERNAL;
     }
     let directory = windows(start, RangeKind::Directory).next().map(Directory::new);
-    // The program's only thread comes here once.
+    // The program's only thread reaches this line once.
     let mux = MutexGuard::leak(MUX.lock());
     if multiplex {
         mux.multiplex();

@@ -1,15 +1,18 @@
-//! One line for many clients: who is shown, who gets the keys, and what is kept of the others.
+//! Multiplexer of one line for many clients: selection, routing of keys, and output history of each
+//! client.
 //!
-//! Two ways to show output. *One*: the bytes of the selected client pass as they are, those of others are only
-//! kept. *All*: everybody's output is shown line by line behind a prefix `[name] `; see [`crate::cook`] why no
-//! client can forge one. Keys go to the selected client in both.
+//! Two views. *One*: the line shows the bytes of the selected client unchanged; output of the other
+//! clients is only kept. *All*: the line shows the output of all clients line by line with a prefix
+//! `[name] `; [`crate::cook`] explains why no client can forge one. Keys go to the selected client
+//! in both views.
 //!
-//! In the view of all, each client may have as many bytes waiting to be sent as would still fit, less what the selected
-//! one needs: so one that floods the line has at most a part of it, whatever the others do, and less the more of them
-//! write. Only the selected client waits for room; lines of others that find none are counted instead.
+//! In the view of all clients, each client may have as many bytes queued as there is free room,
+//! less what the selected client needs: so a flooding client gets at most a part of the queue, and
+//! a smaller one the more clients flood. Only the selected client waits for room; lines of other
+//! clients without room are counted instead.
 //!
-//! Invariants: no client makes another one wait, other than by the speed of the line itself while it is the
-//! selected one; memory is fixed; everything is decided by the order of calls.
+//! Invariants: no client delays another one, except by the speed of the line while it is selected;
+//! memory is fixed; the order of calls determines all results.
 
 use core::fmt::{self, Write};
 
@@ -21,26 +24,27 @@ use crate::cook::{COLUMNS, Cook, Cooked};
 use crate::output::{Output, Owner};
 use crate::ring::{Kept, Ring};
 
-/// The key after which the next one is a command: Ctrl-].
+/// Escape key: the next key is a command. Ctrl-].
 pub const ESCAPE: u8 = 0x1d;
 
-/// Bytes that wait to be sent.
+/// Bytes of output queued for the line.
 const OUTPUT: usize = 16 << 10;
-/// Room that clients' output leaves for messages and for what is shown after a switch.
+/// Room that client output leaves for messages and for the history after a switch.
 const RESERVE: usize = 4 << 10;
-/// More than the longest line takes, with what goes before and after it.
+/// Upper bound of a line with the output before and after it.
 const LINE_ROOM: usize = 4 * COLUMNS;
-/// Room that lines of others leave for the selected client: with nothing waiting, it never has to wait for them.
+/// Room that lines of other clients leave for the selected client: with no output queued, it never
+/// waits for them.
 const SELECTED_ROOM: usize = 2 << 10;
-/// Bytes that wait to be read, of one client.
+/// Bytes of input queued per client.
 const INPUT: usize = 1 << 10;
-/// Bytes of output that are kept, of one client.
+/// Bytes of output history per client.
 const KEPT: usize = 8 << 10;
-/// Lines and bytes that are shown after a switch.
+/// Lines and bytes of history shown after a switch.
 const SHOWN_LINES: usize = 20;
 const SHOWN_BYTES: usize = 2 << 10;
 
-/// What becomes of the next key.
+/// Interpretation of the next key.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Keys {
     /// It goes to the selected client.
@@ -51,34 +55,34 @@ enum Keys {
     Name,
 }
 
-/// How far a client has come.
+/// Connection state of a client.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Life {
-    /// It was never there.
+    /// Never connected.
     Unknown,
-    /// It is about to open its session.
+    /// Named by root, session not open yet.
     Expected,
-    /// Its session is open.
+    /// Session open.
     Open,
-    /// It has ended; its output is kept.
+    /// Ended; its output is kept.
     Ended,
 }
 
 struct Client {
     life: Life,
-    /// By which users know it.
+    /// Number by which users select it.
     number: u8,
     name: String<MAX_NAME>,
     kept: Kept<KEPT>,
     input: Ring<INPUT>,
-    /// A write was cut.
+    /// A write was truncated, and the client waits for room.
     wants_room: bool,
-    /// It has written since it was last shown.
+    /// Output arrived since the client was last shown.
     unseen: bool,
-    /// It has ended, and not opened its session since.
+    /// The client ended and has not opened a session since.
     ended: bool,
     cook: Cook,
-    /// Complete lines that there was no room to show.
+    /// Number of complete lines without room to show them.
     hidden: u32,
 }
 
@@ -96,37 +100,38 @@ impl Client {
         hidden: 0,
     };
 
-    /// Characters of text in a line behind the prefix.
+    /// Returns the number of characters of text in a line after the prefix.
     fn width(&self) -> usize {
         COLUMNS - self.name.len() - "[] ".len()
     }
 }
 
-/// The multiplexer. A client is known by its session, less than [`SESSIONS`].
+/// The multiplexer. A session identifies a client, and is less than [`SESSIONS`].
 pub struct Mux {
-    /// There is more than one client; else its bytes pass as they are, both ways.
+    /// Several clients may share the line; otherwise the bytes of the only one pass unchanged in
+    /// both directions.
     many: bool,
     clients: [Client; SESSIONS],
     output: Output<OUTPUT>,
-    /// A client waits for room.
+    /// At least one client waits for room.
     is_awaited: bool,
     selected: usize,
     keys: Keys,
     typed: String<MAX_NAME>,
-    /// Everybody's lines are shown.
+    /// The line shows the output of all clients.
     all: bool,
     /// The last byte on the line was a line feed.
     at_start: bool,
     /// The selected client's incomplete line is on the screen.
     partial: bool,
-    /// Clients that have to be told of input or room, by bit.
+    /// Clients to signal for input or room, one bit each.
     wakes: u64,
 }
 
 const _: () = assert!(SESSIONS <= 64);
 
 impl Mux {
-    /// A line without clients.
+    /// Creates a line without clients.
     pub const fn new() -> Self {
         Self {
             many: false,
@@ -143,7 +148,7 @@ impl Mux {
         }
     }
 
-    /// From now on there may be many clients, the log among them.
+    /// Enables sharing by several clients, with the log as one of them.
     pub fn multiplex(&mut self) {
         self.many = true;
         self.at_start = true;
@@ -152,7 +157,7 @@ impl Mux {
         let _ = self.clients[LOG_SESSION].name.push_str("log");
     }
 
-    /// Clients to tell that they have input or room; each is named once.
+    /// Clients to signal for input or room; each is returned once.
     pub fn take_wakes(&mut self) -> impl Iterator<Item = usize> + use<> {
         let wakes = core::mem::take(&mut self.wakes);
         (0..SESSIONS).filter(move |client| wakes & 1 << client != 0)
@@ -160,7 +165,7 @@ impl Mux {
 
     // ---- sessions ----------------------------------------------------------------------------
 
-    /// A client is about to come: it has its number from now on, and can be selected.
+    /// Announces a client: it gets its number, and can be selected.
     pub fn expect(&mut self, client: usize, name: &str) {
         let first = (1..SESSIONS).all(|other| self.clients[other].life == Life::Unknown);
         let free = self.free_number();
@@ -185,7 +190,7 @@ impl Mux {
         }
     }
 
-    /// Keys that came before anybody was there are this client's.
+    /// Assigns keys that arrived before any client to this one.
     fn inherit(&mut self, client: usize) {
         let selected = &self.clients[self.selected];
         if selected.life == Life::Unknown || self.selected == LOG_SESSION {
@@ -195,7 +200,8 @@ impl Mux {
         }
     }
 
-    /// A client opens its session, or opens it anew. It finds the keys that came for it since it was expected.
+    /// Opens or reopens a client's session. It receives the keys typed for it since it was
+    /// announced.
     pub fn open(&mut self, client: usize, name: &str) {
         let again = self.clients[client].ended;
         if self.clients[client].life == Life::Open {
@@ -226,7 +232,7 @@ impl Mux {
         (1..u8::MAX).find(|number| !taken(number)).unwrap_or(0)
     }
 
-    /// A client is gone.
+    /// Ends a client's session.
     pub fn close(&mut self, client: usize) {
         if matches!(self.clients[client].life, Life::Unknown | Life::Ended) {
             return;
@@ -243,7 +249,7 @@ impl Mux {
 
     // ---- output ------------------------------------------------------------------------------
 
-    /// The next byte for the line.
+    /// Returns the next byte for the line.
     pub fn next(&mut self) -> Option<u8> {
         let byte = self.output.take();
         if self.is_awaited && self.output.room() >= self.room_to_go_on() {
@@ -252,7 +258,7 @@ impl Mux {
         byte
     }
 
-    /// Room at which whoever waits for it is told: so much that it can write more than a few bytes.
+    /// Returns the room at which a waiting client is signalled: enough for more than a few bytes.
     fn room_to_go_on(&self) -> usize {
         if self.many && self.all {
             RESERVE + LINE_ROOM + 2 * self.output.waiting(Owner::client(self.selected))
@@ -261,7 +267,7 @@ impl Mux {
         }
     }
 
-    /// Whether a line of a client, or a byte of the selected one, may be shown now.
+    /// Returns whether there is room for a line of a client, or for a byte of the selected one.
     fn has_room(&self, client: usize) -> bool {
         let kept = match (self.all, client == self.selected) {
             (false, _) => 0,
@@ -271,7 +277,7 @@ impl Mux {
         self.output.room() >= RESERVE + LINE_ROOM + kept
     }
 
-    /// Nothing waits to be sent.
+    /// Returns whether no output is queued.
     pub fn is_empty(&self) -> bool {
         self.output.len() == 0
     }
@@ -285,7 +291,8 @@ impl Mux {
         }
     }
 
-    /// A client writes. Returns how many bytes were taken; it is told when there is room for the others.
+    /// Writes output of a client. Returns the number of bytes accepted; the client is signalled
+    /// when there is room for the remaining ones.
     pub fn write(&mut self, client: usize, bytes: &[u8]) -> usize {
         let mut taken = 0;
         for &byte in bytes {
@@ -299,7 +306,7 @@ impl Mux {
         taken
     }
 
-    /// Root writes to its log, which waits for nobody.
+    /// Writes to root's log, which never waits.
     pub fn log(&mut self, bytes: &[u8]) {
         for &byte in bytes {
             if byte == b'\n' {
@@ -315,7 +322,7 @@ impl Mux {
         }
     }
 
-    /// Takes a byte of a client's output; `false` if there is no room.
+    /// Queues a byte of a client's output; returns `false` without room.
     fn put(&mut self, client: usize, byte: u8) -> bool {
         if !self.many {
             return self.output.put(Owner::client(client), byte);
@@ -336,7 +343,8 @@ impl Mux {
         true
     }
 
-    /// Shows a byte of a client as a part of one of its lines. There is room if it is the selected one's.
+    /// Shows a byte of a client as a part of one of its lines. There is room if the client is
+    /// selected.
     fn show_cooked(&mut self, index: usize, byte: u8) {
         let width = self.clients[index].width();
         loop {
@@ -368,8 +376,8 @@ impl Mux {
         }
     }
 
-    /// Shows the selected client's incomplete line, if there is one, from the start, at the expense of whoever made that
-    /// necessary.
+    /// Shows the selected client's incomplete line, if there is one, from its start, charged to the
+    /// owner of the output that interrupted it.
     fn show_partial(&mut self, owner: Owner) {
         let Self { clients, output, selected, .. } = self;
         let client = &clients[*selected];
@@ -380,7 +388,7 @@ impl Mux {
         }
     }
 
-    /// Shows a client's line, which is complete.
+    /// Shows a complete line of a client.
     fn show_line(&mut self, index: usize) {
         let (own, owner) = (index == self.selected, Owner::client(index));
         if !own && !self.has_room(index) {
@@ -404,7 +412,8 @@ impl Mux {
         }
     }
 
-    /// Goes to the start of a line on the screen. An incomplete line makes room: it is shown again.
+    /// Moves to the start of a line on the screen. An incomplete line is erased and shown again
+    /// later.
     fn fresh_line(&mut self, owner: Owner) {
         if self.partial {
             self.output.put_all(owner, b"\r\x1b[K");
@@ -414,7 +423,7 @@ impl Mux {
         (self.partial, self.at_start) = (false, true);
     }
 
-    /// Shows a message of the multiplexer itself.
+    /// Shows a message of the multiplexer.
     fn say(&mut self, text: fmt::Arguments) {
         self.fresh_line(Owner::MULTIPLEXER);
         let _ = write!(self.message(), "[parador] {text}\r\n");
@@ -423,20 +432,21 @@ impl Mux {
         }
     }
 
-    /// Where the multiplexer's own text goes.
+    /// Returns a writer for the multiplexer's own text.
     fn message(&mut self) -> Line<'_> {
         Line(&mut self.output, Owner::MULTIPLEXER)
     }
 
     // ---- input -------------------------------------------------------------------------------
 
-    /// How many keys may come now.
+    /// Returns the number of keys that can be accepted now.
     pub fn input_room(&self) -> usize {
-        // With many clients one that does not read must not keep the user from the others.
+        // With several clients, one that does not read must not keep the user from selecting
+        // another one.
         if self.many { INPUT } else { self.clients[self.selected].input.room() }
     }
 
-    /// A key was pressed.
+    /// Processes a key.
     pub fn key(&mut self, byte: u8) {
         match self.keys {
             Keys::Pass if byte == ESCAPE && self.many => self.keys = Keys::Command,
@@ -449,7 +459,7 @@ impl Mux {
         }
     }
 
-    /// Gives a key to the selected client, also if it has yet to come; one too many is lost.
+    /// Queues a key for the selected client, connected or not; drops it if the queue is full.
     fn pass(&mut self, byte: u8) {
         let client = &mut self.clients[self.selected];
         if client.life == Life::Open && client.input.len() == 0 {
@@ -460,7 +470,7 @@ impl Mux {
         }
     }
 
-    /// A client reads; returns how many bytes there were.
+    /// Reads input of a client; returns the number of bytes.
     pub fn read(&mut self, client: usize, bytes: &mut [u8]) -> usize {
         let input = &mut self.clients[client].input;
         let mut length = 0;
@@ -525,7 +535,7 @@ impl Mux {
         }
     }
 
-    /// Selects a client by its name, the start of its name that no other has, or its number.
+    /// Selects a client by its name, an unambiguous prefix of its name, or its number.
     fn select_name(&mut self, name: &str) {
         if let Ok(number) = name.parse() {
             return self.select_number(number);
@@ -539,7 +549,7 @@ impl Mux {
             Some(index) => self.select(index),
             None => {
                 let what = if several { "several clients are" } else { "no client is" };
-                // What was typed is printable.
+                // Only printable characters are collected.
                 self.say(format_args!("{what} called {name:?}"));
             }
         }
@@ -549,7 +559,7 @@ impl Mux {
         (0..SESSIONS).filter(|&index| self.clients[index].life != Life::Unknown)
     }
 
-    /// Selects the open client with the next number, or the one before.
+    /// Selects the open client with the next higher or lower number.
     fn select_next(&mut self, up: bool) {
         let from = self.clients[self.selected].number;
         let distance = |index: &usize| {
@@ -566,7 +576,7 @@ impl Mux {
     }
 
     fn select(&mut self, index: usize) {
-        // What waits is kept; so the switch is seen at once.
+        // Queued output is in the history; dropping it makes the switch visible at once.
         self.output.clear();
         self.tell_of_room();
         self.selected = index;
@@ -575,7 +585,7 @@ impl Mux {
         let Client { number, name, .. } = &self.clients[index];
         let (number, name) = (*number, name.clone());
         let ended = if self.clients[index].life == Life::Ended { ", ended" } else { "" };
-        // Colours that the last client has set end here.
+        // Resets colours that the last client has set.
         self.output.put_all(Owner::MULTIPLEXER, b"\x1b[m");
         self.say(format_args!("{name} ({number}{ended}); Ctrl-] ? for help"));
         if !self.all {
@@ -583,7 +593,7 @@ impl Mux {
         }
     }
 
-    /// Shows the selected client's last output.
+    /// Shows the end of the selected client's history.
     fn show_last(&mut self, lines: usize, bytes: usize) {
         let Self { clients, output, selected, at_start, .. } = self;
         let client = &clients[*selected];
@@ -605,7 +615,7 @@ impl Mux {
 
     fn toggle_all(&mut self) {
         self.all = !self.all;
-        // What it waited for may be there already, as the other view counts.
+        // The other view may have the room that the client waits for.
         self.tell_of_room();
         for client in &mut self.clients {
             client.cook = Cook::new();
@@ -659,14 +669,14 @@ const HELP: &[&str] = &[
     "Ctrl-] Ctrl-]    type Ctrl-]",
 ];
 
-/// Puts a client's line behind its prefix.
+/// Writes a client's line after its prefix.
 fn put_line(output: &mut Output<OUTPUT>, owner: Owner, client: &Client) {
-    // What does not fit is lost; the callers see to it that it does.
+    // The callers ensure that the line fits.
     let _ = write!(Line(output, owner), "[{}] ", client.name);
     output.put_all(owner, client.cook.line());
 }
 
-/// Text for the line, and whose it is.
+/// Writer of text for the line, charged to an owner.
 struct Line<'a>(&'a mut Output<OUTPUT>, Owner);
 
 impl Write for Line<'_> {

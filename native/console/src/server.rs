@@ -1,4 +1,4 @@
-//! Sessions, and what happens on calls and events.
+//! Sessions of the console server, and its reaction to calls and events.
 
 use native_rt::{Gate, Irq, Message, Notification, Page, Slots, drop_capability};
 use proto::console::directory::{self, SESSIONS};
@@ -17,23 +17,23 @@ struct Session {
     events: u64,
 }
 
-/// The server. A session is the badge of its gate.
+/// The console server. A session is the badge of its gate.
 pub struct Server<R> {
     uart: Uart<R>,
     irq: Irq,
     mux: &'static mut Mux,
     directory: Option<Directory>,
     sessions: [Option<Session>; SESSIONS],
-    /// Where clients' notifications come.
+    /// Slots for clients' notifications.
     slots: Slots<1>,
-    /// The slot that the next one comes to.
+    /// Slot that accepts the next capability.
     offered: Option<u64>,
-    /// Root waits for the output to end.
+    /// Root waits for the output to drain.
     draining: bool,
 }
 
 impl<R: Registers> Server<R> {
-    /// A server without sessions.
+    /// Creates a server without sessions.
     pub fn new(
         uart: Uart<R>,
         irq: Irq,
@@ -54,22 +54,22 @@ impl<R: Registers> Server<R> {
         server
     }
 
-    /// Offers a slot for the next capability, unless one is offered.
+    /// Accepts a capability in a free slot, unless one is already prepared.
     fn offer(&mut self) {
         self.offered = self.offered.or_else(|| self.slots.take());
         let (base, count) = self.offered.map_or((0, 0), |slot| (slot, 1));
         Page::current().accept_capabilities(base, count);
     }
 
-    /// Gives a slot up.
+    /// Frees a slot and its capability.
     fn discard(&mut self, slot: u64) {
-        // An empty slot is what is wanted.
+        // An empty slot is the desired result.
         let _ = drop_capability(slot);
         self.slots.give(slot);
         self.offer();
     }
 
-    /// Answers a call.
+    /// Handles a call and returns the reply.
     pub fn call(&mut self, badge: u64, message: Message) -> Message {
         let came = (message.tag.items != 0).then(|| self.offered.take()).flatten();
         let Some(index) = usize::try_from(badge).ok().filter(|&index| index < SESSIONS) else {
@@ -89,7 +89,7 @@ impl<R: Registers> Server<R> {
                 self.mux.open(index, name.unwrap_or("?"));
                 done(0)
             }
-            // Who has not opened a session speaks to a server that was here before.
+            // A client without a session opened it with a previous server instance.
             WRITE | READ if self.sessions[index].is_none() => {
                 self.forget(came);
                 refused()
@@ -117,7 +117,7 @@ impl<R: Registers> Server<R> {
         answer
     }
 
-    /// Gives a capability up that came where none was expected.
+    /// Drops a capability that a message delegated unexpectedly.
     fn forget(&mut self, came: Option<u64>) {
         if let Some(slot) = came {
             self.discard(slot);
@@ -146,7 +146,7 @@ impl<R: Registers> Server<R> {
         let wanted = wanted.min(MAX_BYTES as u64) as usize;
         let length = self.mux.read(index, &mut bytes[..wanted]);
         if length < wanted {
-            // There is room now; more may be waiting in the port.
+            // There is room now; the port may hold more input.
             self.service();
         }
         self.wake();
@@ -154,7 +154,7 @@ impl<R: Registers> Server<R> {
         done(length as u64).with_page(words)
     }
 
-    /// Takes events of the server's notification.
+    /// Handles events of the server's notification.
     pub fn events(&mut self, events: u64) {
         if events & DRAIN != 0 {
             self.draining = true;
@@ -167,7 +167,7 @@ impl<R: Registers> Server<R> {
         }
     }
 
-    /// Takes over what root has written: who comes, who is gone, and the log.
+    /// Applies root's changes of the directory: new clients, ended clients, and the log.
     fn follow_root(&mut self) {
         let Some(directory) = &mut self.directory else { return };
         let mut buffer = [0; 512];
@@ -187,17 +187,18 @@ impl<R: Registers> Server<R> {
         self.wake();
     }
 
-    /// Serves the device.
+    /// Handles an interrupt of the port.
     pub fn interrupt(&mut self) {
-        // First: an edge that comes while the interrupt is masked would be lost.
+        // First: an edge during the masked interval would be lost.
         let _ = self.irq.acknowledge();
         self.service();
-        // Answers to keys.
+        // Replies to keys.
         self.send();
         self.wake();
         if self.draining && self.mux.is_empty() && self.uart.finish() {
             self.draining = false;
-            // Root waits for nobody, so it answers; or it has gone on without us.
+            // Root never blocks on a server, so it replies; or it has stopped waiting for this
+            // server.
             let _ = Gate::at(slot::CONTROL).call(Message::new(DRAINED, [0; 4]));
         }
     }
@@ -213,13 +214,13 @@ impl<R: Registers> Server<R> {
         uart.send(|| mux.next());
     }
 
-    /// Tells clients of input and room.
+    /// Signals clients that have input or room.
     fn wake(&mut self) {
         for index in self.mux.take_wakes() {
             if let Some(session) = self.sessions[index]
                 && session.notification.signal(session.events).is_err()
             {
-                // The client is gone.
+                // The client has ended.
                 self.close(index);
             }
         }

@@ -1,4 +1,4 @@
-//! Scripts: what clients write and users type, and what is then on the line.
+//! Scripts of client output and user input, compared with the resulting line.
 
 use super::*;
 
@@ -10,7 +10,7 @@ const MICRO: usize = 21;
 struct Rig(Box<Mux>);
 
 impl Rig {
-    /// A multiplexer with three clients, the steward selected.
+    /// Creates a multiplexer with three clients; the steward is selected.
     fn new() -> Self {
         let mut rig = Self::single();
         rig.0.multiplex();
@@ -25,7 +25,7 @@ impl Rig {
         Self(Box::new(Mux::new()))
     }
 
-    /// What is on the line since the last call.
+    /// Returns the output on the line since the last call.
     fn line(&mut self) -> std::string::String {
         let bytes: Vec<u8> = core::iter::from_fn(|| self.0.next()).collect();
         std::string::String::from_utf8(bytes).unwrap()
@@ -146,7 +146,7 @@ fn clients_are_numbered_before_they_come() {
     assert_eq!(rig.line(), "");
     rig.write(MICRO, "hello");
     assert_eq!(rig.line(), "hello");
-    // One that ends before it has opened its session.
+    // A client that ends before it has opened its session.
     rig.0.close(STEWARD);
     rig.keys("\x1d1");
     assert!(rig.line().contains("steward (1, ended)"));
@@ -225,7 +225,7 @@ fn others_never_wait() {
     rig.write(LINUX, "after\r\n");
     let line = rig.line();
     assert!(line.contains("lines are not shown)\r\n[linux] after\r\n"), "{line}");
-    // The selected one waits for the line, and is told.
+    // The selected client waits for the line, and is signalled.
     rig.keys("\x1da");
     rig.line();
     let taken = rig.write(STEWARD, &flood);
@@ -235,9 +235,10 @@ fn others_never_wait() {
     assert_eq!(rig.wakes(), [STEWARD]);
 }
 
-/// In the view of all, `floods` write as much as they can, and the selected steward too if `steward_writes`, while the line
-/// takes 2,000,000 bytes, a FIFO at a time; the micro-guest writes a line now and then. Returns what was on the line, and
-/// how often the steward was told of room.
+/// In the view of all clients, `floods` write as much as they can, and the selected steward too if
+/// `steward_writes`, while the line accepts 2,000,000 bytes, one FIFO at a time; the micro-guest
+/// writes a line now and then. Returns the output on the line, and the number of signals of room to
+/// the steward.
 fn flooded(floods: &[usize], steward_writes: bool) -> (std::string::String, usize) {
     const FIFO: usize = 16;
     const LINE: usize = 2_000_000;
@@ -289,7 +290,7 @@ fn a_flood_of_others_does_not_stop_the_selected_one() {
 fn the_selected_one_does_not_hide_the_others() {
     let (line, _) = flooded(&[], true);
     assert!(!line.contains("not shown"));
-    // Nor does one that floods while nobody else writes much.
+    // One client that floods does not hide others either while these write little.
     let (line, _) = flooded(&[LINUX], false);
     assert!(line.contains("[linux] (") && !line.contains("[micro] ("));
 }
@@ -300,7 +301,7 @@ fn who_waits_for_room_is_told_in_every_view() {
     for view in 0..4 {
         while rig.write(STEWARD, "a line\r\n") == 8 {}
         rig.wakes();
-        // It waits; then the view changes, and the line goes on.
+        // The client waits; then the view changes, and the line continues.
         if view % 2 == 1 {
             rig.keys("\x1da");
         }
@@ -340,7 +341,7 @@ fn ends_and_returns() {
     let list = rig.line();
     assert!(list.contains("[parador]   0 log") && list.contains("[parador] > 2 linux"), "{list}");
     assert!(list.contains("Ctrl-] n, p"));
-    // The session goes to another client: what the former one wrote does not.
+    // The session goes to another client: it does not get the history of the former one.
     rig.0.close(LINUX);
     rig.0.open(LINUX, "other");
     rig.keys("\x1d1\x1d2");
@@ -370,7 +371,7 @@ fn whatever_comes_nothing_breaks() {
 
 #[test]
 fn keys_wait_for_who_has_yet_to_come() {
-    // The server has just been started again: root names the clients, and they open their sessions later.
+    // The server has just restarted: root names the clients, and they open their sessions later.
     let mut rig = Rig::single();
     rig.0.multiplex();
     rig.keys("li");
@@ -389,7 +390,7 @@ fn keys_wait_for_who_has_yet_to_come() {
     rig.0.open(LINUX, "linux");
     let read = core::iter::from_fn(|| Some(rig.read(LINUX).len()).filter(|&length| length > 0));
     assert_eq!(read.sum::<usize>(), INPUT, "not those that came when it had ended");
-    // Those of an earlier life are not the next one's.
+    // Keys for a previous client of the session do not go to the next one.
     rig.keys("old");
     rig.0.open(LINUX, "linux");
     assert_eq!(rig.read(LINUX), "");
