@@ -1,8 +1,9 @@
-//! Disk server: drives one disk and serves parts of it to clients, over sessions in shared memory (`proto::disk`).
+//! Disk server: drives one disk and serves ranges of it to clients, over sessions in shared memory
+//! (`proto::disk`).
 //!
-//! The disk moves data between its medium and the clients' sessions by itself. A request is answered when
-//! the disk has done it. The server keeps nothing that matters over a restart: it resets the disk, reads the
-//! partitions, and clients send again what was not answered.
+//! The disk transfers data directly between its medium and the clients' sessions (DMA). The server
+//! answers a request when the disk has completed it. The server keeps no state over a restart: it
+//! resets the disk, reads the partition table, and clients resend unanswered requests.
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
@@ -26,16 +27,16 @@ use crate::device::{Command, Disk};
 use crate::partition::{Found, SECTOR};
 use crate::server::{Extent, Server};
 
-/// Register ranges: virtio's are told by its configuration, AHCI's is the last one.
+/// Register ranges: virtio's configuration names its own, AHCI uses the last one (ABAR).
 const AHCI_BAR: u64 = 5;
-/// Where the sector is read to that partitions are looked for in.
+/// Offset of the buffer for sectors of partition tables.
 const SCAN: u64 = 64 << 10;
 const _: () = assert!(virtio::BYTES <= SCAN && ahci::BYTES <= SCAN);
 
 #[cfg(not(test))]
 native_rt::entry!(main);
 
-/// Serves for ever; returns the exit code of a failure.
+/// Runs the server; returns the exit code of a failure.
 fn main(start: &Start<'static>) -> u64 {
     let Role::Disk(plan) = &start.role else {
         error!("started as something else than a disk server");
@@ -81,7 +82,7 @@ fn main(start: &Start<'static>) -> u64 {
     }
 }
 
-/// An AHCI controller, and the machine's clock.
+/// Registers of an AHCI controller, and the TSC clock.
 struct Hardware {
     registers: Registers,
     tsc_khz: u64,
@@ -109,10 +110,10 @@ impl ahci::Controller for Hardware {
     }
 }
 
-/// Waits for an event: of the device, or of a client.
+/// Waits for an event of the device or of a client.
 fn wait() -> bool {
     let waited = Notification::at(slot::NOTIFICATION).wait(FOREVER);
-    // The interrupt is a message, which needs no acknowledgement by the device.
+    // The interrupt is a message (MSI), which needs no acknowledgement at the device.
     let _ = Irq::at(slot::DEVICE).acknowledge();
     waited.is_ok()
 }
@@ -165,7 +166,7 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
             Ok((extent, info))
         });
         if let Ok((extent, _)) = &both {
-            // There are no more clients than sessions.
+            // There are at most as many clients as sessions.
             let _ = given.push((*extent, client.read_only));
         }
         let client = match both {
@@ -180,7 +181,7 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
     }
     loop {
         let signal = |number: usize, events| {
-            // A client that is gone comes again by itself.
+            // A client that has ended gets a new session when it restarts.
             let _ = Notification::at(slot::SESSIONS + number as u64).signal(events);
         };
         if let Err(error) = server.serve(signal) {

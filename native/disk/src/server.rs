@@ -1,9 +1,10 @@
-//! Clients, and the way of their requests to the disk and back.
+//! Clients, and the path of their requests to the disk and back.
 //!
-//! Clients take turns, one request each, so that none holds up the others. A request is answered when the disk has
-//! completed it: what was acknowledged survives this server. A flush waits for nothing here, as the disk completes it
-//! after all writes that it has completed before. After a flush has failed, all fail until the server is started anew:
-//! a disk gives up what it could not write, and its next flush succeeds (ATA8-ACS, FLUSH CACHE EXT).
+//! Clients take turns, one request each, so that none delays the other clients. The server answers
+//! a request when the disk has completed it: acknowledged data survives this server. A flush needs
+//! no ordering here, as the disk includes all writes that it has completed before. After a failed
+//! flush, all flushes fail until the server restarts: a disk drops data that it could not write,
+//! and its next flush succeeds (ATA8-ACS, FLUSH CACHE EXT).
 
 use heapless::Vec;
 use proto::disk::{Info, Operation, Request, SECTOR, Session, Status};
@@ -12,7 +13,7 @@ use proto::service::{DiskClient, MAX_SESSIONS, Part};
 use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
 use crate::partition::Partition;
 
-/// Sectors that a client sees.
+/// Range of sectors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// First sector on the disk.
@@ -22,31 +23,32 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// The sector behind the last one.
+    /// Returns the first sector after the extent.
     pub fn end(&self) -> u64 {
         self.first.saturating_add(self.sectors)
     }
 
-    /// Whether some sector is in both.
+    /// Returns whether the extents share a sector.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.first < other.end() && other.first < self.end()
     }
 }
 
-/// Why a client's part cannot be served.
+/// Error of a client's range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PartError {
-    /// There is no such partition.
+    /// The partition does not exist.
     NoPartition(u8),
-    /// It is not within the disk or partition, or empty.
+    /// The range is empty, or exceeds the disk or partition.
     Beyond,
     /// The disk is read-only, the client wants to write.
     ReadOnly,
-    /// It has sectors of a client before it, and one of the two may write.
+    /// The range shares sectors with an earlier client's, and one of the two may write.
     Shared,
 }
 
-/// Whether a client may have this part beside those that others have, each with whether it is read-only.
+/// Checks whether a client may have this range beside those of `others`, each with its read-only
+/// flag.
 pub fn admit(extent: &Extent, read_only: bool, others: &[(Extent, bool)]) -> Result<(), PartError> {
     let clash = |(other, other_read_only): &(Extent, bool)| {
         other.overlaps(extent) && !(read_only && *other_read_only)
@@ -54,7 +56,7 @@ pub fn admit(extent: &Extent, read_only: bool, others: &[(Extent, bool)]) -> Res
     if others.iter().any(clash) { Err(PartError::Shared) } else { Ok(()) }
 }
 
-/// Finds a client's part on a disk of `sectors` sectors.
+/// Finds a client's range on a disk of `sectors` sectors.
 pub fn locate(part: &Part, partitions: &[Partition], sectors: u64) -> Result<Extent, PartError> {
     let whole = match part.partition {
         None => Extent { first: 0, sectors },
@@ -73,7 +75,7 @@ pub fn locate(part: &Part, partitions: &[Partition], sectors: u64) -> Result<Ext
     Ok(Extent { first: whole.first + part.first, sectors: length })
 }
 
-/// What to tell a client about its part.
+/// Returns the properties of a range for its client.
 pub fn info(client: &DiskClient, extent: &Extent, disk: &Geometry) -> Result<Info, PartError> {
     if disk.read_only && !client.read_only {
         return Err(PartError::ReadOnly);
@@ -103,29 +105,29 @@ struct UnderWay {
     is_flush: bool,
 }
 
-/// The server.
+/// The disk server.
 pub struct Server<'m, D> {
     disk: D,
     depth: usize,
-    /// By session number; one that cannot be served has no entry.
+    /// By session index; a client without a range has no entry.
     clients: Vec<Option<Client<'m>>, MAX_SESSIONS>,
     under_way: [Option<UnderWay>; MAX_DEPTH],
-    /// Whose turn it is.
+    /// Index of the client whose turn is next.
     turn: usize,
     /// A flush has failed.
     has_lost: bool,
 }
 
 impl<'m, D: Disk> Server<'m, D> {
-    /// A server without clients. Nothing is under way at the disk.
+    /// Creates a server without clients. The disk has no commands in flight.
     pub fn new(disk: D) -> Self {
         let depth = disk.geometry().depth.clamp(1, MAX_DEPTH);
         let under_way = [None; MAX_DEPTH];
         Self { disk, depth, clients: Vec::new(), under_way, turn: 0, has_lost: false }
     }
 
-    /// Adds the next client: its session, whose memory is at `physical` for the disk, and the events to signal to it. `None`:
-    /// it gets no disk.
+    /// Adds the next client: its session, whose memory is at `physical` for the disk, its range,
+    /// and the events to signal to it. `None`: the client gets no disk.
     pub fn add(&mut self, client: Option<(Session<'m>, Extent, u64, u64)>) {
         let client = client.map(|(session, extent, physical, signal)| Client {
             session,
@@ -133,12 +135,12 @@ impl<'m, D: Disk> Server<'m, D> {
             physical,
             signal,
         });
-        // There are no more sessions than places.
+        // There are at most as many sessions as places.
         let _ = self.clients.push(client);
     }
 
-    /// Does all that can be done now, then asks everybody for signals. `signal` gets number and events of clients to be
-    /// signalled.
+    /// Processes all available work, then requests signals from all clients. Calls `signal` with
+    /// index and events of each client to signal.
     pub fn serve(&mut self, mut signal: impl FnMut(usize, u64)) -> Result<(), DeviceError> {
         loop {
             let mut progress = false;
@@ -164,11 +166,11 @@ impl<'m, D: Disk> Server<'m, D> {
                     signal(number, client.signal);
                 }
             }
-            // With all places taken, the next completion is what wakes the server.
+            // With all places in use, the next completion wakes the server.
             let full = self.free().is_none();
             let mut idle = true;
             for client in self.clients.iter_mut().flatten() {
-                // All of them are asked.
+                // Every client must get the request.
                 idle &= client.session.sleep();
             }
             if !progress && (idle || full) {
@@ -177,12 +179,12 @@ impl<'m, D: Disk> Server<'m, D> {
         }
     }
 
-    /// A number for another command.
+    /// Returns a free command number.
     fn free(&self) -> Option<usize> {
         self.under_way[..self.depth].iter().position(Option::is_none)
     }
 
-    /// The next request of the client whose turn it is, or of one after it.
+    /// Returns the next request of the client whose turn it is, or of the next client that has one.
     fn next(&mut self) -> Option<(usize, Request)> {
         let (count, turn) = (self.clients.len(), self.turn);
         (0..count).map(|step| (turn + step) % count).find_map(|index| {
@@ -215,7 +217,7 @@ impl<'m, D: Disk> Server<'m, D> {
         let UnderWay { client, id, is_flush } =
             place.ok_or(DeviceError("completed what was not under way"))?;
         self.has_lost |= is_flush && status != Status::Ok;
-        // Another flush that was under way beside the one that failed has lost as much.
+        // A flush that was in flight beside the failed one has lost the same data.
         let status = if is_flush && self.has_lost { Status::Failed } else { status };
         if let Some(Some(client)) = self.clients.get_mut(client) {
             client.session.complete(id, status);
@@ -248,9 +250,9 @@ mod tests {
     struct Fake {
         platter: Rc<Platter>,
         queue: Vec2<(usize, Command)>,
-        /// Commands that complete with the next look.
+        /// Number of commands that complete at the next look.
         ready: usize,
-        /// How the next flush ends.
+        /// Result of the next flush.
         flushed: Status,
         pick: u64,
     }
@@ -331,7 +333,7 @@ mod tests {
         platter.memories.iter().map(|memory| client(&memory[..])).collect()
     }
 
-    /// Parts of 1000 sectors, one behind the other, from sector 10.
+    /// Ranges of 1000 sectors, contiguous from sector 10.
     fn server<'m, 'f>(
         platter: &'m Platter,
         fake: &'f RefCell<Fake>,
@@ -400,7 +402,7 @@ mod tests {
         assert_eq!(sectors, [10, 1010, 2010, 10, 1010], "five at a time, in turns");
     }
 
-    /// The disk says once that it has lost data.
+    /// The disk reports once that it has lost data.
     #[test]
     fn a_failed_flush_is_the_last_word() {
         let platter = platter(2);
@@ -429,7 +431,7 @@ mod tests {
         assert_eq!(round(ok), [[ok, ok]; 2]);
         let first = round(failed);
         assert!(first.iter().any(|client| client[1] == failed));
-        // Of both clients, whichever of them it was told.
+        // For both clients, whichever of them received the failure first.
         assert_eq!(round(ok), [[ok, failed]; 2]);
     }
 
@@ -443,8 +445,8 @@ mod tests {
     }
 
     proptest! {
-        /// Two clients write and the server is killed at any point: whatever a client was told is written is on the disk, and
-        /// nothing of one client's is in the other one's part.
+        /// Two clients write and the server is killed at any point: every acknowledged write is on
+        /// the disk, and no data of one client is in the other client's range.
         #[test]
         fn no_acknowledged_write_is_lost(steps in prop::collection::vec((0..2usize, prop_oneof![
             6 => (0..40u64, 1..4u8).prop_map(|(sector, count)| Step::Write(sector, count)),
@@ -457,7 +459,8 @@ mod tests {
             let mut clients = clients(&platter);
             // For each tag: client, first sector, number, buffer.
             let mut requests = BTreeMap::new();
-            // Last value that was acknowledged, for each sector of each client; none while a write is under way.
+            // Last acknowledged value of each sector of each client; none while a write is in
+            // flight.
             let mut known: [BTreeMap<u64, u64>; 2] = Default::default();
             let mut busy: [BTreeMap<u64, u32>; 2] = Default::default();
             let mut tag = 0u64;

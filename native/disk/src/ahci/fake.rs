@@ -1,5 +1,5 @@
-//! A controller with one disk, for tests: time passes only where the driver waits, and commands end between any two accesses
-//! of registers. It panics where a driver does what the specification forbids.
+//! A controller with one disk, for tests: time passes only where the driver waits, and commands end
+//! between any two register accesses. It panics when the driver violates the specification.
 
 use std::cell::{Ref, RefCell};
 use std::collections::BTreeSet;
@@ -9,20 +9,21 @@ use super::*;
 pub const PHYSICAL: u64 = 1 << 32;
 const MILLISECOND: u64 = 1_000_000;
 
-/// What is wrong with the disk, and how fast it is.
+/// Faults and delays of the disk.
 #[derive(Clone, Debug)]
 pub struct Nature {
     /// The port's number.
     pub number: u32,
-    /// Queued commands are known.
+    /// NCQ is supported.
     pub queues: bool,
     /// Sectors that cannot be read or written.
     pub bad: BTreeSet<u64>,
-    /// The bit of a plain command is cleared though it failed, as that of one that succeeded.
+    /// The device clears the bit of a failed plain command, as for a successful one.
     pub clears_failed: bool,
     /// A command that fails leaves the disk busy.
     pub stays_busy: bool,
-    /// Milliseconds for: the controller's reset, the port's stop, the link, the disk after a reset, IDENTIFY.
+    /// Milliseconds for: the controller's reset, the port's stop, the link, the disk after a reset,
+    /// IDENTIFY.
     pub reset: u64,
     pub stop: u64,
     pub link: u64,
@@ -50,7 +51,7 @@ impl Default for Nature {
 #[derive(Default)]
 struct State {
     now: u64,
-    /// Accesses until the next command ends; none: when the test says so.
+    /// Register accesses until the next command ends; `None`: the test ends it.
     countdown: Option<u32>,
     control: u32,
     command: u32,
@@ -60,24 +61,24 @@ struct State {
     queued: u32,
     link_control: u32,
     link_reset_at: u64,
-    /// When these end.
+    /// Ends of these operations.
     reset_until: u64,
     running_until: u64,
     link_from: u64,
     ready_from: u64,
     identify_at: Option<u64>,
     busy: bool,
-    /// An error stopped the port; the disk has given up queued commands until it is reset.
+    /// An error stopped the port; the disk has aborted queued commands until the link is reset.
     stopped: bool,
     gave_up: bool,
     /// Commands in the order in which they end: slot, whether queued.
     pending: std::vec::Vec<u32>,
-    /// What was carried out: ATA command and sector.
+    /// Executed commands: ATA command and sector.
     done: std::vec::Vec<(u8, u64)>,
     resets_of_link: u32,
 }
 
-/// The controller, as the driver has it.
+/// The controller as the driver accesses it.
 pub struct Fake<'m> {
     nature: RefCell<Nature>,
     memory: &'m [AtomicU64],
@@ -96,7 +97,7 @@ impl<'m> Fake<'m> {
         Self { nature: RefCell::new(nature), memory, state: RefCell::new(state) }
     }
 
-    /// What the disk is like from now on.
+    /// Changes faults and delays.
     pub fn change(&self, nature: Nature) {
         *self.nature.borrow_mut() = nature;
     }
@@ -115,7 +116,7 @@ impl<'m> Fake<'m> {
         self.state.borrow_mut().countdown = Some(accesses);
     }
 
-    /// What was carried out without an error: ATA command and sector.
+    /// Returns the commands executed without an error: ATA command and sector.
     pub fn done(&self) -> std::vec::Vec<(u8, u64)> {
         self.state.borrow().done.clone()
     }
@@ -132,7 +133,7 @@ impl<'m> Fake<'m> {
         self.memory[at / 8].load(Ordering::Relaxed).to_le_bytes()[at % 8]
     }
 
-    /// ATA command and sector in a slot.
+    /// Returns ATA command and sector of a slot.
     fn fis(&self, slot: u32) -> (u8, u64) {
         let table = TABLES + TABLE * slot as usize;
         let at = |index| u64::from(self.byte(table + index));
@@ -140,7 +141,7 @@ impl<'m> Fake<'m> {
         (self.byte(table + 2), sector)
     }
 
-    /// The next command ends.
+    /// Ends the next command.
     fn end(&self, state: &mut State) {
         if state.stopped || state.pending.is_empty() {
             return;
@@ -167,7 +168,7 @@ impl<'m> Fake<'m> {
         state.pending.clear();
     }
 
-    /// Whatever happens at this time, or between two accesses.
+    /// Applies events that are due at this time, or between two accesses.
     fn pass(&self, state: &mut State) {
         if state.identify_at.is_some_and(|at| state.now >= at) {
             state.identify_at = None;
@@ -253,7 +254,7 @@ impl<'m> Fake<'m> {
             state.ready_from = state.link_from + self.nature().ready * MILLISECOND;
             (state.busy, state.gave_up) = (false, false);
             state.resets_of_link += 1;
-            // The link was lost, of course.
+            // The link was lost, as in every reset.
             state.interrupts |= 1 << 22;
         }
         state.link_control = value;

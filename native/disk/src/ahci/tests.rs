@@ -1,4 +1,4 @@
-//! The driver and a controller that fails.
+//! The driver with a failing controller.
 
 use proptest::prelude::*;
 
@@ -29,7 +29,8 @@ fn a_disk_is_set_up() {
     assert!(new(&fake, &memory[1..], None).is_err_and(|error| error == AhciError::Memory));
 }
 
-/// What is waited for takes the time that the specifications give it, however fast registers are.
+/// The driver grants each operation the time of the specifications, independent of the speed of
+/// register accesses.
 #[test]
 fn waits_are_in_time() {
     let outcome = |nature: Nature| {
@@ -41,7 +42,7 @@ fn waits_are_in_time() {
     assert_eq!(outcome(Nature { reset: 900, ..usual.clone() }), Ok(()));
     assert_eq!(outcome(Nature { reset: 1100, ..usual.clone() }), Err(AhciError::NoDisk));
     assert_eq!(outcome(Nature { link: 1900, ..usual.clone() }), Ok(()));
-    // The ports before it, where nothing is, have their time, too.
+    // Empty ports in front of it use their time, too.
     assert_eq!(outcome(Nature { link: 2400, ..usual.clone() }), Err(AhciError::NoDisk));
     assert_eq!(outcome(Nature { ready: 30_000, ..usual.clone() }), Ok(()));
     assert_eq!(outcome(Nature { ready: 40_000, ..usual.clone() }), Err(AhciError::NoDisk));
@@ -49,7 +50,7 @@ fn waits_are_in_time() {
     assert_eq!(outcome(Nature { identify: 32_000, ..usual }), Err(AhciError::Identify));
 }
 
-/// An error between the look at the interrupt and the one at the commands, at each access.
+/// An error between the reads of interrupt status and commands, at each access.
 #[test]
 fn an_error_at_any_moment_is_no_success() {
     for accesses in 0..12 {
@@ -69,7 +70,7 @@ fn an_error_at_any_moment_is_no_success() {
             assert_eq!(status, Some((3, Status::Failed)), "{case:?}");
             assert_eq!(fake.done(), [], "{case:?}");
             assert_eq!(fake.resets_of_link() > 0, queues || stays_busy, "{case:?}");
-            // It works as before.
+            // The disk works again.
             disk.start(4, &command(Operation::Read, 8));
             disk.flush_doorbell();
             fake.end_one();
@@ -120,7 +121,7 @@ fn a_port_that_hangs_is_the_end() {
 }
 
 proptest! {
-    /// Commands end at any moment, some of them badly: each is reported once, as what it was.
+    /// Commands end at any moment, some with errors: each is reported once, with its own result.
     #[test]
     fn every_command_is_reported_as_it_ended(
         queues: bool,
