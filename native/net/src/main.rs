@@ -1,8 +1,8 @@
-//! Network server: a switch between virtual machines and, with a network card of its own, the outside.
+//! Network server: a switch between VMs and, with a network card, the external network.
 //!
-//! A frame is copied once, from the sender's session to each receiver's, and by the processor that serves them.
-//! Addresses are judged on a copy of the frame's header, which is also what receivers get: the sender cannot change it in
-//! between. Frames that find no room are dropped; nobody waits for anybody.
+//! The server copies a frame once, from the sender's session to each receiver's. It checks
+//! addresses on a private copy of the frame's header, which the receivers get too: the sender
+//! cannot change it in between. It drops frames without room and never waits for a client.
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
@@ -23,26 +23,26 @@ use proto::start::{Role, Start, event, slot};
 use crate::switch::{End, HEADER, Switch, Verdict};
 use crate::uplink::Uplink;
 
-/// Frames of one sender before the others have their turn.
+/// Maximum number of frames of one sender per turn.
 const TURN: usize = 32;
 
-/// A frame that is being finished.
+/// Buffer for software offloads.
 static SCRATCH: spin::Mutex<[u8; MAX_FRAME as usize]> = spin::Mutex::new([0; MAX_FRAME as usize]);
 
 #[cfg(not(test))]
 native_rt::entry!(main);
 
-/// A client's session.
+/// Session of a client.
 struct Client {
     port: Port<'static>,
     window: Window,
     signal: u64,
 }
 
-/// The network card does what it must not.
+/// The network card violates the protocol.
 struct CardBroken;
 
-/// The server.
+/// The network server.
 struct Server {
     switch: Switch,
     clients: Vec<Client, MAX_SESSIONS>,
@@ -50,7 +50,7 @@ struct Server {
     tsc_khz: u64,
 }
 
-/// Where a frame's data is.
+/// Location of a frame's data.
 #[derive(Clone, Copy)]
 struct Data {
     window: Window,
@@ -67,7 +67,7 @@ impl Data {
     }
 }
 
-/// Whether a client takes a frame as it is.
+/// Returns whether a client accepts a frame without software offloads.
 fn passes(takes: Takes, offload: &Offload) -> bool {
     let kind = match offload.segments & !segments::ECN {
         segments::NONE => true,
@@ -79,7 +79,7 @@ fn passes(takes: Takes, offload: &Offload) -> bool {
 }
 
 impl Server {
-    /// Moves everything that waits; returns whether there was anything.
+    /// Forwards all waiting frames; returns whether there were any.
     fn serve(&mut self) -> Result<bool, CardBroken> {
         let now = time::nanos(self.tsc_khz, time::tsc());
         let mut progress = false;
@@ -171,7 +171,7 @@ impl Server {
         outcome
     }
 
-    /// Gives a frame to its receiver, if there is room.
+    /// Copies a frame to its receiver if there is room.
     fn put(
         &mut self,
         to: End,
@@ -197,14 +197,15 @@ impl Server {
         }
     }
 
-    /// Signals who is to be signalled, and asks all for signals. `false`: something waits already.
+    /// Signals clients with pending events, and requests signals from all. Returns `false` if a
+    /// frame is already waiting.
     fn sleep(&mut self) -> bool {
         let mut idle = true;
         for (number, client) in self.clients.iter_mut().enumerate() {
             client.port.poll();
             idle &= client.port.sleep();
             if client.port.take_signal() {
-                // A client that is gone comes again by itself.
+                // A client that has ended gets a new session when it restarts.
                 let _ = Notification::at(slot::SESSIONS + number as u64).signal(client.signal);
             }
         }
@@ -233,7 +234,7 @@ fn connect(start: &Start, plan: &NetServer) -> Result<Option<Uplink>, u64> {
     })
 }
 
-/// Serves for ever; returns the exit code of a failure.
+/// Runs the server; returns the exit code of a failure.
 fn main(start: &Start<'static>) -> u64 {
     let Role::Net(plan) = &start.role else {
         error!("started as something else than a switch");
@@ -251,7 +252,7 @@ fn main(start: &Start<'static>) -> u64 {
             error!("a session is too short");
             return code::BAD_CONFIG;
         };
-        // There are no more sessions than places.
+        // There are at most as many sessions as places.
         let _ = clients.push(Client { port: session, window, signal: port.signal });
     }
     info!("{} ports, {}", clients.len(), if uplink.is_some() { "uplink" } else { "no uplink" });
@@ -274,7 +275,8 @@ fn main(start: &Start<'static>) -> u64 {
             error!("cannot wait: {status:?}");
             return code::INTERNAL;
         }
-        // The interrupt is a message, which needs no acknowledgement by the device. Without a card there is none.
+        // The interrupt is a message (MSI), which needs no acknowledgement at the device. Without a
+        // card the capability is absent.
         let _ = Irq::at(slot::DEVICE).acknowledge();
     }
 }

@@ -1,26 +1,26 @@
-//! Where frames go: a learning switch with a rule for each port.
+//! Forwarding decisions: a learning switch with rules per port.
 //!
-//! - A client sends from its own address only, and no one outside may use a client's address.
-//! - Ports of different groups do not reach each other; the uplink is in every group.
-//! - Clients' addresses are known, so a frame to an address that is neither a client's nor learned leaves through
-//!   the uplink; it is never shown to other clients.
-//! - A client that sends more than its rate loses what is too much.
+//! - A client sends from its own address only, and no external station may use a client's address.
+//! - Ports of different groups are isolated; the uplink is in every group.
+//! - Clients' addresses are known, so a frame to an address that is neither a client's nor learned
+//!   leaves through the uplink; other clients never see it.
+//! - A client that exceeds its rate loses the excess frames.
 
 use heapless::Vec;
 use proto::net::{MAX_FRAME, Mac};
 use proto::service::{MAX_SESSIONS, NetPort};
 
-/// Addresses behind the uplink that are remembered.
+/// Number of remembered addresses on the uplink.
 const LEARNED: usize = 256;
-/// Time after which an address is forgotten that sends nothing, in ns (IEEE 802.1D, table 7-5).
+/// Lifetime of an address without frames, in ns (IEEE 802.1D, table 7-5).
 const AGE: u64 = 300_000_000_000;
-/// Time whose bytes a client may send at once, in ns.
+/// Burst that a client may send, as time at its rate, in ns.
 const BURST: u64 = 100_000_000;
 
 /// Bytes of addresses and type at the start of a frame.
 pub const HEADER: usize = 14;
 
-/// Where a frame comes from or goes to.
+/// Source or destination of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// A client's port.
@@ -29,7 +29,7 @@ pub enum End {
     Uplink,
 }
 
-/// Why a frame is dropped.
+/// Reason to drop a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
     /// The source address is not the sender's.
@@ -38,18 +38,18 @@ pub enum Reason {
     Rate,
     /// The receiver is in another group, or is the sender.
     Isolated,
-    /// Nobody has the address.
+    /// No station has the address.
     Unknown,
 }
 
-/// What becomes of a frame.
+/// Forwarding decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It is dropped.
     Drop(Reason),
-    /// It goes there.
+    /// Forwarded to this end.
     To(End),
-    /// It goes to all that the sender [reaches](Switch::reaches).
+    /// Forwarded to all ends that the sender [reaches](Switch::reaches).
     Flood,
 }
 
@@ -58,10 +58,10 @@ pub enum Verdict {
 pub struct Bucket {
     /// Bytes per second; 0: no limit.
     rate: u64,
-    /// Most bytes in it, and bytes in it.
+    /// Capacity and content, in bytes.
     depth: u64,
     bytes: u64,
-    /// When it was last filled.
+    /// Time of the last refill.
     filled: u64,
 }
 
@@ -69,12 +69,12 @@ impl Bucket {
     /// A full bucket.
     pub fn new(rate: u64, now: u64) -> Self {
         let burst = u128::from(rate) * u128::from(BURST) / 1_000_000_000;
-        // The longest frame must get through some time.
+        // The longest frame must fit.
         let depth = u64::try_from(burst).unwrap_or(u64::MAX).max(MAX_FRAME);
         Self { rate, depth, bytes: depth, filled: now }
     }
 
-    /// Takes `bytes` at `now`, in ns; `false` if there are not as many.
+    /// Takes `bytes` at `now`, in ns; returns `false` if the bucket has fewer.
     pub fn take(&mut self, bytes: u64, now: u64) -> bool {
         if self.rate == 0 {
             return true;
@@ -103,7 +103,7 @@ struct Port {
 #[derive(Clone, Copy)]
 struct Learned {
     mac: Mac,
-    /// Time of its last frame; 0: free.
+    /// Time of its last frame; 0 for a free entry.
     seen: u64,
 }
 
@@ -118,14 +118,14 @@ fn is_group(mac: Mac) -> bool {
     mac[0] & 1 != 0
 }
 
-/// Destination and source address.
+/// Returns destination and source address.
 fn addresses(header: &[u8; HEADER]) -> (Mac, Mac) {
     let [a, b, c, d, e, f, g, h, i, j, k, l, _, _] = *header;
     ([a, b, c, d, e, f], [g, h, i, j, k, l])
 }
 
 impl Switch {
-    /// A switch with these ports.
+    /// Creates a switch with these ports.
     pub fn new(ports: &[NetPort], uplink: bool, now: u64) -> Self {
         let port = |port: &NetPort| Port {
             mac: port.mac,
@@ -140,7 +140,7 @@ impl Switch {
         }
     }
 
-    /// Whether frames may pass from one end to another.
+    /// Returns whether frames may pass from one end to another.
     pub fn reaches(&self, from: End, to: End) -> bool {
         match (from, to) {
             (End::Port(from), End::Port(to)) => {
@@ -156,7 +156,7 @@ impl Switch {
         self.ports.iter().position(|port| port.mac == mac)
     }
 
-    /// Where an address' entry is, or would be: it shares the place with others, the newest of which is kept.
+    /// Returns the table index of an address: addresses with the same index replace each other.
     fn place(mac: Mac) -> usize {
         let hash =
             mac.iter().fold(0u32, |hash, &byte| hash.wrapping_mul(31).wrapping_add(byte.into()));
@@ -205,7 +205,7 @@ impl Switch {
                 Verdict::Drop(Reason::Isolated)
             };
         }
-        // Also where nobody with this address was heard yet: it cannot be anywhere else.
+        // Also if no station with this address was heard yet: it can only be on the uplink.
         match from {
             End::Port(_) if self.uplink => Verdict::To(End::Uplink),
             _ if self.is_learned(destination, now) => Verdict::Drop(Reason::Isolated),
