@@ -1,4 +1,4 @@
-//! What a user can say, and how half a word is completed.
+//! Commands of the operator shell, their syntax, and completion.
 
 use heapless::{String, Vec};
 use proto::manage::{Kind, State};
@@ -6,37 +6,37 @@ use proto::system::MAX_NAME;
 
 use crate::editor::WIDTH;
 
-/// What a word of a command names.
+/// Kind of a word in a command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word {
     /// A command.
     Command,
-    /// A virtual machine that runs.
+    /// A running VM.
     Running,
-    /// A virtual machine that is paused.
+    /// A paused VM.
     Paused,
-    /// A virtual machine that does not run.
+    /// A stopped VM.
     Stopped,
-    /// A virtual machine.
+    /// Any VM.
     Vm,
     /// A template.
     Template,
-    /// Something new, or nothing.
+    /// A new name or a number: not completed.
     Free,
 }
 
 /// A command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Command {
-    /// Its name.
+    /// Name.
     pub name: &'static str,
-    /// What follows it, for users.
+    /// Arguments, as shown to users.
     pub usage: &'static str,
-    /// What its words are, after the first.
+    /// Kinds of its arguments.
     pub words: &'static [Word],
-    /// How many of them may be left out.
+    /// Number of optional arguments, at the end.
     pub optional: usize,
-    /// What it does.
+    /// Description for users.
     pub help: &'static str,
 }
 
@@ -69,30 +69,30 @@ pub const COMMANDS: &[Command] = commands! {
     "shutdown" "" [] 0 "stops all virtual machines, then ends itself";
 };
 
-/// The command of this name.
+/// Returns the command of this name.
 pub fn find(name: &str) -> Option<&'static Command> {
     COMMANDS.iter().find(|command| command.name == name)
 }
 
-/// A line taken apart.
+/// A parsed line.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Said<'l> {
     /// The command.
     pub command: &'static Command,
-    /// Its words, as many as it wants.
+    /// Its arguments.
     pub words: Vec<&'l str, 2>,
 }
 
-/// Why a line is no command.
+/// Syntax error.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Wrong<'l> {
-    /// There is no such command.
+    /// The command does not exist.
     Unknown(&'l str),
-    /// It wants other words.
+    /// The number of arguments is wrong.
     Usage(&'static Command),
 }
 
-/// Takes a line apart; `None` if it is empty.
+/// Parses a line; `None` if it is empty.
 pub fn parse(line: &str) -> Option<Result<Said<'_>, Wrong<'_>>> {
     let mut words = line.split_ascii_whitespace();
     let name = words.next()?;
@@ -111,7 +111,7 @@ pub fn parse(line: &str) -> Option<Result<Said<'_>, Wrong<'_>>> {
     })
 }
 
-/// What the word at the end of `before_cursor` names, and what is there of it.
+/// Returns the kind of the word at the end of `before_cursor`, and the word's text so far.
 pub fn word_at_end(before_cursor: &str) -> (Word, &str) {
     let start = before_cursor.rfind(' ').map_or(0, |space| space + 1);
     let (before, word) = before_cursor.split_at(start);
@@ -127,7 +127,7 @@ pub fn word_at_end(before_cursor: &str) -> (Word, &str) {
     (kind, word)
 }
 
-/// Whether a listed thing is what a word names.
+/// Returns whether a listed entry matches the kind of a word.
 pub fn is_named(word: Word, kind: Kind, state: State) -> bool {
     let lives = matches!(state, State::Running | State::Paused);
     match word {
@@ -140,14 +140,14 @@ pub fn is_named(word: Word, kind: Kind, state: State) -> bool {
     }
 }
 
-/// A completion in the making: the candidates that begin with what is there.
+/// State of a completion: the candidates that begin with the typed text.
 #[derive(Default)]
 pub struct Completion {
-    /// What all candidates begin with.
+    /// Longest common prefix of the candidates.
     common: String<MAX_NAME>,
     /// Number of candidates.
     count: usize,
-    /// The candidates, for the user to choose.
+    /// The candidates, shown if there are several.
     list: String<{ 8 * WIDTH }>,
 }
 
@@ -158,23 +158,23 @@ impl Completion {
             return;
         }
         if self.count == 0 {
-            // Names are short enough.
+            // Names fit.
             let _ = self.common.push_str(name);
         } else {
             let same = self.common.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
             self.common.truncate(same);
         }
         self.count += 1;
-        // A list that is too long is cut.
+        // An overlong list is truncated.
         let _ = self.list.push_str(name).and_then(|()| self.list.push_str("  "));
     }
 
-    /// What can be added to `word`, and whether the word is complete then.
+    /// Returns the text to append to `word`, and whether the word is complete then.
     pub fn rest(&self, word: &str) -> (&str, bool) {
         (self.common.get(word.len()..).unwrap_or_default(), self.count == 1)
     }
 
-    /// The candidates, if there are several.
+    /// Returns the candidates if there are several.
     pub fn choices(&self) -> Option<&str> {
         (self.count > 1).then(|| self.list.trim_end())
     }

@@ -1,6 +1,7 @@
-//! Steward: the operator's program. It shows what runs and carries out commands, at a line of the console.
+//! Operator shell (`steward`): lists, starts, stops and pauses VMs from the console.
 //!
-//! It holds its console session and the management gate, nothing else: whatever it does, root decides.
+//! Its only capabilities are its console session and the management gate; root checks every
+//! request.
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
@@ -27,9 +28,9 @@ use crate::screen::Screen;
 
 /// One second, in ns.
 const SECOND: u64 = 1_000_000_000;
-/// Time that a VMM has for a report, in ns.
+/// Time limit of a VMM's report, in ns.
 const REPORT_TIME: u64 = 20_000_000;
-/// How often that is waited at most.
+/// Maximum number of repetitions of that wait.
 const REPORT_TURNS: u32 = 10;
 /// Seconds that guests have to shut down.
 const PATIENCE: u32 = 20;
@@ -39,7 +40,7 @@ type Name = heapless::String<MAX_NAME>;
 #[cfg(not(test))]
 native_rt::entry!(main);
 
-/// Serves the operator until `shutdown`; returns the exit code.
+/// Runs the shell until `shutdown`; returns the exit code.
 fn main(start: &Start<'static>) -> u64 {
     let screen = match Screen::open() {
         Ok(screen) => screen,
@@ -61,7 +62,7 @@ struct Steward {
     editor: Editor,
 }
 
-/// What follows a command.
+/// Action after a command.
 #[derive(PartialEq, Eq)]
 enum Next {
     Another,
@@ -87,7 +88,7 @@ impl Steward {
         }
     }
 
-    /// Takes all keys that were typed.
+    /// Processes all pending keys.
     fn read(&mut self) -> Next {
         let mut buffer = [0; MAX_BYTES];
         loop {
@@ -112,7 +113,7 @@ impl Steward {
     }
 
     fn say(&mut self, text: core::fmt::Arguments) {
-        // A screen takes everything.
+        // A screen accepts all text.
         let _ = write!(self.screen, "{text}\r\n");
     }
 
@@ -121,13 +122,13 @@ impl Steward {
     fn complete(&mut self) {
         let (kind, word) = commands::word_at_end(self.editor.before_cursor());
         let mut typed = editor::Line::new();
-        // It comes out of a line.
+        // It is a part of a line.
         let _ = typed.push_str(word);
         let mut completion = Completion::default();
         if kind == Word::Command {
             COMMANDS.iter().for_each(|command| completion.offer(&typed, command.name));
         } else {
-            // Without an answer there is nothing to offer.
+            // Without a reply there are no candidates.
             let _ = self.root.list(|entry| {
                 if commands::is_named(kind, entry.kind, entry.state) {
                     completion.offer(&typed, entry.name);
@@ -234,20 +235,20 @@ impl Steward {
         Ok(())
     }
 
-    /// Virtual machines that are alive: number and name.
+    /// Returns the running VMs: number and name.
     fn alive(&self) -> Result<heapless::Vec<(u32, Name), MAX_VMS>, Refusal> {
         let mut alive = heapless::Vec::new();
         self.root.list(|entry| {
             if entry.kind == Kind::Vm && matches!(entry.state, State::Running | State::Paused) {
                 let name = entry.name.try_into().unwrap_or_default();
-                // There are no more than fit.
+                // There are at most `MAX_VMS`.
                 let _ = alive.push((entry.number, name));
             }
         })?;
         Ok(alive)
     }
 
-    /// Waits; `false` if the operator pressed a key.
+    /// Waits; returns `false` if the operator pressed a key.
     fn sleep(&mut self, nanos: u64) -> bool {
         let until = time::after(&self.clock, nanos);
         while time::tsc() < until {
@@ -258,10 +259,10 @@ impl Steward {
         true
     }
 
-    /// Fresh figures of virtual machines.
+    /// Requests reports of VMs and returns their figures.
     fn figures(&mut self, of: &[(u32, Name)]) -> Option<heapless::Vec<Option<Figures>, MAX_VMS>> {
         for (number, _) in of {
-            // Orders a report. One that has ended has no figures below.
+            // This call triggers a report. A VM that has ended has no figures below.
             let _ = self.root.figures(*number);
         }
         let mut figures = heapless::Vec::new();
@@ -270,7 +271,7 @@ impl Steward {
                 return None;
             }
             figures = of.iter().map(|(number, _)| self.root.figures(*number).ok()).collect();
-            // On a busy machine the first report takes longer.
+            // On a loaded machine the first report takes longer.
             if figures.iter().flatten().all(|figures: &Figures| figures.lived != 0) {
                 break;
             }
@@ -312,7 +313,7 @@ impl Steward {
                 let _ = match round {
                     0 => {
                         self.say(format_args!("{name} is asked to shut down"));
-                        // One that has just ended need not be asked.
+                        // A VM that has just ended needs no request.
                         let _ = self.root.ask(manage::RESUME, name, "");
                         self.root.ask(manage::STOP, name, "")
                     }
