@@ -1,7 +1,7 @@
-//! A virtual CPU of the kernel as the VMM library wants it.
+//! Native back end of a vCPU: [`vmm_cpu::Vcpu`] over a vCPU object of the kernel.
 //!
-//! State groups that an exit did not deliver are fetched on first use. A setter changes a group only after
-//! it is valid, because the kernel takes back whole groups.
+//! State groups that an exit did not deliver are fetched on first use. A setter changes a group
+//! only after it is valid, because the kernel takes over whole groups.
 
 use abi::vcpu::{Segment as StateSegment, VcpuState, exit, group, window};
 use native_rt::{SchedContext, Vcpu, time};
@@ -11,37 +11,38 @@ use vmm_cpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu as _, svm};
 use crate::console::Console;
 use crate::control::CONTROL;
 
-/// A virtual CPU.
+/// A vCPU of the kernel.
 pub struct NativeVcpu<'a> {
     vcpu: Vcpu,
     console: &'a Console,
-    /// When the machine wants the guest to be left, as a TSC value.
+    /// Deadline that the VM set for its next timer, as a TSC value.
     deadline: u64,
-    /// Ticks that the machine's time is behind the host's.
+    /// Ticks during which the VM was paused: its time is this much less than the host's.
     behind: u64,
-    /// Those of [`window::STANDING`] that are asked for.
+    /// Requested bits of [`window::STANDING`].
     window: u64,
-    /// What the kernel is told of halts, if nothing else prevents it from waiting.
+    /// Halt mode for the kernel, unless pending output requires an exit.
     halts: u64,
     stolen: Stolen,
 }
 
-/// Time that others took from the thread of a virtual CPU, in ticks.
+/// Steal time of a vCPU, in ticks.
 #[derive(Default)]
 struct Stolen {
-    /// Which CPU it is, and what its thread runs on.
+    /// Index of the vCPU, and scheduling context of its thread.
     of: Option<(usize, SchedContext)>,
-    /// What the thread had missed when the machine started.
+    /// Missed time of the thread when the VM started.
     before: u64,
-    /// `preemptions` of the state page, and stolen time, when they were looked at.
+    /// `preemptions` of the state page, and steal time, at the last update.
     preemptions: u64,
     ticks: u64,
 }
 
 impl<'a> NativeVcpu<'a> {
-    /// Wraps a virtual CPU that has not run yet. `console` is flushed when its output has waited long enough.
+    /// Wraps a vCPU that has not run yet. [`run`](vmm_cpu::Vcpu::run) flushes `console` when its
+    /// output has waited long enough.
     pub fn new(mut vcpu: Vcpu, console: &'a Console) -> Self {
-        // Nothing is in the kernel that is not zero: everything here is valid, and must be taken over.
+        // All state in the kernel is zero: every group is valid here, and must be written back.
         let state = vcpu.state();
         state.valid = group::ALL;
         Self {
@@ -55,7 +56,7 @@ impl<'a> NativeVcpu<'a> {
         }
     }
 
-    /// The machine starts, with this as its virtual CPU `index`; its thread runs on `context`.
+    /// Starts the VM with this as its vCPU `index`, whose thread runs on `context`.
     pub fn start(&mut self, index: usize, context: SchedContext) {
         self.stolen = Stolen {
             of: Some((index, context)),
@@ -65,30 +66,30 @@ impl<'a> NativeVcpu<'a> {
         };
     }
 
-    /// World switches and exits that the kernel settled.
+    /// Returns the number of world switches, and of exits handled in the kernel.
     pub fn counts(&mut self) -> (u64, u64) {
         let state = self.vcpu.state();
         (state.entries, state.settled)
     }
 
-    /// Ticks that the kernel has waited while the guest was halted.
+    /// Returns the ticks that the kernel has waited while the guest was halted.
     pub fn halted(&mut self) -> u64 {
         self.vcpu.state().halted
     }
 
-    /// From now on the machine's time is behind the host's by so many ticks. The guest's counter goes on where
-    /// it was.
+    /// Sets the time of all pauses, in ticks. The guest's counter continues from its value before
+    /// the pause.
     pub fn set_behind(&mut self, ticks: u64) {
         if ticks != self.behind {
             let offset = self.get(Reg::TscOffset);
             self.behind = ticks;
             self.set(Reg::TscOffset, offset);
-            // The kernel looks at a new deadline before the guest runs; this one is the machine's again.
+            // The kernel checks a new deadline before the guest runs; this one is in VM time again.
             self.deadline = 0;
         }
     }
 
-    /// The state page, with these groups valid.
+    /// Returns the state page, with these groups valid.
     #[inline(always)]
     fn with(&mut self, groups: u64) -> &mut VcpuState {
         if self.vcpu.state().valid & groups != groups {
@@ -100,19 +101,19 @@ impl<'a> NativeVcpu<'a> {
     #[cold]
     fn fetch(&mut self, groups: u64) {
         let missing = groups & !self.vcpu.state().valid;
-        // The only ways to fail are wrong selectors and rights, which the next run reports.
+        // It fails only for a wrong selector or right, which the next run reports.
         let _ = self.vcpu.fetch(missing);
         self.vcpu.state().valid |= missing;
     }
 
-    /// Asks for one of [`window::STANDING`], or no longer.
+    /// Sets or clears one of [`window::STANDING`].
     fn stand(&mut self, bit: u64, on: bool) {
         self.window = self.window & !bit | if on { bit } else { 0 };
         let state = self.vcpu.state();
         state.window = state.window & !window::STANDING | self.window;
     }
 
-    /// The state page, with this group valid and marked as changed.
+    /// Returns the state page, with this group valid and marked as changed.
     #[inline(always)]
     fn change(&mut self, group: u64) -> &mut VcpuState {
         let state = self.with(group);
@@ -121,7 +122,7 @@ impl<'a> NativeVcpu<'a> {
     }
 }
 
-/// The group that a register belongs to.
+/// Returns the group of a register.
 #[inline(always)]
 const fn group_of(register: Reg) -> u64 {
     match register {
@@ -142,7 +143,7 @@ const fn group_of(register: Reg) -> u64 {
     }
 }
 
-/// The group that a segment register belongs to.
+/// Returns the group of a segment register.
 #[inline(always)]
 const fn group_of_segment(segment: Seg) -> u64 {
     match segment {
@@ -151,7 +152,7 @@ const fn group_of_segment(segment: Seg) -> u64 {
     }
 }
 
-/// Where a register is in the state page.
+/// Returns a register's field in the state page.
 #[inline(always)]
 fn register(state: &mut VcpuState, register: Reg) -> &mut u64 {
     match register {
@@ -216,7 +217,7 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     #[inline(always)]
     fn get(&mut self, name: Reg) -> u64 {
         let value = *register(self.with(group_of(name)), name);
-        // The guest's counter is the machine's time and an offset.
+        // The guest's counter is the VM's time plus an offset.
         if name == Reg::TscOffset { value.wrapping_add(self.behind) } else { value }
     }
 
@@ -313,12 +314,12 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     fn stolen(&mut self) -> u64 {
         let (preemptions, halted) = (self.vcpu.state().preemptions, self.halted());
         let stolen = &mut self.stolen;
-        // To ask for the time used takes a system call.
+        // Reading the used CPU time takes a system call.
         if let (true, Some((index, context))) = (preemptions != stolen.preemptions, stolen.of) {
             stolen.preemptions = preemptions;
             let missed = CONTROL.missed(index, context).wrapping_sub(halted);
             let missed = missed.wrapping_sub(stolen.before);
-            // It is composed of several clocks, none of which stands still meanwhile.
+            // It is the difference of several clocks, which all advance meanwhile.
             stolen.ticks = stolen.ticks.max(missed);
         }
         stolen.ticks
@@ -329,19 +330,19 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     }
 
     fn flush_tlb(&mut self) {
-        // The kernel flushes it when control registers change, also if they become what they were.
+        // The kernel flushes the TLB when control registers change, even to the same values.
         self.change(group::CONTROL);
     }
 
-    /// Runs the guest. Output that has waited too long is flushed on the way: a guest that computes without ever
-    /// being idle gives the VMM no other occasion.
+    /// Runs the guest. Flushes overdue output first: a guest that computes without ever being idle
+    /// gives the VMM no other occasion.
     #[inline(always)]
     fn run(&mut self) -> Exit {
         loop {
             let state = self.vcpu.state();
             let flush_at = self.console.flush_at();
             state.deadline = self.deadline.min(flush_at);
-            // Output does not wait until the guest goes on.
+            // A halt must not delay pending output.
             state.halt = if flush_at == abi::FOREVER { self.halts } else { 0 };
             if let Err(status) = self.vcpu.run() {
                 return Exit::HostError(status as u64);

@@ -1,11 +1,11 @@
-//! What root asks of a machine that runs: the power button, a pause, a report.
+//! Control of a running VM by root: power button, pause, reports.
 //!
-//! The first virtual CPU listens to root. What concerns all is an *order*: its number is counted up, and the others
-//! are kicked. Whoever finds an order that it has not seen publishes its figures, and rests as long as the machine
-//! is paused.
+//! vCPU 0 receives root's events. A request to all vCPUs is an *order*: vCPU 0 increments the order
+//! number and kicks the other vCPUs. Each vCPU that finds a new order number publishes its figures,
+//! and parks as long as the VM is paused.
 //!
-//! While all rest, the machine's time stands still: it is *behind* the host's by the length of all pauses. A pause
-//! begins when the last virtual CPU has come to rest, so no virtual CPU sees time go back.
+//! While all vCPUs are parked, the VM's time stands still: it is less than the host's by the length
+//! of all pauses. A pause begins when the last vCPU has parked, so no vCPU sees time go back.
 
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
@@ -21,70 +21,70 @@ use crate::backend::NativeVcpu;
 
 /// Events that root signals.
 pub const ORDERS: u64 = event::POWER_BUTTON | event::PAUSE | event::RESUME | event::REPORT;
-/// Longest wait for the others to come to rest, in turns of the CPU. They have been kicked.
+/// Maximum wait for the other vCPUs to park, in yields of the CPU. They have been kicked.
 const REST_TURNS: u32 = 100_000;
 
-/// What a virtual CPU tells of itself.
+/// Figures of a vCPU.
 #[derive(Clone, Copy)]
 pub struct Share {
     /// World switches.
     pub entries: u64,
-    /// Exits that the kernel settled.
+    /// Exits handled in the kernel.
     pub settled: u64,
     /// Exits by reason.
     pub exits: [u64; REASONS],
-    /// Ticks for which the kernel has waited while the guest was halted.
+    /// Ticks that the kernel has waited while the guest was halted.
     halted: u64,
-    /// CPU time of its thread, in ticks.
+    /// CPU time of the thread, in ticks.
     used: u64,
 }
 
 const NO_SHARE: Share = Share { entries: 0, settled: 0, exits: [0; REASONS], halted: 0, used: 0 };
 
-/// Time that a virtual CPU was idle in the VMM.
+/// Idle time of a vCPU in the VMM.
 struct Idle {
-    /// In all, apart from now.
+    /// Total, without a current idle phase.
     ticks: AtomicU64,
-    /// Since when it is; 0: it is not.
+    /// Start of the current idle phase; 0: not idle.
     since: AtomicU64,
 }
 
 struct Shares {
     each: [Share; MAX_VCPUS],
-    /// Exits before the last reset of the machine.
+    /// Exits before the last reset of the VM.
     past: [u64; REASONS],
     sequence: u64,
-    /// Where reports go.
+    /// Page for reports.
     page: Option<Window>,
 }
 
-/// The control of this program's machine: too large for a stack.
+/// Control of this program's VM: too large for a stack.
 pub static CONTROL: Control = Control::new();
 
-/// The state of a machine's control.
+/// State of a VM's control.
 pub struct Control {
     orders: AtomicU32,
     paused: AtomicBool,
     resting: AtomicU32,
-    /// When the last virtual CPU came to rest.
+    /// TSC value at which the last vCPU parked.
     rests_since: AtomicU64,
     behind: AtomicU64,
     idle: [Idle; MAX_VCPUS],
     shares: Cell<Shares>,
 }
 
-/// The machine as a virtual CPU's thread gives it to [`Control::serve`].
+/// A VM as the thread of one vCPU passes it to [`Control::serve`].
 pub trait Machine {
     /// Presses the power button.
     fn press_power_button(&mut self);
-    /// Whether the machine has ended.
+    /// Returns whether the VM has ended.
     fn has_ended(&self) -> bool;
-    /// The figures of the virtual CPU, apart from CPU time.
+    /// Returns the figures of the vCPU, without CPU time.
     fn share(&mut self) -> Share;
 }
 
 impl Share {
-    /// A share without CPU time.
+    /// Returns figures without CPU time.
     pub fn new(vcpu: &mut NativeVcpu, exits: &[u64]) -> Self {
         let (entries, settled) = vcpu.counts();
         let mut share = Self { entries, settled, halted: vcpu.halted(), ..NO_SHARE };
@@ -96,7 +96,7 @@ impl Share {
 }
 
 impl Control {
-    /// Nothing is asked yet.
+    /// Creates a control without orders.
     const fn new() -> Self {
         Self {
             orders: AtomicU32::new(0),
@@ -115,47 +115,47 @@ impl Control {
         }
     }
 
-    /// Reports go to `page`.
+    /// Sets the page for reports.
     pub fn report_to(&self, page: Option<Window>) {
         self.shares.lock().page = page;
     }
 
-    /// Ticks that the machine's time is behind the host's.
+    /// Returns the ticks by which the VM's time is less than the host's.
     pub fn behind(&self) -> u64 {
         self.behind.load(Ordering::Relaxed)
     }
 
-    /// The number of the last order.
+    /// Returns the number of the last order.
     pub fn orders(&self) -> u32 {
         self.orders.load(Ordering::Relaxed)
     }
 
-    /// Ticks in which the thread of virtual CPU `index` neither ran, on `context`, nor was idle here or paused, since some moment
-    /// in the past.
+    /// Returns the ticks in which the thread of vCPU `index` neither ran, on `context`, nor was
+    /// idle or parked here, relative to a fixed moment in the past.
     pub fn missed(&self, index: usize, context: SchedContext) -> u64 {
         let rest = context.used() + self.idle[index].ticks.load(Ordering::Relaxed) + self.behind();
         time::tsc().wrapping_sub(rest)
     }
 
-    /// Waits for events of an idle virtual CPU until `deadline`, a TSC value of the host's.
+    /// Waits for events of an idle vCPU until `deadline`, a host TSC value.
     pub fn idle(&self, index: usize, of: Notification, deadline: u64) -> Result<u64, Status> {
         let since = time::tsc();
         let idle = &self.idle[index];
         idle.since.store(since, Ordering::Relaxed);
         let result = of.wait(deadline);
         idle.since.store(0, Ordering::Relaxed);
-        // After the deadline it was ready.
+        // After the deadline the vCPU was ready.
         let until = match result {
             Err(Status::Timeout) => time::tsc().min(deadline),
             _ => time::tsc(),
         };
-        // Nobody else writes it.
+        // Only this thread writes it.
         let ticks = idle.ticks.load(Ordering::Relaxed) + until.saturating_sub(since);
         idle.ticks.store(ticks, Ordering::Relaxed);
         result
     }
 
-    /// Adds the exits of a machine that is about to be reset.
+    /// Adds the exits of a VM that is about to be reset.
     pub fn close(&self, index: usize, exits: &[u64]) {
         let mut shares = self.shares.lock();
         shares.each[index].exits = [0; REASONS];
@@ -164,8 +164,8 @@ impl Control {
         }
     }
 
-    /// Does what root's events ask (they come to virtual CPU 0 only) and what orders are about. Returns events that
-    /// came meanwhile and are the caller's. `context` is what the thread runs on.
+    /// Handles root's events (only on vCPU 0) and new orders. Returns other events that arrived
+    /// meanwhile. `context` is the thread's scheduling context.
     #[cold]
     #[inline(never)]
     pub fn serve(
@@ -187,7 +187,7 @@ impl Control {
             self.rests_since.fetch_max(time::tsc(), Ordering::Relaxed);
             self.resting.fetch_add(1, Ordering::AcqRel);
             while self.paused.load(Ordering::Acquire) && !machine.has_ended() {
-                // The only way to fail is that the notification is gone, and then everything is.
+                // It fails only if the notification is gone, and the whole VM with it.
                 let Ok(new) = own.wait(FOREVER) else { break };
                 events = new;
                 left |= events & !ORDERS;
@@ -203,12 +203,12 @@ impl Control {
         left
     }
 
-    /// Carries out root's events.
+    /// Handles root's events.
     fn obey(&self, events: u64, notifications: &[Notification], machine: &mut impl Machine) {
         if events & event::POWER_BUTTON != 0 {
             machine.press_power_button();
         }
-        // A pause that was taken back before it began is none.
+        // A pause revoked before it began has no effect.
         if events & event::PAUSE != 0 && events & event::RESUME == 0 {
             self.paused.store(true, Ordering::Release);
         }
@@ -217,16 +217,16 @@ impl Control {
         }
     }
 
-    /// Gives an order to the other virtual CPUs.
+    /// Issues an order to the other vCPUs.
     fn order(&self, notifications: &[Notification]) {
         self.orders.fetch_add(1, Ordering::Relaxed);
         for other in notifications.iter().skip(1) {
-            // It fails only if the virtual CPU is gone.
+            // It fails only if the vCPU is gone.
             let _ = other.signal(event::KICK);
         }
     }
 
-    /// Ends a pause, when it has begun for all.
+    /// Ends a pause, once it has begun for all vCPUs.
     fn resume(&self, notifications: &[Notification]) {
         for _ in 0..REST_TURNS {
             if self.resting.load(Ordering::Acquire) as usize >= notifications.len() {
@@ -240,8 +240,9 @@ impl Control {
         self.order(notifications);
     }
 
-    /// Publishes the figures of a virtual CPU, in a report with the last ones of the others, once each of `count` has told its first:
-    /// what one did before it told would seem to be of the time after the report.
+    /// Publishes the figures of a vCPU: together with the last ones of the other vCPUs, once each
+    /// of `count` has published its first. Otherwise the exits of a vCPU before its first
+    /// publication would be counted after the report.
     fn publish(
         &self,
         index: usize,
@@ -263,7 +264,7 @@ impl Control {
         for (chunk, word) in bytes[8..].as_chunks_mut::<8>().0.iter_mut().zip(report.pack()) {
             *chunk = word.to_le_bytes();
         }
-        // The page has a fixed size. An odd number says that the rest is being written.
+        // The page has a fixed size. An odd number marks the rest as being written.
         let _ = page.write(0, &begun.to_le_bytes())
             && page.write(8, &bytes[8..])
             && page.write(0, &shares.sequence.to_le_bytes());

@@ -1,9 +1,9 @@
 //! Virtio devices of the guest, and their sessions with servers.
 //!
-//! A machine with attachments has a PCI bus with a device for each of them, in their order, and an entropy source
-//! behind them; then come its channels and, if it has one, the console. Data is copied once between guest memory and the
-//! session's; requests that are under way when a server is restarted are sent again by the session. Everything here is
-//! used under the machine's lock.
+//! A VM with attachments has a PCI bus with a device for each of them, in their order, and an
+//! entropy source after them; then come its channels and, if configured, the console. Data is
+//! copied once between guest memory and the session's memory; the session resends requests in
+//! flight when a server restarts. All code here runs under the VM's lock.
 
 use core::fmt;
 
@@ -24,25 +24,25 @@ use vmm_bus::backend::{
 };
 use vmm_machine::{DeviceBackend, Model, Slots};
 
-/// Most attachments of a machine.
+/// Maximum number of attachments of a VM.
 const MAX_ATTACHMENTS: usize = MAX_VM_DISKS + MAX_VM_NETS;
-/// Most devices of a machine.
+/// Maximum number of devices of a VM.
 pub const MAX_DEVICES: usize = MAX_ATTACHMENTS + 1 + MAX_VM_CHANNELS + 1;
-/// Time in which servers have to answer when the machine starts, in ns.
+/// Time limit for servers to answer when the VM starts, in ns.
 const PATIENCE: u64 = 10_000_000_000;
-/// Most bytes of one request to a disk: several of them are to fit a session.
+/// Maximum bytes of one disk request: several of them fit a session.
 const MAX_REQUEST: u32 = 64 << 10;
 
-/// Why there are no devices.
+/// Error of the device set-up.
 #[derive(Debug)]
 pub enum Problem {
     /// More attachments than devices.
     TooMany,
-    /// The session with this number is not there, or too short.
+    /// The session with this index is missing or too short.
     NoSession(usize),
-    /// The server of the session with this number does not answer.
+    /// The server of the session with this index does not answer.
     NoAnswer(usize),
-    /// The memory of the channel with this number is not there.
+    /// The memory of the channel with this index is missing.
     NoChannel(usize),
 }
 
@@ -57,7 +57,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// The other side of a session.
+/// Server side of a session.
 struct Server {
     notification: Notification,
     signal: u64,
@@ -65,23 +65,23 @@ struct Server {
 
 impl Server {
     fn signal(&self) {
-        // It fails only if the server is gone; root tells the next one.
+        // It fails only if the server has ended; root signals the next one.
         let _ = self.notification.signal(self.signal);
     }
 }
 
-/// What a device is connected to.
+/// Host side of a device.
 #[expect(clippy::large_enum_variant, reason = "there are few, and nothing allocates")]
 pub enum Link {
     /// A disk server.
     Disk(Disk),
-    /// A switch.
+    /// A port of a switch.
     Net(Port),
-    /// The processor.
+    /// The processor's random numbers.
     Entropy,
-    /// Another machine.
+    /// A channel to another VM.
     Channel(Peer),
-    /// The console, which the serial line has too.
+    /// The console, shared with the serial port.
     Console,
 }
 
@@ -121,20 +121,20 @@ impl DeviceBackend for Link {
 }
 
 impl Link {
-    /// Looks whether the server has answered, and what the device is like then.
+    /// Checks for the server's answer; returns the device model once it is known.
     fn look(&mut self) -> Option<Model> {
         match self {
             Self::Disk(disk) => disk.look().map(Model::Block),
             Self::Net(port) => port.look().map(Model::Net),
             Self::Entropy => Some(Model::Entropy),
-            // They are not asked: nobody need answer.
+            // They need no answer.
             Self::Channel(_) | Self::Console => None,
         }
     }
 }
 
 /// Opens the sessions, waits until all servers have answered, and fills empty slots.
-// Not inlined: what it needs on the stack is free again when the machine runs.
+// Not inlined: its stack is free again while the VM runs.
 #[inline(never)]
 pub fn open<const N: usize>(
     devices: &mut Slots<Link, N>,
@@ -145,7 +145,7 @@ pub fn open<const N: usize>(
     let deadline = time::tsc().saturating_add(patience);
     let mut memory = sessions(start);
     let own = Notification::at(slot::NOTIFICATION);
-    // What has come meanwhile is for others.
+    // Other events that arrived meanwhile.
     let mut events = 0;
     for (number, attachment) in plan.attachments.iter().enumerate() {
         let session = memory.next().ok_or(Problem::NoSession(number))?;
@@ -166,13 +166,13 @@ pub fn open<const N: usize>(
     }
     devices.add(Model::Entropy, Link::Entropy).map_err(|_| Problem::TooMany)?;
     if events != 0 {
-        // It fails only without the right, and then nobody else waits for anything.
+        // It fails only without the right, and then no code waits for events.
         let _ = own.signal(events);
     }
     Ok(())
 }
 
-/// Fills further slots with the ends of channels. Their peers need not be there.
+/// Fills further slots with the ends of channels. Their peers need not run.
 // Not inlined, for the same reason.
 #[inline(never)]
 pub fn open_channels<const N: usize>(
@@ -191,7 +191,7 @@ pub fn open_channels<const N: usize>(
     Ok(())
 }
 
-/// Fills a further slot with the console, if the guest is to have it as a device.
+/// Fills a further slot with the console, if the guest has it as a device.
 // Not inlined, for the same reason.
 #[inline(never)]
 pub fn open_console<const N: usize>(
@@ -204,7 +204,7 @@ pub fn open_console<const N: usize>(
     Ok(())
 }
 
-/// Number of devices of a machine; 0: it has no PCI bus.
+/// Returns the number of devices of a VM; 0: it has no PCI bus.
 pub fn count(plan: &Vmm) -> usize {
     match plan.attachments.len() + plan.channels.len() + usize::from(plan.virtio_console) {
         0 => 0,
@@ -212,7 +212,7 @@ pub fn count(plan: &Vmm) -> usize {
     }
 }
 
-/// The devices that events are about.
+/// Mapping from events to devices.
 #[derive(Clone, Copy)]
 pub struct Listeners {
     attachments: usize,
@@ -221,41 +221,42 @@ pub struct Listeners {
 }
 
 impl Listeners {
-    /// The devices of a machine.
+    /// Creates the mapping for a VM.
     pub fn new(plan: &Vmm) -> Self {
         let (attachments, channels) = (plan.attachments.len(), plan.channels.len());
         Self { attachments, channels, console: plan.virtio_console }
     }
 
-    /// Slot of the console, if the guest has it as a device.
+    /// Returns the slot of the console, if the guest has it as a device.
     pub fn console(self) -> Option<usize> {
         self.console.then_some(self.attachments + 1 + self.channels)
     }
 
-    /// Slots of the devices whose servers have something to say, and of the channels whose peers ring.
+    /// Slots of the devices whose servers have signalled, and of the channels whose peers have rung
+    /// the doorbell.
     pub fn called(self, events: u64) -> impl Iterator<Item = usize> {
         let sessions = (0..self.attachments).filter(move |&n| events & event::session(n) != 0);
         let channels = (0..self.channels).filter(move |&n| events & event::channel(n) != 0);
         sessions.chain(channels.map(move |number| self.attachments + 1 + number))
     }
 
-    /// Slots of the devices whose outside has changed.
+    /// Slots of the devices whose host side has changed.
     pub fn changed(self, events: u64) -> impl Iterator<Item = usize> {
         let channels = if events & event::CHANNELS != 0 { self.channels } else { 0 };
         (0..channels).map(move |number| self.attachments + 1 + number)
     }
 }
 
-/// A disk.
+/// Session with a disk server.
 pub struct Disk {
     client: disk::Client<'static>,
     window: Window,
     server: Server,
-    /// Requests that are not finished.
+    /// Requests in flight.
     requests: Vec<Request, { disk::SLOTS }>,
-    /// Changes when the device forgets its requests.
+    /// Incremented when the device resets and drops its requests.
     generation: u32,
-    /// An answer that came while a request was started.
+    /// An answer received while a request was started.
     early: Option<disk::Completion>,
 }
 
@@ -274,7 +275,8 @@ impl Disk {
     }
 
     fn look(&mut self) -> Option<BlockInfo> {
-        // Nothing is under way, so there is no answer. The server is to signal the first one.
+        // No request is in flight, so there is no answer. The call makes the server signal the
+        // first one.
         self.client.poll();
         self.client.sleep();
         self.tell();
@@ -300,7 +302,7 @@ impl Disk {
         u64::from(self.generation) << 16 | u64::from(id)
     }
 
-    /// Takes a request out, and gives its buffer back.
+    /// Removes a request and frees its buffer.
     fn remove(&mut self, tag: u64) -> Option<Request> {
         let at = self.requests.iter().position(|request| request.tag == tag)?;
         let request = self.requests.swap_remove(at);
@@ -313,7 +315,7 @@ impl Disk {
 
 impl Block for Disk {
     fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
-        // The server may have been restarted while the guest had no use for the disk, and nobody looked.
+        // The server may have restarted while the guest did not use the disk.
         if self.early.is_none() {
             self.early = self.client.poll();
         }
@@ -348,7 +350,7 @@ impl Block for Disk {
     }
 
     fn completed(&mut self) -> Option<(u16, BlockStatus)> {
-        // A server that runs wild is left alone after as many nonsensical answers.
+        // Ignores a server that keeps sending invalid answers after this many of them.
         for _ in 0..2 * disk::SLOTS {
             let completion = self.early.take().or_else(|| self.client.poll());
             self.tell();
@@ -385,13 +387,13 @@ impl Block for Disk {
     }
 }
 
-/// A port of a switch.
+/// Session with a switch.
 pub struct Port {
     client: net::Client<'static>,
     window: Window,
     server: Server,
     up: bool,
-    /// The frame that waits first.
+    /// The oldest waiting frame.
     first: Option<net::Frame>,
 }
 
@@ -437,13 +439,13 @@ impl Net for Port {
 
     fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool {
         let length = u64::from(frame.remaining());
-        // Without a switch, and where no frame is so short or long, it is lost.
+        // The frame is lost without a switch, or if it is too short or too long.
         if !self.poll() || !(net::MIN_FRAME..=net::MAX_FRAME).contains(&length) {
             return true;
         }
         let mut place = self.client.place(length);
         if place.is_none() && !self.client.sleep_for_room() {
-            // The switch has made room just now; else the frame is lost.
+            // The switch may have made room just now; otherwise the frame is lost.
             place = self.client.place(length);
         } else if place.is_none() {
             return false;
@@ -509,7 +511,7 @@ fn to_session(offload: Offload) -> net::Offload {
     }
 }
 
-/// `None`: the device has no such thing to say to a guest.
+/// Converts an offload from the session; `None`: a guest cannot receive such a frame.
 fn from_session(offload: net::Offload) -> Option<Offload> {
     Some(Offload {
         needs_csum: offload.flags & net::NEEDS_SUM != 0,
@@ -528,7 +530,7 @@ fn from_session(offload: net::Offload) -> Option<Offload> {
     })
 }
 
-/// Copies all data to a place of the session, as far as there is both.
+/// Copies all data to an offset of the session, limited to both lengths.
 fn put(window: Window, mut offset: u64, data: &mut Data<'_>) {
     while let Some(Part { address, length }) = data.part(u32::MAX) {
         if !window.copy_from_guest(offset, data.memory(), address, length.into()) {
@@ -538,7 +540,7 @@ fn put(window: Window, mut offset: u64, data: &mut Data<'_>) {
     }
 }
 
-/// Copies from a place of the session until the data is full, as far as there is both.
+/// Copies from an offset of the session until the data is full, limited to both lengths.
 fn get(window: Window, mut offset: u64, data: &mut Data<'_>) {
     while let Some(Part { address, length }) = data.part(u32::MAX) {
         if !window.copy_to_guest(offset, data.memory(), address, length.into()) {

@@ -1,9 +1,8 @@
-//! The VMM of one virtual machine: connects the machine of the VMM library with the kernel and the
-//! servers.
+//! VMM of one VM: connects the board of the VMM library with the kernel and the servers.
 //!
-//! It holds capabilities for its guest's memory, its console session and gates to root; nothing else. The memory
-//! that it uses beyond the guest's is fixed when it starts: image, a stack for each virtual CPU, one heap. Each virtual
-//! CPU has a thread and a notification; the first thread also listens to the servers and to root ([`control`]).
+//! Its only capabilities are its guest memory, its console session and gates to root. Its own
+//! memory is fixed at start: image, a stack per vCPU, one heap. Each vCPU has a thread and a
+//! notification; the first thread also handles events of the servers and of root ([`control`]).
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
@@ -42,16 +41,16 @@ use crate::devices::{Listeners, MAX_DEVICES};
 use crate::host::NativeHost;
 
 const VM: u64 = slot::FREE;
-/// Slots of a virtual CPU: itself, its notification, its thread and what that runs on.
+/// Returns the first slot of a vCPU: vCPU object, notification, thread and scheduling context.
 const fn vcpu_slots(index: usize) -> u64 {
     VM + 1 + 4 * index as u64
 }
-/// Turn of a virtual CPU's thread, in ns.
+/// Time slice of a vCPU's thread, in ns.
 const TURN: u64 = 10_000_000;
-/// Time for the other virtual CPUs to stop when one has ended the machine, in ns.
+/// Time limit for the other vCPUs to stop after one has ended the VM, in ns.
 const PATIENCE: u64 = 1_000_000_000;
 
-/// Lets others run while it waits for a lock: whoever has it may share the CPU.
+/// Yields while it waits for a lock: the owner may share the CPU.
 struct Yielding;
 
 impl RelaxStrategy for Yielding {
@@ -67,13 +66,13 @@ type Cell<T> = SpinMutex<T, Yielding>;
 #[cfg(not(test))]
 native_rt::entry!(main);
 
-/// Runs the virtual machine; returns its exit code.
+/// Runs the VM; returns its exit code.
 fn main(start: &Start<'static>) -> u64 {
     let Role::Vmm(plan) = &start.role else {
         error!("started as something else than a VMM");
         return code::BAD_CONFIG;
     };
-    // Devices take room on the stack, of which root gives as much as there are of them.
+    // Devices use stack memory, for which root reserves space by their number.
     match devices::count(plan) {
         0 => serve(start, plan, None),
         1..=2 => with_devices::<2>(start, plan),
@@ -83,7 +82,7 @@ fn main(start: &Start<'static>) -> u64 {
     }
 }
 
-/// Runs a virtual machine with at most `N` devices.
+/// Runs a VM with at most `N` devices.
 #[inline(never)]
 fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
     let mut devices = Slots::<_, N>::new();
@@ -98,7 +97,7 @@ fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
     }
 }
 
-/// Runs the virtual machine with these devices, if any; returns its exit code.
+/// Runs the VM with these devices, if any; returns its exit code.
 fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) -> u64 {
     if !(1..=MAX_VCPUS).contains(&plan.cpus.len()) {
         error!("{} virtual CPUs; this version runs 1 to {MAX_VCPUS}", plan.cpus.len());
@@ -125,10 +124,10 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
     }
     let statistics = Cell::new(Statistics::ZERO);
     CONTROL.report_to(windows(start, RangeKind::Report).next());
-    // Root goes on in any case.
+    // Root continues in any case.
     let _ = Gate::at(slot::CONTROL).call(Message::new(STARTED, [0; 4]));
     let mut resets = 0u32;
-    // Of all boots together: a guest that resets is told of once.
+    // For all boots together: a guest that resets repeatedly is logged once.
     let mut logged = Once::new();
     loop {
         let outcome = match run(
@@ -145,7 +144,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
         };
         if outcome == Outcome::Reset && plan.on_reset == OnReset::Reset {
             resets = resets.wrapping_add(1);
-            // A guest may do nothing else than reset.
+            // A guest may reset in a loop.
             if resets.is_power_of_two() {
                 info!("reset number {resets}");
             }
@@ -162,12 +161,12 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
     }
 }
 
-/// The kernel's objects.
+/// Kernel objects of the VM.
 struct Guest<'a> {
     vm: Vm,
     vcpus: Vec<Cell<NativeVcpu<'a>>, MAX_VCPUS>,
     notifications: Vec<Notification, MAX_VCPUS>,
-    /// Threads of the virtual CPUs from the second on.
+    /// Threads of all vCPUs but the first.
     hands: Vec<Hand, MAX_VCPUS>,
 }
 
@@ -206,7 +205,7 @@ impl<'a> Guest<'a> {
     }
 }
 
-/// Maps guest memory for the guest: from 0 to the hole, the rest from 4 GiB on.
+/// Maps guest memory: from 0 to the hole, and the rest from 4 GiB on.
 fn map_guest(start: &Start, vm: Vm, hole_start: u64) -> Result<(), Status> {
     const FOUR_GIB: u64 = 1 << 32;
     let all = rights::READ | rights::WRITE | rights::EXECUTE;
@@ -261,7 +260,7 @@ fn run(
         xcr0_mask: plan.xcr0_mask,
         start_unix: time::unix_seconds(&start.clock),
         kvmclock: plan.kvmclock,
-        // Linux reads it at every switch of processes: too dear for what a lone CPU has of it.
+        // Linux reads it at every context switch: too expensive for its use on a single CPU.
         steal_time: count > 1,
         pv_flush: true,
         pv_ipi: true,
@@ -277,7 +276,7 @@ fn run(
         let mut vcpu = vcpus[index].lock();
         vcpu.start(index, context(index));
         let outcome = drive(&pc, &mut cpu, &mut vcpu, &mut host);
-        // The others end too.
+        // The other vCPUs end too.
         pc.end(outcome, &mut host);
         CONTROL.close(index, cpu.exits());
         for (sum, count) in statistics.lock().exits.iter_mut().zip(cpu.exits()) {
@@ -296,11 +295,11 @@ fn run(
     }
 }
 
-/// Runs a virtual CPU until the machine ends.
+/// Runs a vCPU until the VM ends.
 fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHost) -> Outcome {
     let index = cpu.index();
     let notification = host.notifications[index];
-    // Orders before are for the machine before.
+    // Earlier orders concern the VM before its reset.
     let mut seen = CONTROL.orders();
     loop {
         let mut events = match pc.run(cpu, vcpu, host) {
@@ -350,7 +349,7 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
     }
 }
 
-/// Where a virtual CPU was when it gave up.
+/// Logs the state of a vCPU after a triple fault or an error.
 #[cold]
 fn describe(index: usize, vcpu: &mut NativeVcpu) {
     let [rip, rflags] = [Reg::Rip, Reg::Rflags].map(|register| vcpu.get(register));
@@ -370,12 +369,12 @@ fn describe(index: usize, vcpu: &mut NativeVcpu) {
     );
 }
 
-/// What the thread of a virtual CPU runs on.
+/// Returns the scheduling context of a vCPU's thread.
 fn context(index: usize) -> SchedContext {
     SchedContext::at(if index == 0 { slot::SCHED } else { vcpu_slots(index) + 3 })
 }
 
-/// A machine and the virtual CPU that a thread drives.
+/// A VM and the vCPU that a thread runs.
 struct Driven<'d, 'm, 'v, 'h> {
     pc: &'d Machine<'m>,
     cpu: &'d Cpu,
@@ -397,7 +396,7 @@ impl control::Machine for Driven<'_, '_, '_, '_> {
     }
 }
 
-/// Gives the files up, and the page tables that map them: the guest will not be loaded again.
+/// Unmaps the files and frees the page tables that map them: the guest is not loaded again.
 fn release_files(start: &Start) {
     for kind in [RangeKind::Kernel, RangeKind::Initrd] {
         for window in windows(start, kind) {
