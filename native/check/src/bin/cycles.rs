@@ -1,5 +1,6 @@
-//! Makes, runs and destroys a virtual machine again and again, by the management gate, and compares the memory that is
-//! left. Arguments: the template, the number of cycles, and if there is one, a virtual machine that is started as often.
+//! Creates, runs and destroys a VM repeatedly, through the management gate, and compares free
+//! memory. Arguments: the template, the number of cycles, and optionally a VM that is restarted as
+//! often.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -42,7 +43,7 @@ impl Manager {
         })
     }
 
-    /// What cannot be done is refused, and changes nothing.
+    /// Checks that impossible requests are refused without effect.
     fn refusals(&self, template: &'static str) -> Result<(), &'static str> {
         let ask = |label, name, second| self.root.ask(label, name, second);
         let before = self.root.memory();
@@ -77,9 +78,10 @@ impl Manager {
         Ok(())
     }
 
-    /// A virtual machine that has ends of channels cannot be made, but started again. Its peers go on.
+    /// Restarts a VM with channels, which cannot be created from a template. Its peers keep
+    /// running.
     fn lives(&self, vm: &str, count: u64) -> Result<(), &'static str> {
-        // What is made for the first life and kept, such as the channel's memory, is not lost.
+        // Memory allocated for the first start and kept, such as the channel's, is no leak.
         self.wait_for_end(vm)?;
         let before = self.root.memory();
         for life in 0..count {
@@ -94,7 +96,7 @@ impl Manager {
         Ok(())
     }
 
-    /// Waits until the guest has switched itself off.
+    /// Waits until the guest has shut down.
     fn wait_for_end(&self, vm: &str) -> Result<(), &'static str> {
         let notification = Notification::at(slot::NOTIFICATION);
         let limit = time::after(&self.clock, 20 * SECOND);
@@ -106,7 +108,7 @@ impl Manager {
                     return Err("the guest failed");
                 }
                 _ if time::tsc() > limit => return Err("the guest does not end"),
-                // A moment, which an event may shorten.
+                // A short wait, which an event may shorten.
                 _ => drop(notification.wait(time::after(&self.clock, SECOND / 1000))),
             }
         }

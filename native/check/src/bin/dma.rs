@@ -1,9 +1,9 @@
-//! In place of a disk server: has its disk read and write memory that it was not given, and prints whether the disk could.
-//! Overwrites a sector between the partition table and the first partition.
+//! Replaces a disk server: makes its disk read and write foreign memory, and prints whether the
+//! disk could. Overwrites a sector between the partition table and the first partition.
 //!
-//! Devices may report success for what an IOMMU kept from them, so only contents count. What is read is the kernel's program. What is
-//! written is memory that nobody uses after boot; if that is not possible, the kernel's program is overwritten, too: whoever
-//! is alive afterwards was protected.
+//! Devices may report success for an access that an IOMMU blocked, so only contents count. The disk
+//! reads the kernel's program text. It writes memory that no program uses after boot; if the IOMMU
+//! blocks that, it writes the kernel's text, too: if the system survives, it was protected.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -17,23 +17,23 @@ use native_virtio::{QUEUE_BYTES, Queue, Transport, WRITE};
 use proto::disk::SECTOR;
 use proto::start::{Clock, Start, slot};
 
-/// Where the kernel's program is in physical memory, and at least so many sectors of it.
+/// Physical address of the kernel's image, and a lower bound of its sectors.
 const KERNEL: u64 = 0x10_0000;
 const KERNEL_SECTORS: u64 = 128;
-/// Conventional memory after the BIOS' data.
+/// Conventional memory after the BIOS data area.
 const UNUSED: u64 = 0x600;
 /// The last word of a partition table.
 const SIGNATURE: u64 = 0xaa55;
-/// A sector that belongs to nobody.
+/// A sector outside of all partitions.
 const FREE: u64 = 100;
-/// Types of requests (virtio 1.2, section 5.2.6).
+/// Request types (virtio 1.2, section 5.2.6).
 const IN: u64 = 0;
 const OUT: u64 = 1;
-/// Words behind the queue: type, sector, status, and from `DATA` on a sector.
+/// Words after the queue: type, sector, status, and from `DATA` on a sector.
 const RECORD: usize = QUEUE_BYTES as usize / 8;
 const STATUS: usize = RECORD + 2;
 const DATA: usize = RECORD + 64;
-/// Time for a request, in looks and ns.
+/// Time limit of a request: number of polls, and ns between them.
 const LOOKS: u32 = 100;
 const PAUSE: u64 = 10_000_000;
 
@@ -61,12 +61,12 @@ fn check(start: &Start<'static>) -> Result<(), &'static str> {
     }
     let tell = |could| if could { "can" } else { "cannot" };
     info!("the disk {} read and {} write what is not its server's", tell(reads), tell(writes));
-    // It is no worse for that.
+    // The disk must still work.
     let again = disk.read(0);
     if again == Some(table) { Ok(()) } else { Err("the disk does not work any more") }
 }
 
-/// The words of a sector.
+/// Words of a sector.
 type Sector = [u64; SECTOR as usize / 8];
 
 struct Disk {
@@ -91,7 +91,7 @@ impl Disk {
         Ok(Self { clock: start.clock, transport, queue, words, physical })
     }
 
-    /// The address of a word of its memory.
+    /// Returns the physical address of a word of its memory.
     fn at(&self, word: usize) -> u64 {
         self.physical + 8 * word as u64
     }
@@ -102,7 +102,8 @@ impl Disk {
         done.then(|| core::array::from_fn(|word| self.words[DATA + word].load(Ordering::Acquire)))
     }
 
-    /// What the disk finds at a physical address; zeros if it reads nothing.
+    /// Makes the disk write a sector from a physical address, and returns it; zeros if the disk
+    /// cannot read there.
     fn peek(&mut self, start: &Start<'static>, address: u64) -> Result<Sector, &'static str> {
         for word in 0..SECTOR as usize / 8 {
             self.words[DATA + word].store(0, Ordering::Relaxed);
@@ -114,7 +115,7 @@ impl Disk {
         self.read(FREE).ok_or("the disk cannot read what it wrote")
     }
 
-    /// A request that may fail, and leave the disk in need of a reset.
+    /// Performs a request that may fail, and resets the disk if that is necessary.
     fn try_request(
         &mut self,
         start: &Start<'static>,
@@ -128,7 +129,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Moves a sector from or to a physical address; whether the disk did.
+    /// Transfers a sector from or to a physical address; returns whether the disk reported success.
     fn request(&mut self, kind: u64, sector: u64, address: u64) -> bool {
         for (word, value) in [(RECORD, kind), (RECORD + 1, sector), (STATUS, u64::MAX)] {
             self.words[word].store(value, Ordering::Relaxed);
@@ -148,7 +149,7 @@ impl Disk {
                 return false;
             }
             let deadline = time::after(&self.clock, PAUSE);
-            // Nobody signals: this is a pause.
+            // No event arrives: this is a delay.
             let _ = Notification::at(slot::NOTIFICATION).wait(deadline);
         }
         false

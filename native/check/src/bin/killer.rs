@@ -1,5 +1,5 @@
-//! Restarts a server again and again while its clients work. Arguments: the server, the number of times, the time between
-//! in ms.
+//! Restarts a server repeatedly while its clients work. Arguments: the server, the number of
+//! restarts, the interval in ms.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]

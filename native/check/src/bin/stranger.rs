@@ -1,6 +1,6 @@
-//! In place of a VMM without disks, networks and channels: looks for as many ms as its guest's command line says (default
-//! 5,000) whether it can signal anybody on whose behalf it has no session, and says so. Started in the place of a
-//! virtual machine that had some, while a server is started again.
+//! Replaces a VMM without disks, networks and channels: for as many ms as its guest's command line
+//! says (default 5,000), checks that it cannot signal a task without a session with it. Started in
+//! place of a VM that had sessions, while a server restarts.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -21,12 +21,12 @@ fn main(start: &Start<'static>) -> u64 {
     report.exit_code()
 }
 
-/// Tries every slot in which a session or channel would put a notification, until `end`.
+/// Tries every slot in which a session or channel would place a notification, until `end`.
 fn look(start: &Start<'static>, end: u64) -> Result<(), &'static str> {
     let own = Notification::at(slot::NOTIFICATION);
     loop {
         for at in slot::CHANNELS..slot::COUNT {
-            // No event: whoever has it is not disturbed.
+            // No event bits: a receiver is not disturbed.
             match Notification::at(at).signal(0) {
                 Err(Status::BadCapability) => {}
                 result => {
