@@ -1,5 +1,5 @@
-//! An alarm clock: a second thread that signals root's notification at a set time. Waiting for callers
-//! has no deadline, so that time has to come as an event.
+//! Alarm: a second thread that signals root's notification at a set time. A wait for callers has no
+//! deadline, so root needs the time as an event.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,16 +8,16 @@ use native_rt::thread::{Making, Stack, spawn};
 use native_rt::{Notification, Status};
 
 static STACK: Stack<{ 16 << 10 }> = Stack::new();
-/// TSC value at which to signal.
+/// TSC value at which the alarm signals.
 static DEADLINE: AtomicU64 = AtomicU64::new(FOREVER);
-/// Slots of root's notification and the alarm's own.
+/// Slots of root's notification and of the alarm's own.
 static ROOT: AtomicU64 = AtomicU64::new(0);
 static OWN: AtomicU64 = AtomicU64::new(0);
 
 /// Event that the alarm signals.
 pub const RINGS: u64 = 1 << 1;
 
-/// The alarm clock. It runs down once.
+/// One-shot alarm.
 pub struct Alarm {
     own: Notification,
 }
@@ -31,10 +31,10 @@ impl Alarm {
         Ok(Self { own })
     }
 
-    /// Sets the time, a TSC value, in place of the one before; [`FOREVER`] for none.
+    /// Sets the time, a TSC value, replacing the previous one; [`FOREVER`] for none.
     pub fn set(&self, deadline: u64) {
         DEADLINE.store(deadline, Ordering::Release);
-        // Both are root's own.
+        // Both notifications are root's own.
         let _ = self.own.signal(1);
     }
 }

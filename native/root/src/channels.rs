@@ -1,8 +1,9 @@
-//! Channels between virtual machines: their memory, who is at their ends, and what the ends share.
+//! Channels between VMs: their memory, their ends, and the shares of the ends.
 //!
-//! A channel's memory is made when its first end starts, and stays; it is cleared when neither end runs. A share is
-//! mapped a second time in root: what the peer has, it has from there, so taking it back takes nothing from its owner.
-//! A VMM names shares by number only, and guest memory by offset: what it may name is decided here.
+//! Root allocates a channel's memory when its first end starts, and keeps it; it clears the memory
+//! when neither end runs. Root maps a share a second time and delegates the alias to the peer, so
+//! revoking it leaves the owner's mapping intact. A VMM names shares by index only, and guest
+//! memory by offset; root validates both.
 
 use abi::{PAGE_SIZE, rights};
 use heapless::Vec;
@@ -19,25 +20,25 @@ use crate::child::{Child, Resources, StartError};
 use crate::manager::FIRST_VM;
 use crate::sessions::KEPT;
 
-/// Distance of second mappings: a share, and room to place it as it is placed in its owner's memory, so that both have
+/// Distance of aliases: a share, and room to align it as in its owner's memory, so that both use
 /// the same few large pages.
 const AGAIN_STRIDE: u64 = 2 * SHARE_BYTES;
 
-/// Memory that one end shows the other one.
+/// Memory that one end shares with the other end.
 struct Share {
-    /// The second mapping.
+    /// Alias of the memory in root.
     window: Window,
     writable: bool,
-    /// The peer has it.
+    /// The peer has mapped it.
     mapped: bool,
 }
 
 /// An end of a channel.
 struct Side {
     child: usize,
-    /// Index of its virtual machine in the description.
+    /// Index of its VM in the description.
     plan: usize,
-    /// Number of the channel with its VMM.
+    /// Index of the channel with its VMM.
     number: usize,
     runs: bool,
     starts: u16,
@@ -57,13 +58,14 @@ pub struct Channels {
 }
 
 impl Channels {
-    /// The channels that the description asks for. What exceeds the limits is left out, which `parador system check` refuses.
+    /// Creates the channels of the description. Ignores those beyond the limits, which `parador
+    /// system check` rejects.
     pub fn new(system: &System) -> Self {
         let mut channels: Vec<Channel, MAX_CHANNELS> = Vec::new();
         for channel in &system.channels {
             let side = |plan: u8| {
                 let plan = usize::from(plan);
-                // Virtual machines are numbered without templates at first.
+                // VMs are numbered without templates at first.
                 let before = system.vms.iter().take(plan).filter(|vm| !vm.template).count();
                 let earlier = channels.iter().flat_map(|channel| &channel.sides);
                 let number = earlier.filter(|side| side.plan == plan).count();
@@ -94,13 +96,14 @@ impl Channels {
         Self { channels }
     }
 
-    /// Number of channels of a virtual machine.
+    /// Returns the number of channels of a VM.
     pub fn count(&self, system: &System, vm: &Vm) -> usize {
         let sides = self.channels.iter().flat_map(|channel| &channel.sides);
         sides.filter(|side| is_of(side, system, vm)).count()
     }
 
-    /// Gives a virtual machine its ends: memory, and a way to ring at each peer; what its VMM is to know.
+    /// Connects a VM to its channels: maps their memory and delegates the peers' notifications.
+    /// Returns the description for its VMM.
     pub fn connect<'a>(
         &mut self,
         number: usize,
@@ -112,7 +115,7 @@ impl Channels {
     ) -> Result<Vec<End<'a>, MAX_VM_CHANNELS>, StartError> {
         let mut ends = Vec::new();
         for channel in &mut self.channels {
-            // Made after a template, it may be in the place of one that had some.
+            // A VM created from a template may reuse the index of one that had channels.
             let own = |side: &Side| side.child == number && is_of(side, system, vm);
             let Some(side) = channel.sides.iter().position(own) else { continue };
             let memory = match channel.memory {
@@ -142,13 +145,13 @@ impl Channels {
             };
             own.runs = true;
             own.starts = own.starts.wrapping_add(1);
-            // No machine has more, by `new`.
+            // `new` limits the number per VM.
             let _ = ends.push(end);
         }
         Ok(ends)
     }
 
-    /// A virtual machine runs: it and its peers are to look.
+    /// Notifies a started VM and its peers.
     pub fn started(&self, number: usize, children: &[Option<Child>]) {
         for channel in &self.channels {
             if channel.sides.iter().any(|side| side.child == number && side.runs) {
@@ -157,7 +160,7 @@ impl Channels {
         }
     }
 
-    /// A virtual machine has ended and has been taken apart.
+    /// Handles the end of a VM, after its child has been destroyed.
     pub fn ended(&mut self, number: usize, children: &[Option<Child>]) {
         for channel in &mut self.channels {
             let own = |side: &Side| side.child == number && side.runs;
@@ -175,7 +178,7 @@ impl Channels {
         }
     }
 
-    /// Serves a call of a VMM.
+    /// Handles a call of a VMM.
     pub fn call(
         &mut self,
         number: usize,
@@ -248,18 +251,18 @@ impl Channels {
     }
 }
 
-/// Whether a virtual machine is the one that the description has at an end.
+/// Returns whether a VM is the one that the description has at an end.
 fn is_of(side: &Side, system: &System, vm: &Vm) -> bool {
     system.vms.get(side.plan).is_some_and(|plan| core::ptr::eq(plan, vm))
 }
 
-/// An end, and its peer.
+/// Returns an end and its peer.
 fn both(sides: &mut [Side; 2], own: usize) -> (&mut Side, &mut Side) {
     let [first, second] = sides;
     if own == 0 { (first, second) } else { (second, first) }
 }
 
-/// Its VMM is to look.
+/// Notifies the VMM of an end.
 fn tell(side: &Side, children: &[Option<Child>]) {
     if let Some(Some(child)) = children.get(side.child)
         && side.runs
@@ -286,16 +289,17 @@ fn view(own: &Side, peer: &Side) -> View {
     }
 }
 
-/// Takes a share back.
+/// Revokes a share.
 fn revoke(share: &mut Option<Share>) {
     if let Some(Share { window, .. }) = share.take() {
-        // Neither fails: what is gone already counts as taken back. First the peer, whatever becomes of the rest.
+        // Neither fails: an absent mapping counts as revoked. The peer comes first, independent of
+        // the result.
         let _ = window.revoke();
         let _ = window.release();
     }
 }
 
-/// Takes a share from the peer; it stays offered.
+/// Unmaps a share from the peer; it stays offered.
 fn let_go(share: &mut Share) {
     // As above.
     let _ = share.window.revoke();

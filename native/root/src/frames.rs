@@ -1,8 +1,8 @@
-//! Which physical memory is free.
+//! Allocator of physical memory.
 
 use heapless::Vec;
 
-/// Most separate free ranges.
+/// Maximum number of separate free ranges.
 const MAX_RANGES: usize = 160;
 
 /// A range of page frames.
@@ -31,18 +31,18 @@ struct Free {
 #[derive(Default)]
 pub struct Frames {
     free: Vec<Free, MAX_RANGES>,
-    /// Frames that were given back and could not be kept track of.
+    /// Freed frames that could not be tracked.
     lost: u64,
 }
 
 impl Frames {
-    /// Adds a region of free frames above all others. `false`: there are too many.
+    /// Adds a region of free frames above all others. Returns `false` if there are too many.
     pub fn add(&mut self, region: usize, run: Run) -> bool {
         self.free.push(Free { run, region }).is_ok()
     }
 
-    /// Takes `count` frames that follow each other, the first one's number a multiple of `align`, out
-    /// of the smallest range that has them: large ranges are kept for large needs.
+    /// Allocates `count` contiguous frames, aligned to `align` frames, from the smallest range that
+    /// fits: large ranges are kept for large requests.
     pub fn take(&mut self, count: u64, align: u64) -> Option<Run> {
         let fits = |free: &Free| {
             let first = free.run.first.checked_next_multiple_of(align)?;
@@ -73,7 +73,7 @@ impl Frames {
         Some(Run { first, count })
     }
 
-    /// Gives frames of a region back.
+    /// Frees frames of a region.
     pub fn give(&mut self, region: usize, run: Run) {
         let index = self.free.partition_point(|free| free.run.first < run.first);
         let joins_above = self
@@ -101,12 +101,12 @@ impl Frames {
         }
     }
 
-    /// Number of separate free ranges.
+    /// Returns the number of separate free ranges.
     pub fn pieces(&self) -> u64 {
         self.free.len() as u64
     }
 
-    /// Number of free frames.
+    /// Returns the number of free frames.
     pub fn count(&self) -> u64 {
         self.free.iter().map(|free| free.run.count).sum()
     }
@@ -147,7 +147,7 @@ mod tests {
                 taken.push(run).unwrap();
             }
         }
-        // An order that is neither that of taking nor its reverse.
+        // An order that is neither that of allocation nor its reverse.
         taken.sort_by_key(|run| run.first * 7919 % 101);
         for run in taken {
             frames.give((run.first >= 13) as usize, run);

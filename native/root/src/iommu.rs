@@ -1,10 +1,11 @@
-//! AMD IOMMUs: what memory a device may access.
+//! AMD IOMMUs: memory that a device may access.
 //!
-//! Root has all memory anyway, so the driver of what protects it from devices is in root, and the kernel knows
-//! nothing of it. All IOMMUs of the machine use one device table. A function that no server drives may access
-//! nothing. That of a server may access the memory that the server has for it, and the sessions of its clients, at their
-//! physical addresses; interrupts pass. Page tables belong to a server's number and stay, as that memory does, so
-//! a server that is started again needs no new ones.
+//! Root owns all memory anyway, so root has the driver of the hardware that protects it from
+//! devices, and the kernel needs none. All IOMMUs of the machine share one device table. A function
+//! without a server may access no memory. A function with a server may access the server's DMA
+//! memory, and the sessions of its clients, at their physical addresses; interrupts pass. Page
+//! tables belong to a server's index and are permanent, as that memory is, so a restarted server
+//! reuses them.
 //!
 //! Reference: [`hw_x86::iommu`].
 
@@ -23,20 +24,20 @@ use proto::system::MAX_SERVERS;
 use crate::memory::Memory;
 use crate::pci::{self, Address};
 
-/// Most IOMMUs that are driven.
+/// Maximum number of IOMMUs.
 const MAX_UNITS: usize = 8;
 /// Pages of a server's page tables: for memory in about as many places.
 const TABLE_PAGES: u64 = 32;
-/// Looks at memory until a command must have been carried out.
+/// Maximum number of polls until a command must be complete.
 const PATIENCE: u32 = 10_000_000;
-/// Events that are told of at a time.
+/// Maximum number of events logged per call.
 const MAX_TOLD: u32 = 4;
 
-/// An IOMMU: its registers, and three pages for commands, events, and its answer.
+/// An IOMMU: its registers, and three pages for commands, events, and the completion word.
 struct Unit {
     registers: Registers,
     pages: Window,
-    /// Offset after the last command, and number of the last answer.
+    /// Offset after the last command, and number of the last completion.
     tail: u64,
     answer: u64,
     /// Offset of the next event.
@@ -56,7 +57,7 @@ pub struct Iommu {
     domains: [Option<Domain>; MAX_SERVERS],
 }
 
-/// There is no memory for tables, or memory that they do not reach.
+/// Error: no memory for page tables, or memory beyond their range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NoRoom;
 
@@ -78,8 +79,8 @@ fn write(window: Window, offset: u64, words: &[u64]) {
 }
 
 impl Iommu {
-    /// Takes all IOMMUs into use; no device may access memory from then on. `None`: there are none. Their memory belongs to
-    /// `owner`.
+    /// Enables all IOMMUs; from then on no device may access memory. Returns `None` if there are
+    /// none. Their memory belongs to `owner`.
     pub fn new(boot: &Boot, memory: &mut Memory, owner: usize) -> Option<Self> {
         let ivrs = Ivrs::parse(pci::table(boot, Ivrs::SIGNATURE)?).ok()?;
         let pages = DEVICE_TABLE_LENGTH / PAGE_SIZE;
@@ -113,7 +114,7 @@ impl Iommu {
         })
     }
 
-    /// Lets the function of a server access these windows, and nothing else.
+    /// Lets the function of a server access these windows, and no other memory.
     pub fn allow(
         &mut self,
         memory: &mut Memory,
@@ -142,7 +143,7 @@ impl Iommu {
         Ok(())
     }
 
-    /// The function of a server may access nothing any more.
+    /// Removes all access of a server's function.
     pub fn deny(&mut self, server: usize, function: Address) {
         self.set(function, server, BLOCKED);
     }
@@ -150,8 +151,8 @@ impl Iommu {
     fn set(&mut self, function: Address, server: usize, entry: [u64; 4]) {
         let device = function.number();
         let at = u64::from(device) * DEVICE_ENTRY;
-        // The rights last when they are given, first when they are taken: either way the first word alone has none yet, or
-        // none any more.
+        // The word with the rights is written last to grant and first to revoke: in between, the
+        // entry grants no access.
         if entry == BLOCKED {
             write(self.devices, at, &entry);
         } else {
@@ -163,7 +164,7 @@ impl Iommu {
         }
     }
 
-    /// Tells the log what devices were kept from.
+    /// Logs device accesses that the IOMMUs blocked.
     pub fn report(&mut self) {
         let mut told = 0;
         let mut more = 0;
@@ -185,13 +186,13 @@ impl Iommu {
     }
 }
 
-/// Domain 0 is nobody's.
+/// Domain 0 has no server.
 fn domain_number(server: usize) -> u16 {
     server as u16 + 1
 }
 
 impl Domain {
-    /// Takes a page, which is zeros, into use as a table; its offset.
+    /// Takes a zeroed page into use as a table; returns its offset.
     fn add_table(&mut self) -> Option<u64> {
         let offset = self.used * PAGE_SIZE;
         self.pages.part(offset, PAGE_SIZE)?;
@@ -199,7 +200,7 @@ impl Domain {
         Some(offset)
     }
 
-    /// Maps a page to itself.
+    /// Maps a page to its own address.
     fn map(&mut self, address: u64) -> Option<()> {
         if address >= REACH {
             return None;
@@ -226,7 +227,7 @@ impl Unit {
     const EVENTS: u64 = PAGE_SIZE;
     const ANSWER: u64 = 2 * PAGE_SIZE;
 
-    /// Lets the IOMMU work, from whatever state the firmware has left it in.
+    /// Enables the IOMMU, from any state that the firmware has left.
     fn enable(&self, devices: Window) {
         let registers = self.registers;
         let base = physical(self.pages);
@@ -248,7 +249,7 @@ impl Unit {
         self.tail = (self.tail + ENTRY) % PAGE_SIZE;
     }
 
-    /// Makes the IOMMU forget what it knows of a function and a domain, and waits until it has.
+    /// Invalidates the cached entries of a function and a domain, and waits for the completion.
     fn forget(&mut self, device: u16, domain: u16) {
         self.answer += 1;
         let place = physical(self.pages) + Self::ANSWER;
@@ -278,7 +279,7 @@ impl Unit {
         Some(event)
     }
 
-    /// Begins anew with the log, which has been full (section 2.5.1).
+    /// Restarts the event log after an overflow (section 2.5.1).
     fn restart_log(&mut self) {
         let control = self.registers.read64(register::CONTROL);
         self.registers.write64(register::CONTROL, control & !control::EVENT_LOG);

@@ -1,4 +1,4 @@
-//! The management gate: what an operator's program may ask.
+//! Management gate: requests of the operator shell.
 
 use abi::PAGE_SIZE;
 use native_rt::{Message, Page, Platform, info, time};
@@ -13,11 +13,11 @@ use serde::Serialize;
 
 use crate::manager::{CHILDREN, End, FIRST_TASK, FIRST_VM, Manager, Phase, UNKNOWN};
 
-/// Numbers from here on are those of templates.
+/// Indices from here on are those of templates.
 const FIRST_TEMPLATE: usize = CHILDREN;
 
 impl Manager<'_> {
-    /// Answers a call through a management gate.
+    /// Handles a call through a management gate.
     pub(crate) fn manage(&mut self, label: u64, message: Message) -> Message {
         match self.try_manage(label, message) {
             Ok(answer) => answer,
@@ -102,7 +102,7 @@ impl Manager<'_> {
     fn restart(&mut self, number: usize) -> Result<(), Refusal> {
         self.running(number)?;
         let record = &mut self.records[number];
-        // It is about to be started again, so its end is not the end of the system.
+        // It is about to be restarted, so its end is not the end of the system.
         (record.hold, record.restart) = (true, 0);
         self.end(number, End::Killed);
         self.start_now(number)
@@ -130,7 +130,7 @@ impl Manager<'_> {
         self.running(number).map_err(|_| Refusal::Failed)
     }
 
-    /// Ends a virtual machine, or what would start it again.
+    /// Ends a VM, or cancels its pending restart.
     fn kill(&mut self, number: usize) -> Result<(), Refusal> {
         let record = &mut self.records[number];
         record.hold = true;
@@ -240,7 +240,8 @@ impl Manager<'_> {
         child.signal(event::REPORT);
         let report = child.report().unwrap_or_default();
         let nanos = |ticks| time::nanos(self.clock.tsc_khz, ticks);
-        // The report is of one moment: its own time counts. Without one, that is the start.
+        // The report is of one moment: its own time counts. Without a report, the figures are of
+        // the start.
         let lived = report.written.saturating_sub(child.made);
         let vcpus =
             self.instances.get(number.saturating_sub(FIRST_VM)).map_or(1, |vm| vm.plan.vcpus);
@@ -268,10 +269,10 @@ impl Manager<'_> {
     }
 }
 
-/// An answer with a struct in the page.
+/// Returns a reply with a serialised struct in the page.
 fn answer(value: &impl Serialize) -> Message {
     let mut buffer = [0; MAX_ENCODED];
-    // The longest structs fit, which a test of `proto` shows.
+    // The largest structs fit, as a test of `proto` shows.
     let bytes = postcard::to_slice(value, &mut buffer).map_or(&[][..], |bytes| bytes);
     let words = Page::current().set_bytes(bytes);
     Message::new(DONE, [bytes.len() as u64, 0, 0, 0]).with_page(words)

@@ -1,4 +1,4 @@
-//! Starts the children, serves their gates, and decides what their ends mean.
+//! Starts the children, serves their gates, and handles their ends.
 
 use core::fmt;
 
@@ -41,7 +41,7 @@ const ALARM_THREAD: u64 = boot::slot::FREE + 2;
 const ALARM_SCHED: u64 = boot::slot::FREE + 3;
 const FIRST_FREE: u64 = boot::slot::FREE + 4;
 
-/// Children are numbered: servers, tasks, virtual machines.
+/// Children are numbered: servers, tasks, VMs.
 pub(crate) const FIRST_TASK: usize = MAX_SERVERS;
 pub(crate) const FIRST_VM: usize = FIRST_TASK + MAX_TASKS;
 pub(crate) const CHILDREN: usize = FIRST_VM + MAX_VMS;
@@ -49,45 +49,46 @@ const _: () = assert!(CHILDREN <= proto::console::directory::SESSIONS);
 
 /// Kernel memory of a server, in pages.
 const SERVER_QUOTA: u64 = 64;
-/// Kernel memory of a native program: a fair share of what the others leave, within these bounds.
+/// Kernel memory of a native program: an equal part of the remaining quota, within these bounds.
 const MIN_TASK_QUOTA: u64 = 40;
 const MAX_TASK_QUOTA: u64 = 1024;
 /// Kernel memory that root keeps for its own mappings and capabilities.
 const OWN_QUOTA: u64 = 64;
-/// Kernel memory of a VMM: for one vCPU, for each further one, and for the tables of each GiB of guest memory, in
-/// two spaces.
+/// Kernel memory of a VMM: for one vCPU, for each further one, and for the page tables of each GiB
+/// of guest memory, in two address spaces.
 const VMM_QUOTA: u64 = 64;
 const VCPU_QUOTA: u64 = 24;
 const GIB_QUOTA: u64 = 4;
-/// And for a channel: tables, and the shares' mappings.
+/// And for a channel: page tables, and the shares' mappings.
 const CHANNEL_QUOTA: u64 = 24;
-/// Kernel memory that root needs for a channel's second mappings.
+/// Kernel memory that root needs for a channel's aliases.
 const CHANNEL_OWN_QUOTA: u64 = 8;
 const SMALL_STACK: u64 = 48 << 10;
-/// The whole machine of a VMM is on its stack.
+/// A VMM's whole board is on its stack.
 const VMM_STACK: u64 = 32 << 10;
-/// So are its devices with their sessions: for each, and while they are made.
+/// So are its devices with their sessions: per device, and during their set-up.
 const DEVICE_STACK: u64 = 16 << 10;
 const MAKING_STACK: u64 = 12 << 10;
 const TASK_STACK: u64 = 64 << 10;
 /// Private memory of a native program.
 const TASK_MEMORY: u64 = 256 << 10;
 
-/// Time for tasks to end by themselves when the system ends, and for output to leave, in ns.
+/// Time limit for tasks to end by themselves and for output to drain at the end of the system, in
+/// ns.
 const PATIENCE: u64 = 3_000_000_000;
 
-/// What is known of a child beyond its life.
+/// State of a child that outlives it.
 #[derive(Clone, Copy)]
 pub(crate) struct Record {
     /// Exit code of its last end.
     pub ended: Option<u64>,
-    /// TSC at which to start it again.
+    /// TSC value of its restart.
     pub restart: u64,
     /// Restarts since it was last healthy.
     restarts: u32,
-    /// Restarts in all.
+    /// Total number of restarts.
     pub all_restarts: u32,
-    /// An operator has asked it to end: it is not started again.
+    /// An operator has ended it: it is not restarted.
     pub hold: bool,
     /// An operator has paused it.
     pub paused: bool,
@@ -102,22 +103,22 @@ pub(crate) const UNKNOWN: Record = Record {
     paused: false,
 };
 
-/// How far the end of the system has come.
+/// Progress of the system's shutdown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     Running,
-    /// Tasks that are left are asked to end, until this TSC value.
+    /// Remaining tasks are asked to end, until this TSC value.
     Stopping(u64),
-    /// Servers are asked to let everything out, until this TSC value.
+    /// Servers are asked to drain their output, until this TSC value.
     Draining(u64),
 }
 
-/// How a child ended.
+/// Cause of a child's end.
 pub(crate) enum End<'t> {
     Exited(u64, Statistics),
     Panicked(&'t [u8]),
     Faulted(Fault),
-    /// An operator has ended it.
+    /// Ended by an operator.
     Killed,
 }
 
@@ -131,7 +132,7 @@ pub struct Manager<'a> {
     pub(crate) children: [Option<Child>; CHILDREN],
     pub(crate) records: [Record; CHILDREN],
     lines: [LineBudget; CHILDREN],
-    /// Of the console's multiplexer, and the server's number.
+    /// Directory of the console's multiplexer, and the server's index.
     directory: Option<(usize, Directory)>,
     pub(crate) sessions: Sessions,
     channels: Channels,
@@ -142,7 +143,7 @@ pub struct Manager<'a> {
 }
 
 impl<'a> Manager<'a> {
-    /// Takes over the machine. `thread` is the one that runs.
+    /// Initialises root's state. `thread` is the running thread.
     pub fn new(
         boot: &'a Boot,
         header: Header<'a>,
@@ -176,7 +177,7 @@ impl<'a> Manager<'a> {
         }
     }
 
-    /// Starts everything and serves for ever.
+    /// Starts all children and serves for ever.
     pub fn run(mut self) -> ! {
         info!("{} MiB of memory free", self.resources.memory.free() >> 20);
         for number in 0..CHILDREN {
@@ -229,7 +230,7 @@ impl<'a> Manager<'a> {
 
     // ---- starting ----------------------------------------------------------------------------
 
-    /// Starts a child if the description has it. A failure is its end.
+    /// Starts a child if the description has it. A failure counts as its end.
     pub(crate) fn start(&mut self, number: usize) {
         let record = &mut self.records[number];
         (record.restart, record.hold, record.paused) = (FOREVER, false, false);
@@ -263,7 +264,7 @@ impl<'a> Manager<'a> {
         }
     }
 
-    /// Makes a child of a program in the bundle, and lets `equip` give it the rest and say its role.
+    /// Creates a child of a program in the bundle; `equip` adds its resources and returns its role.
     fn build(
         &mut self,
         shape: &Shape,
@@ -302,8 +303,8 @@ impl<'a> Manager<'a> {
         }
     }
 
-    /// Takes everything back from a child that has ended, or that cannot be started, and from whatever knows of it: no
-    /// device works for it, no peer takes it for running, and root writes to none of its memory.
+    /// Destroys a child that has ended or failed to start, and removes all references to it: its
+    /// device loses access, no peer regards it as running, and root writes to none of its memory.
     fn take_apart(&mut self, number: usize, child: Child) {
         if self.directory.as_ref().is_some_and(|(owner, _)| *owner == number) {
             self.directory = None;
@@ -350,13 +351,13 @@ impl<'a> Manager<'a> {
         })
     }
 
-    /// Pages of kernel memory for each native program.
+    /// Returns the quota of kernel memory of each native program, in pages.
     fn task_quota(&self) -> u64 {
         let servers = self.system.servers.len() as u64 * SERVER_QUOTA;
         let vms: u64 = self.system.vms.iter().map(|vm| self.vmm_quota(vm)).sum();
         let own = OWN_QUOTA + CHANNEL_OWN_QUOTA * self.system.channels.len() as u64;
         let left = self.resources.boot.info.quota_pages.saturating_sub(own + servers + vms);
-        // One part stays for what is started later.
+        // One part remains for programs that start later.
         (left / (self.system.tasks.len() as u64 + 1)).clamp(MIN_TASK_QUOTA, MAX_TASK_QUOTA)
     }
 
@@ -382,7 +383,7 @@ impl<'a> Manager<'a> {
         })
     }
 
-    /// Pages of kernel memory for a VMM.
+    /// Returns the quota of kernel memory of a VMM, in pages.
     fn vmm_quota(&self, vm: &Vm) -> u64 {
         let further = u64::from(vm.vcpus.saturating_sub(1));
         let channels = self.channels.count(self.system, vm) as u64;
@@ -407,7 +408,7 @@ impl<'a> Manager<'a> {
         let consoles = usize::from(vm.virtio_console);
         let devices = match vm.disks.len() + vm.nets.len() + channels + consoles {
             0 => 0,
-            // The VMM has room for these numbers, and an entropy source.
+            // The VMM has variants for these numbers, plus an entropy source.
             few @ 1..=2 => few + 1,
             3..=4 => 5,
             _ => MAX_VM_DISKS + MAX_VM_NETS + MAX_VM_CHANNELS + 2,
@@ -455,14 +456,15 @@ impl<'a> Manager<'a> {
         })
     }
 
-    /// The console's multiplexer is to know that a child is gone.
+    /// Removes a child's name from the console's multiplexer.
     fn forget_name(&self, number: usize) {
         if let Some((_, directory)) = &self.directory {
             directory.set(number, "");
         }
     }
 
-    /// Gives a child its console, if the description has one. The session is the child's number.
+    /// Delegates a child's console gate, if the description has one. The session is the child's
+    /// index.
     fn connect_console(
         &mut self,
         child: &mut Child,
@@ -477,13 +479,13 @@ impl<'a> Manager<'a> {
         }
         match self.children.get(server) {
             Some(Some(server)) => server.session(&mut self.resources.slots, child, number as u64),
-            // It will connect its clients.
+            // It will connect its clients when it starts.
             Some(None) if self.records[server].restart != FOREVER => Ok(()),
             _ => Err(StartError::Server),
         }
     }
 
-    /// Whether a child's console is this server.
+    /// Returns whether a child's console is this server.
     fn is_client(&self, number: usize, server: usize) -> bool {
         let console = match number {
             FIRST_VM.. => self.instances.get(number - FIRST_VM).and_then(|vm| vm.plan.console),
@@ -495,8 +497,8 @@ impl<'a> Manager<'a> {
         console.map(usize::from) == Some(server)
     }
 
-    /// Gives the clients of a console server that was started again their sessions. Those of other servers keep theirs in
-    /// memory.
+    /// Creates sessions for the clients of a restarted console server. Sessions of other servers
+    /// are in memory and stay.
     fn connect_clients(&mut self, server: usize) {
         for number in FIRST_TASK..CHILDREN {
             if !self.is_client(number, server) {
@@ -511,7 +513,7 @@ impl<'a> Manager<'a> {
         self.wake_clients(server);
     }
 
-    /// Tells the clients of a console server that there is another one, or none will come.
+    /// Notifies the clients of a console server that it has restarted, or will not.
     fn wake_clients(&self, server: usize) {
         for number in (FIRST_TASK..CHILDREN).filter(|&number| self.is_client(number, server)) {
             if let Some(child) = &self.children[number] {
@@ -528,7 +530,7 @@ impl<'a> Manager<'a> {
 
     // ---- serving -----------------------------------------------------------------------------
 
-    /// Serves a call; `None` if the caller gets no answer.
+    /// Handles a call; returns `None` if the caller gets no reply.
     fn call(&mut self, badge: u64, message: Message) -> Option<Message> {
         let number = (badge >> purpose::BITS) as usize;
         if number >= CHILDREN || self.children[number].is_none() {
@@ -574,19 +576,19 @@ impl<'a> Manager<'a> {
         }
     }
 
-    /// Writes what a child has to say to the log.
+    /// Writes a text of a child to the log.
     fn log(&mut self, number: usize, level: Level, text: &[u8]) {
         let name = self.name(number);
         let budget = &mut self.lines[number];
         let before = budget.note();
         lines::write(&name, level, text, budget, self.clock.tsc_khz);
         if budget.note() != before {
-            // The first line that is not written: the alarm is to tell of it.
+            // The first suppressed line: set the alarm for its report.
             self.advance();
         }
     }
 
-    /// Tells how many lines of a child were not written, if any.
+    /// Reports the number of suppressed lines of a child, if any.
     fn tell_suppressed(&mut self, number: usize) {
         let count = self.lines[number].take_suppressed();
         if count != 0 {
@@ -617,7 +619,7 @@ impl<'a> Manager<'a> {
 
     // ---- ends --------------------------------------------------------------------------------
 
-    /// Takes a child apart, says why, and decides what follows.
+    /// Destroys a child, logs the cause, and decides about its restart.
     pub(crate) fn end(&mut self, number: usize, end: End) {
         let (kind, name) = (Self::kind(number), self.name(number));
         let (code, what) = match &end {
@@ -669,7 +671,7 @@ impl<'a> Manager<'a> {
         self.children[number].is_none() && self.records[number].restart == FOREVER
     }
 
-    /// Goes to the next phase if the time has come, and sets the alarm for what is next.
+    /// Enters the next phase when it is due, and sets the alarm for the next event.
     pub(crate) fn advance(&mut self) {
         let now = time::tsc();
         if self.phase == Phase::Running {
@@ -748,12 +750,13 @@ fn make_alarm(thread: OwnThread) -> Result<Alarm, native_rt::Status> {
     Alarm::start(making, own, notification)
 }
 
-/// Pages of kernel memory in use.
+/// Returns the pages of kernel memory in use.
 pub(crate) fn pages_used() -> u64 {
     Platform::at(boot::slot::PLATFORM).stats().map_or(0, |stats| stats.pages_used)
 }
 
-/// Statistics of a VMM as `name=value`, with the bytes that were taken for it, and those that it shared.
+/// Statistics of a VMM as `name=value`, with the bytes that were taken for it, and those that it
+/// shared.
 struct Counts<'s>(&'s Statistics, u64, u64);
 
 impl fmt::Display for Counts<'_> {

@@ -1,8 +1,9 @@
-//! Sessions in shared memory between clients and servers, and what servers of PCI devices get.
+//! Sessions in shared memory between clients and servers, and devices of PCI servers.
 //!
-//! A session's memory is made when its first side starts, and stays for good: a device may still write to it after
-//! both sides have ended, until the next server has reset the device. The same holds for the memory that a server has for
-//! its device. So whatever an old server has told a device, it reaches no one else.
+//! Root allocates a session's memory when its first side starts, and keeps it permanently: a device
+//! may still write to it after both sides have ended, until the next server has reset the device.
+//! The same holds for a server's DMA memory. So no address programmed by an old server ever belongs
+//! to another owner.
 
 use abi::{PAGE_SIZE, boot, rights};
 use heapless::Vec;
@@ -24,15 +25,15 @@ use crate::manager::{CHILDREN, FIRST_VM};
 use crate::memory::Memory;
 use crate::pci::{Address, Bar, Function, Pci};
 
-/// Most sessions in a system.
+/// Maximum number of sessions in a system.
 const MAX_ALL: usize = 64;
-/// Memory of a server for its device, in pages: queues, commands and tables; of a switch, frames too.
+/// DMA memory of a server, in pages: queues, commands and tables; for a switch, frames too.
 const DISK_PAGES: u64 = 32;
 const SWITCH_PAGES: u64 = 34;
 const DMA_PAGES_ALIGN: u64 = 16;
-/// Owner of memory that stays: sessions, servers' memory for devices, channels.
+/// Owner of permanent memory: sessions, DMA memory, channels.
 pub const KEPT: usize = CHILDREN;
-/// Interrupt objects that stand for a message (see `Create` in `abi`).
+/// Flag of interrupt objects that are messages (see `Create` in `abi`).
 const MESSAGE: u64 = 4;
 
 /// A session.
@@ -40,9 +41,9 @@ struct Session {
     service: Service,
     server: usize,
     client: usize,
-    /// Index of its virtual machine in the description.
+    /// Index of its VM in the description.
     plan: usize,
-    /// Its number with the server, and with the client.
+    /// Its index with the server, and with the client.
     of_server: usize,
     of_client: usize,
     /// Index into the client's disks or network cards.
@@ -51,14 +52,14 @@ struct Session {
 }
 
 impl Session {
-    /// Whether a virtual machine with this number is the session's client. One made after a template may have the number of
-    /// one that was destroyed.
+    /// Returns whether a VM with this index is the session's client. A VM created from a template
+    /// may reuse the index of a destroyed one.
     fn is_client(&self, number: usize, vm: &Vm, system: &System) -> bool {
         let plan = system.vms.get(self.plan);
         self.client == number && plan.is_some_and(|plan| core::ptr::eq(plan, vm))
     }
 
-    /// The child that is the client, if it is there.
+    /// Returns the client's child, if it runs.
     fn find_client<'c>(
         &self,
         system: &System,
@@ -70,35 +71,36 @@ impl Session {
     }
 }
 
-/// Who is there: what the description says, the virtual machines, and the children that run.
+/// The description, the VMs, and the running children.
 #[derive(Clone, Copy)]
 pub struct Everyone<'e> {
     /// The description.
     pub system: &'e System<'e>,
     /// Virtual machines.
     pub instances: &'e Instances<'e>,
-    /// Children, by number.
+    /// Children, by index.
     pub children: &'e [Option<Child>],
 }
 
-/// All sessions of the system, and the memory of devices.
+/// All sessions of the system, and the DMA memory of devices.
 pub struct Sessions {
     sessions: Vec<Session, MAX_ALL>,
     dma: [Option<Window>; MAX_SERVERS],
-    /// What keeps devices from other memory, if the machine has it.
+    /// The IOMMU, if the platform has one.
     iommu: Option<Iommu>,
 }
 
-/// Physical address of memory in root's window.
+/// Returns the physical address of memory in root's window.
 fn physical(window: Window) -> u64 {
     window.base() - boot::PHYSICAL_WINDOW
 }
 
 impl Sessions {
-    /// The sessions that the description asks for. What exceeds the limits is left out, which `parador system check` refuses.
+    /// Creates the sessions of the description. Ignores those beyond the limits, which `parador
+    /// system check` rejects.
     pub fn new(system: &System, boot: &Boot, memory: &mut Memory) -> Self {
         let mut sessions: Vec<Session, MAX_ALL> = Vec::new();
-        // Templates have none, and virtual machines are numbered without them at first.
+        // Templates have none, and VMs are numbered without them at first.
         let started = system.vms.iter().enumerate().filter(|(_, vm)| !vm.template);
         for (vm, (index_of_plan, plan)) in started.enumerate().take(MAX_VMS) {
             let client = FIRST_VM + vm;
@@ -128,8 +130,8 @@ impl Sessions {
         Self { sessions, dma: [None; MAX_SERVERS], iommu }
     }
 
-    /// Gives a child its side of its sessions: memory, and each side's notification to the other one. `vm`: it is this
-    /// virtual machine, and else a server.
+    /// Connects a child to its side of its sessions: maps their memory, and delegates each side's
+    /// notification to the other one. `vm`: the child is this VM, otherwise a server.
     fn connect(
         &mut self,
         number: usize,
@@ -174,7 +176,7 @@ impl Sessions {
         Ok(())
     }
 
-    /// Connects a virtual machine; what its VMM is to know.
+    /// Connects a VM; returns the description for its VMM.
     pub fn connect_client(
         &mut self,
         number: usize,
@@ -194,7 +196,7 @@ impl Sessions {
             .collect())
     }
 
-    /// Connects a server of disks or networks and gives it its device; its role.
+    /// Connects a disk or network server and delegates its device; returns its role.
     pub fn connect_server(
         &mut self,
         number: usize,
@@ -249,7 +251,8 @@ impl Sessions {
         }
     }
 
-    /// Gives a server a PCI function: registers, configuration (read-only), memory for it, and its interrupt.
+    /// Delegates a PCI function to a server: registers, configuration (read-only), DMA memory, and
+    /// its interrupt.
     fn add_function(
         &mut self,
         number: usize,
@@ -276,9 +279,11 @@ impl Sessions {
         child.add_registers(RangeKind::Configuration, window, place, rights::READ, 0, PAGE_SIZE)?;
         for bar in &bars {
             let length = bar.length.max(PAGE_SIZE);
-            // Registers that are larger than all others together are memory of a graphics card, not of a disk.
+            // A register range larger than the whole window is memory of a graphics card, not of a
+            // disk.
             let Some(place) = next(length) else { continue };
-            // What shares a page with this is the device's too: bridges give devices whole pages.
+            // Other registers in the same page are of this device: bridges assign whole pages to
+            // devices.
             let window = boot.device_pages(bar.base, bar.length).ok_or(StartError::Device)?;
             if bar.base % PAGE_SIZE != 0 {
                 continue;
@@ -305,12 +310,12 @@ impl Sessions {
         Ok(function.address)
     }
 
-    /// A server has ended: its device must not access memory any more.
+    /// Handles the end of a server: its device must not access memory any more.
     pub fn server_ended(&mut self, boot: &Boot, number: usize, server: &Server) {
         if let Device::Pci(class, index) = server.device
             && let Some(function) = find(boot, class, index)
         {
-            // The log is to say what the device says, not what it was told.
+            // The log reports the device's own state.
             if function.disable() {
                 native_rt::info!("PCI function {} is off", function.address);
             } else {
@@ -326,7 +331,7 @@ impl Sessions {
         self.report();
     }
 
-    /// Tells the log what devices were kept from.
+    /// Logs device accesses that the IOMMU blocked.
     pub fn report(&mut self) {
         if let Some(iommu) = &mut self.iommu {
             iommu.report();
@@ -356,7 +361,8 @@ fn add_bar(
     let end = (offset + length).next_multiple_of(PAGE_SIZE).min(window.length());
     let below = window.part(0, first).ok_or(StartError::Device)?;
     let above = window.part(end, window.length() - end).ok_or(StartError::Device)?;
-    // The range tells the whole length: what is left out faults, and no driver has business there.
+    // The range covers the whole length: an access to the omitted pages faults, and no driver needs
+    // them.
     if above.length() != 0 {
         child.map(above, place + end, all)?;
     }
@@ -390,7 +396,7 @@ mod tests {
             vm.is_some_and(|vm| session.is_client(FIRST_VM + index, vm, &system))
         };
         assert!(is_client(&instances, 0));
-        // Destroyed, and another one made in its place.
+        // Destroyed, and another VM created in its place.
         instances.remove(0);
         assert!(!is_client(&instances, 0));
         assert_eq!(instances.add("new", &system.vms[1]), Ok(0));
