@@ -17,14 +17,14 @@ mod server;
 mod uart;
 
 use native_rt::start::windows;
-use native_rt::{Caller, Irq, Notification, Ports, error, reply_wait, wait};
+use native_rt::{Incoming, Irq, Notification, Ports, error, reply_wait, wait};
 use proto::control::code;
 use proto::start::{RangeKind, Role, Start, event, slot};
 use spin::{Mutex, MutexGuard};
 
 use crate::directory::Directory;
 use crate::mux::Mux;
-use crate::server::Server;
+use crate::server::ConsoleServer;
 use crate::uart::Uart;
 
 /// Too large for the stack.
@@ -58,22 +58,22 @@ fn main(start: &Start<'static>) -> u64 {
     if multiplex {
         mux.multiplex();
     }
-    let mut server = Server::new(Uart::new(ports), irq, mux, directory);
+    let mut server = ConsoleServer::new(Uart::new(ports), irq, mux, directory);
     server.interrupt();
     serve(&mut server)
 }
 
-fn serve(server: &mut Server<Ports>) -> u64 {
+fn serve(server: &mut ConsoleServer<Ports>) -> u64 {
     let mut failures = 0;
     let mut next = wait();
     loop {
         match next {
-            Ok(Caller::Call(badge, message)) => {
+            Ok(Incoming::Call(badge, message)) => {
                 failures = 0;
                 let answer = server.call(badge, message);
                 next = reply_wait(answer);
             }
-            Ok(Caller::Events(events)) => {
+            Ok(Incoming::Events(events)) => {
                 failures = 0;
                 server.events(events);
                 next = wait();

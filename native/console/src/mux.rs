@@ -22,7 +22,7 @@ use proto::system::MAX_NAME;
 
 use crate::cook::{COLUMNS, Cook, Cooked};
 use crate::output::{Output, Owner};
-use crate::ring::{Kept, Ring};
+use crate::ring::{History, Ring};
 
 /// Escape key: the next key is a command. Ctrl-].
 pub const ESCAPE: u8 = 0x1d;
@@ -39,7 +39,7 @@ const SELECTED_ROOM: usize = 2 << 10;
 /// Bytes of input queued per client.
 const INPUT: usize = 1 << 10;
 /// Bytes of output history per client.
-const KEPT: usize = 8 << 10;
+const HISTORY: usize = 8 << 10;
 /// Lines and bytes of history shown after a switch.
 const SHOWN_LINES: usize = 20;
 const SHOWN_BYTES: usize = 2 << 10;
@@ -57,7 +57,7 @@ enum Keys {
 
 /// Connection state of a client.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Life {
+enum ClientState {
     /// Never connected.
     Unknown,
     /// Named by root, session not open yet.
@@ -69,35 +69,35 @@ enum Life {
 }
 
 struct Client {
-    life: Life,
+    state: ClientState,
     /// Number by which users select it.
     number: u8,
     name: String<MAX_NAME>,
-    kept: Kept<KEPT>,
+    history: History<HISTORY>,
     input: Ring<INPUT>,
     /// A write was truncated, and the client waits for room.
     wants_room: bool,
     /// Output arrived since the client was last shown.
-    unseen: bool,
+    has_unseen_output: bool,
     /// The client ended and has not opened a session since.
     ended: bool,
     cook: Cook,
     /// Number of complete lines without room to show them.
-    hidden: u32,
+    hidden_lines: u32,
 }
 
 impl Client {
     const UNKNOWN: Self = Self {
-        life: Life::Unknown,
+        state: ClientState::Unknown,
         number: 0,
         name: String::new(),
-        kept: Kept::new(),
+        history: History::new(),
         input: Ring::new(),
         wants_room: false,
-        unseen: false,
+        has_unseen_output: false,
         ended: false,
         cook: Cook::new(),
-        hidden: 0,
+        hidden_lines: 0,
     };
 
     /// Returns the number of characters of text in a line after the prefix.
@@ -110,11 +110,11 @@ impl Client {
 pub struct Mux {
     /// Several clients may share the line; otherwise the bytes of the only one pass unchanged in
     /// both directions.
-    many: bool,
+    shared: bool,
     clients: [Client; SESSIONS],
     output: Output<OUTPUT>,
     /// At least one client waits for room.
-    is_awaited: bool,
+    has_waiter: bool,
     selected: usize,
     keys: Keys,
     typed: String<MAX_NAME>,
@@ -134,10 +134,10 @@ impl Mux {
     /// Creates a line without clients.
     pub const fn new() -> Self {
         Self {
-            many: false,
+            shared: false,
             clients: [Client::UNKNOWN; SESSIONS],
             output: Output::new(),
-            is_awaited: false,
+            has_waiter: false,
             selected: 0,
             keys: Keys::Pass,
             typed: String::new(),
@@ -150,9 +150,9 @@ impl Mux {
 
     /// Enables sharing by several clients, with the log as one of them.
     pub fn multiplex(&mut self) {
-        self.many = true;
+        self.shared = true;
         self.at_start = true;
-        self.clients[LOG_SESSION].life = Life::Open;
+        self.clients[LOG_SESSION].state = ClientState::Open;
         // It fits.
         let _ = self.clients[LOG_SESSION].name.push_str("log");
     }
@@ -166,34 +166,34 @@ impl Mux {
     // ---- sessions ----------------------------------------------------------------------------
 
     /// Announces a client: it gets its number, and can be selected.
-    pub fn expect(&mut self, client: usize, name: &str) {
-        let first = (1..SESSIONS).all(|other| self.clients[other].life == Life::Unknown);
+    pub fn announce(&mut self, client: usize, name: &str) {
+        let first = (1..SESSIONS).all(|other| self.clients[other].state == ClientState::Unknown);
         let free = self.free_number();
         let new = &mut self.clients[client];
         if new.name != name {
-            new.kept.clear();
+            new.history.clear();
             new.name.clear();
             // The name of an entry of the directory fits.
             let _ = new.name.push_str(name);
         }
-        match new.life {
-            Life::Unknown => (new.life, new.number) = (Life::Expected, free),
-            Life::Ended => {
-                new.life = Life::Expected;
+        match new.state {
+            ClientState::Unknown => (new.state, new.number) = (ClientState::Expected, free),
+            ClientState::Ended => {
+                new.state = ClientState::Expected;
                 new.input.clear();
             }
-            Life::Expected | Life::Open => return,
+            ClientState::Expected | ClientState::Open => return,
         }
-        if first && self.many {
-            self.inherit(client);
+        if first && self.shared {
+            self.take_early_keys(client);
             self.select(client);
         }
     }
 
     /// Assigns keys that arrived before any client to this one.
-    fn inherit(&mut self, client: usize) {
+    fn take_early_keys(&mut self, client: usize) {
         let selected = &self.clients[self.selected];
-        if selected.life == Life::Unknown || self.selected == LOG_SESSION {
+        if selected.state == ClientState::Unknown || self.selected == LOG_SESSION {
             while let Some(key) = self.clients[self.selected].input.take() {
                 self.clients[client].input.put(key);
             }
@@ -204,45 +204,47 @@ impl Mux {
     /// announced.
     pub fn open(&mut self, client: usize, name: &str) {
         let again = self.clients[client].ended;
-        if self.clients[client].life == Life::Open {
+        if self.clients[client].state == ClientState::Open {
             self.clients[client].input.clear();
         }
-        self.expect(client, name);
-        if !self.many {
-            self.inherit(client);
+        self.announce(client, name);
+        if !self.shared {
+            self.take_early_keys(client);
         }
         let new = &mut self.clients[client];
-        (new.life, new.ended) = (Life::Open, false);
+        (new.state, new.ended) = (ClientState::Open, false);
         new.cook = Cook::new();
-        (new.wants_room, new.hidden) = (false, 0);
+        (new.wants_room, new.hidden_lines) = (false, 0);
         if new.input.len() != 0 {
             self.wakes |= 1 << client;
         }
-        if !self.many {
+        if !self.shared {
             self.selected = client;
         } else if client == self.selected && again {
-            self.say(format_args!("{name} is here again"));
+            self.print(format_args!("{name} is here again"));
         }
     }
 
     fn free_number(&self) -> u8 {
         let taken = |number: &u8| {
-            self.clients.iter().any(|other| other.life != Life::Unknown && other.number == *number)
+            self.clients
+                .iter()
+                .any(|other| other.state != ClientState::Unknown && other.number == *number)
         };
         (1..u8::MAX).find(|number| !taken(number)).unwrap_or(0)
     }
 
     /// Ends a client's session.
     pub fn close(&mut self, client: usize) {
-        if matches!(self.clients[client].life, Life::Unknown | Life::Ended) {
+        if matches!(self.clients[client].state, ClientState::Unknown | ClientState::Ended) {
             return;
         }
-        (self.clients[client].life, self.clients[client].ended) = (Life::Ended, true);
-        if client == self.selected && self.many {
+        (self.clients[client].state, self.clients[client].ended) = (ClientState::Ended, true);
+        if client == self.selected && self.shared {
             let name = self.clients[client].name.clone();
-            self.say(format_args!("{name} has ended; Ctrl-] ? shows who is here"));
+            self.print(format_args!("{name} has ended; Ctrl-] ? shows who is here"));
         } else if client == self.selected {
-            let other = self.clients.iter().position(|other| other.life == Life::Open);
+            let other = self.clients.iter().position(|other| other.state == ClientState::Open);
             self.selected = other.unwrap_or(client);
         }
     }
@@ -252,15 +254,15 @@ impl Mux {
     /// Returns the next byte for the line.
     pub fn next(&mut self) -> Option<u8> {
         let byte = self.output.take();
-        if self.is_awaited && self.output.room() >= self.room_to_go_on() {
-            self.tell_of_room();
+        if self.has_waiter && self.output.room() >= self.wake_threshold() {
+            self.wake_waiters();
         }
         byte
     }
 
     /// Returns the room at which a waiting client is signalled: enough for more than a few bytes.
-    fn room_to_go_on(&self) -> usize {
-        if self.many && self.all {
+    fn wake_threshold(&self) -> usize {
+        if self.shared && self.all {
             RESERVE + LINE_ROOM + 2 * self.output.waiting(Owner::client(self.selected))
         } else {
             OUTPUT / 2
@@ -269,12 +271,12 @@ impl Mux {
 
     /// Returns whether there is room for a line of a client, or for a byte of the selected one.
     fn has_room(&self, client: usize) -> bool {
-        let kept = match (self.all, client == self.selected) {
+        let reserved = match (self.all, client == self.selected) {
             (false, _) => 0,
             (true, true) => self.output.waiting(Owner::client(client)),
             (true, false) => SELECTED_ROOM + self.output.waiting(Owner::client(client)),
         };
-        self.output.room() >= RESERVE + LINE_ROOM + kept
+        self.output.room() >= RESERVE + LINE_ROOM + reserved
     }
 
     /// Returns whether no output is queued.
@@ -282,8 +284,8 @@ impl Mux {
         self.output.len() == 0
     }
 
-    fn tell_of_room(&mut self) {
-        self.is_awaited = false;
+    fn wake_waiters(&mut self) {
+        self.has_waiter = false;
         for (index, client) in self.clients.iter_mut().enumerate() {
             if core::mem::take(&mut client.wants_room) {
                 self.wakes |= 1 << index;
@@ -298,7 +300,7 @@ impl Mux {
         for &byte in bytes {
             if !self.put(client, byte) {
                 self.clients[client].wants_room = true;
-                self.is_awaited = true;
+                self.has_waiter = true;
                 break;
             }
             taken += 1;
@@ -318,27 +320,27 @@ impl Mux {
 
     fn log_byte(&mut self, byte: u8) {
         if !self.put(LOG_SESSION, byte) {
-            self.clients[LOG_SESSION].kept.put(byte);
+            self.clients[LOG_SESSION].history.put(byte);
         }
     }
 
     /// Queues a byte of a client's output; returns `false` without room.
     fn put(&mut self, client: usize, byte: u8) -> bool {
-        if !self.many {
+        if !self.shared {
             return self.output.put(Owner::client(client), byte);
         }
         let shown = client == self.selected;
         if shown && !self.has_room(client) {
             return false;
         }
-        self.clients[client].kept.put(byte);
+        self.clients[client].history.put(byte);
         if self.all {
             self.show_cooked(client, byte);
         } else if shown {
             self.output.put(Owner::client(client), byte);
             self.at_start = byte == b'\n';
         } else {
-            self.clients[client].unseen = true;
+            self.clients[client].has_unseen_output = true;
         }
         true
     }
@@ -383,7 +385,7 @@ impl Mux {
         let client = &clients[*selected];
         self.partial = !client.cook.line().is_empty();
         if self.partial {
-            put_line(output, owner, client);
+            put_prefixed_line(output, owner, client);
             self.at_start = false;
         }
     }
@@ -392,18 +394,18 @@ impl Mux {
     fn show_line(&mut self, index: usize) {
         let (own, owner) = (index == self.selected, Owner::client(index));
         if !own && !self.has_room(index) {
-            self.clients[index].hidden += 1;
+            self.clients[index].hidden_lines += 1;
             return;
         }
         if !(own && self.partial) {
             self.fresh_line(owner);
-            let hidden = core::mem::take(&mut self.clients[index].hidden);
-            if hidden != 0 {
+            let hidden_lines = core::mem::take(&mut self.clients[index].hidden_lines);
+            if hidden_lines != 0 {
                 let name = self.clients[index].name.clone();
                 let mut line = Line(&mut self.output, owner);
-                let _ = write!(line, "[{name}] ({hidden} lines are not shown)\r\n");
+                let _ = write!(line, "[{name}] ({hidden_lines} lines are not shown)\r\n");
             }
-            put_line(&mut self.output, owner, &self.clients[index]);
+            put_prefixed_line(&mut self.output, owner, &self.clients[index]);
         }
         self.output.put_all(owner, b"\r\n");
         (self.partial, self.at_start) = (false, true);
@@ -424,7 +426,7 @@ impl Mux {
     }
 
     /// Shows a message of the multiplexer.
-    fn say(&mut self, text: fmt::Arguments) {
+    fn print(&mut self, text: fmt::Arguments) {
         self.fresh_line(Owner::MULTIPLEXER);
         let _ = write!(self.message(), "[parador] {text}\r\n");
         if self.all {
@@ -443,14 +445,14 @@ impl Mux {
     pub fn input_room(&self) -> usize {
         // With several clients, one that does not read must not keep the user from selecting
         // another one.
-        if self.many { INPUT } else { self.clients[self.selected].input.room() }
+        if self.shared { INPUT } else { self.clients[self.selected].input.room() }
     }
 
     /// Processes a key.
     pub fn key(&mut self, byte: u8) {
         match self.keys {
-            Keys::Pass if byte == ESCAPE && self.many => self.keys = Keys::Command,
-            Keys::Pass => self.pass(byte),
+            Keys::Pass if byte == ESCAPE && self.shared => self.keys = Keys::Command,
+            Keys::Pass => self.forward_key(byte),
             Keys::Command => {
                 self.keys = Keys::Pass;
                 self.command(byte);
@@ -460,12 +462,12 @@ impl Mux {
     }
 
     /// Queues a key for the selected client, connected or not; drops it if the queue is full.
-    fn pass(&mut self, byte: u8) {
+    fn forward_key(&mut self, byte: u8) {
         let client = &mut self.clients[self.selected];
-        if client.life == Life::Open && client.input.len() == 0 {
+        if client.state == ClientState::Open && client.input.len() == 0 {
             self.wakes |= 1 << self.selected;
         }
-        if client.life != Life::Ended {
+        if client.state != ClientState::Ended {
             client.input.put(byte);
         }
     }
@@ -485,7 +487,7 @@ impl Mux {
 
     fn command(&mut self, key: u8) {
         match key {
-            ESCAPE => self.pass(ESCAPE),
+            ESCAPE => self.forward_key(ESCAPE),
             b'0'..=b'9' => self.select_number(key - b'0'),
             b'n' => self.select_next(true),
             b'p' => self.select_next(false),
@@ -497,9 +499,9 @@ impl Mux {
                 self.at_start = false;
             }
             b'a' => self.toggle_all(),
-            b's' => self.show_kept(),
+            b's' => self.show_history(),
             b'?' | b'h' => self.show_clients(),
-            _ => self.say(format_args!("no such command; Ctrl-] ? shows them")),
+            _ => self.print(format_args!("no such command; Ctrl-] ? shows them")),
         }
     }
 
@@ -522,16 +524,16 @@ impl Mux {
             }
             _ => {
                 self.keys = Keys::Pass;
-                self.say(format_args!("nothing chosen"));
+                self.print(format_args!("nothing chosen"));
             }
         }
     }
 
     fn select_number(&mut self, number: u8) {
-        let found = self.known().find(|&index| self.clients[index].number == number);
+        let found = self.named_clients().find(|&index| self.clients[index].number == number);
         match found {
             Some(index) => self.select(index),
-            None => self.say(format_args!("no client has number {number}")),
+            None => self.print(format_args!("no client has number {number}")),
         }
     }
 
@@ -540,23 +542,23 @@ impl Mux {
         if let Ok(number) = name.parse() {
             return self.select_number(number);
         }
-        let exact = self.known().find(|&index| self.clients[index].name == name);
+        let exact = self.named_clients().find(|&index| self.clients[index].name == name);
         let starts =
             |index: &usize| !name.is_empty() && self.clients[*index].name.starts_with(name);
-        let only = self.known().find(starts);
-        let several = self.known().filter(starts).nth(1).is_some();
+        let only = self.named_clients().find(starts);
+        let several = self.named_clients().filter(starts).nth(1).is_some();
         match exact.or(only.filter(|_| !several)) {
             Some(index) => self.select(index),
             None => {
                 let what = if several { "several clients are" } else { "no client is" };
                 // Only printable characters are collected.
-                self.say(format_args!("{what} called {name:?}"));
+                self.print(format_args!("{what} called {name:?}"));
             }
         }
     }
 
-    fn known(&self) -> impl Iterator<Item = usize> {
-        (0..SESSIONS).filter(|&index| self.clients[index].life != Life::Unknown)
+    fn named_clients(&self) -> impl Iterator<Item = usize> {
+        (0..SESSIONS).filter(|&index| self.clients[index].state != ClientState::Unknown)
     }
 
     /// Selects the open client with the next higher or lower number.
@@ -566,9 +568,10 @@ impl Mux {
             let number = self.clients[*index].number;
             if up { number.wrapping_sub(from) } else { from.wrapping_sub(number) }
         };
-        let others = self.known().filter(|&index| {
+        let others = self.named_clients().filter(|&index| {
             let client = &self.clients[index];
-            matches!(client.life, Life::Expected | Life::Open) && client.number != from
+            matches!(client.state, ClientState::Expected | ClientState::Open)
+                && client.number != from
         });
         if let Some(index) = others.min_by_key(distance) {
             self.select(index);
@@ -578,16 +581,16 @@ impl Mux {
     fn select(&mut self, index: usize) {
         // Queued output is in the history; dropping it makes the switch visible at once.
         self.output.clear();
-        self.tell_of_room();
+        self.wake_waiters();
         self.selected = index;
         (self.partial, self.at_start) = (false, false);
-        self.clients[index].unseen = false;
+        self.clients[index].has_unseen_output = false;
         let Client { number, name, .. } = &self.clients[index];
         let (number, name) = (*number, name.clone());
-        let ended = if self.clients[index].life == Life::Ended { ", ended" } else { "" };
+        let ended = if self.clients[index].state == ClientState::Ended { ", ended" } else { "" };
         // Resets colours that the last client has set.
         self.output.put_all(Owner::MULTIPLEXER, b"\x1b[m");
-        self.say(format_args!("{name} ({number}{ended}); Ctrl-] ? for help"));
+        self.print(format_args!("{name} ({number}{ended}); Ctrl-] ? for help"));
         if !self.all {
             self.show_last(SHOWN_LINES, SHOWN_BYTES);
         }
@@ -597,59 +600,60 @@ impl Mux {
     fn show_last(&mut self, lines: usize, bytes: usize) {
         let Self { clients, output, selected, at_start, .. } = self;
         let client = &clients[*selected];
-        let length = client.kept.last_lines(lines, bytes.min(output.room()));
-        for byte in client.kept.last(length) {
+        let length = client.history.last_lines(lines, bytes.min(output.room()));
+        for byte in client.history.last(length) {
             output.put(Owner::MULTIPLEXER, byte);
             *at_start = byte == b'\n';
         }
     }
 
-    fn show_kept(&mut self) {
+    fn show_history(&mut self) {
         self.output.clear();
-        self.tell_of_room();
+        self.wake_waiters();
         (self.partial, self.at_start) = (false, false);
         let name = self.clients[self.selected].name.clone();
-        self.say(format_args!("all that is kept of {name}:"));
-        self.show_last(KEPT, KEPT);
+        self.print(format_args!("all that is kept of {name}:"));
+        self.show_last(HISTORY, HISTORY);
     }
 
     fn toggle_all(&mut self) {
         self.all = !self.all;
         // The other view may have the room that the client waits for.
-        self.tell_of_room();
+        self.wake_waiters();
         for client in &mut self.clients {
             client.cook = Cook::new();
-            (client.hidden, client.unseen) = (0, false);
+            (client.hidden_lines, client.has_unseen_output) = (0, false);
         }
         self.partial = false;
         match self.all {
-            true => self.say(format_args!("lines of all clients; Ctrl-] a for one again")),
-            false => self.say(format_args!("output of one client")),
+            true => self.print(format_args!("lines of all clients; Ctrl-] a for one again")),
+            false => self.print(format_args!("output of one client")),
         }
     }
 
     fn show_clients(&mut self) {
         self.fresh_line(Owner::MULTIPLEXER);
         let mut numbers = 0_u64;
-        for index in self.known() {
+        for index in self.named_clients() {
             numbers |= 1 << self.clients[index].number.min(63);
         }
         for number in (0..64).filter(|number| numbers & 1 << number != 0) {
-            let Some(index) = self.known().find(|&index| self.clients[index].number == number)
+            let Some(index) =
+                self.named_clients().find(|&index| self.clients[index].number == number)
             else {
                 continue;
             };
             let Self { clients, output, .. } = self;
             let client = &clients[index];
             let mark = if index == self.selected { '>' } else { ' ' };
-            let state = match (client.life, client.unseen) {
-                (Life::Ended, _) => "ended",
+            let label = match (client.state, client.has_unseen_output) {
+                (ClientState::Ended, _) => "ended",
                 (_, true) => "new output",
                 _ => "",
             };
             let name = &client.name;
             let mut line = Line(output, Owner::MULTIPLEXER);
-            let _ = write!(line, "[parador] {mark}{number:>2} {name} {state}\r\n");
+            let _ = write!(line, "[parador] {mark}{number:>2} {name} {label}\r\n");
         }
         for line in HELP {
             let _ = write!(self.message(), "[parador] {line}\r\n");
@@ -670,7 +674,7 @@ const HELP: &[&str] = &[
 ];
 
 /// Writes a client's line after its prefix.
-fn put_line(output: &mut Output<OUTPUT>, owner: Owner, client: &Client) {
+fn put_prefixed_line(output: &mut Output<OUTPUT>, owner: Owner, client: &Client) {
     // The callers ensure that the line fits.
     let _ = write!(Line(output, owner), "[{}] ", client.name);
     output.put_all(owner, client.cook.line());

@@ -51,7 +51,7 @@ impl<const SIZE: usize> Ring<SIZE> {
 }
 
 /// The last `SIZE` bytes of a stream; `SIZE` is a power of two.
-pub struct Kept<const SIZE: usize> {
+pub struct History<const SIZE: usize> {
     bytes: [u8; SIZE],
     /// Number of bytes added so far, modulo 2^32.
     put: u32,
@@ -59,7 +59,7 @@ pub struct Kept<const SIZE: usize> {
     length: u32,
 }
 
-impl<const SIZE: usize> Kept<SIZE> {
+impl<const SIZE: usize> History<SIZE> {
     /// Creates an empty history.
     pub const fn new() -> Self {
         assert!(SIZE.is_power_of_two() && SIZE <= 1 << 31);
@@ -131,33 +131,33 @@ mod tests {
 
     #[test]
     fn the_last_bytes_are_kept() {
-        let mut kept = Kept::<8>::new();
-        kept.put = u32::MAX - 2;
-        let last = |kept: &Kept<8>, most| kept.last(most).collect::<Vec<_>>();
-        assert_eq!(last(&kept, 9), b"");
-        b"abc".iter().for_each(|&byte| kept.put(byte));
-        assert_eq!(last(&kept, 9), b"abc");
-        b"defghijkl".iter().for_each(|&byte| kept.put(byte));
-        assert_eq!(last(&kept, 9), b"efghijkl");
-        assert_eq!(last(&kept, 2), b"kl");
-        kept.clear();
-        assert_eq!(last(&kept, 9), b"");
+        let mut history = History::<8>::new();
+        history.put = u32::MAX - 2;
+        let last = |history: &History<8>, most| history.last(most).collect::<Vec<_>>();
+        assert_eq!(last(&history, 9), b"");
+        b"abc".iter().for_each(|&byte| history.put(byte));
+        assert_eq!(last(&history, 9), b"abc");
+        b"defghijkl".iter().for_each(|&byte| history.put(byte));
+        assert_eq!(last(&history, 9), b"efghijkl");
+        assert_eq!(last(&history, 2), b"kl");
+        history.clear();
+        assert_eq!(last(&history, 9), b"");
     }
 
     #[test]
     fn lines_from_the_end() {
-        let mut kept = Kept::<16>::new();
-        let lines = |kept: &Kept<16>, lines, most| {
-            let count = kept.last_lines(lines, most);
-            String::from_utf8(kept.last(count).collect()).unwrap()
+        let mut history = History::<16>::new();
+        let lines = |history: &History<16>, lines, most| {
+            let count = history.last_lines(lines, most);
+            String::from_utf8(history.last(count).collect()).unwrap()
         };
-        b"1\n22\n333\n$".iter().for_each(|&byte| kept.put(byte));
-        assert_eq!(lines(&kept, 1, 16), "333\n$");
-        assert_eq!(lines(&kept, 0, 16), "$");
-        assert_eq!(lines(&kept, 9, 16), "1\n22\n333\n$");
-        assert_eq!(lines(&kept, 9, 7), "333\n$", "whole lines only");
-        assert_eq!(lines(&kept, 9, 3), "$");
-        b"xxxxxxxxxxxxxxxxxxxx".iter().for_each(|&byte| kept.put(byte));
-        assert_eq!(lines(&kept, 2, 16), "xxxxxxxxxxxxxxxx", "one line that is too long");
+        b"1\n22\n333\n$".iter().for_each(|&byte| history.put(byte));
+        assert_eq!(lines(&history, 1, 16), "333\n$");
+        assert_eq!(lines(&history, 0, 16), "$");
+        assert_eq!(lines(&history, 9, 16), "1\n22\n333\n$");
+        assert_eq!(lines(&history, 9, 7), "333\n$", "whole lines only");
+        assert_eq!(lines(&history, 9, 3), "$");
+        b"xxxxxxxxxxxxxxxxxxxx".iter().for_each(|&byte| history.put(byte));
+        assert_eq!(lines(&history, 2, 16), "xxxxxxxxxxxxxxxx", "one line that is too long");
     }
 }

@@ -9,7 +9,7 @@ use proto::{DONE, REFUSED};
 
 use crate::directory::Directory;
 use crate::mux::Mux;
-use crate::uart::{Registers, Uart};
+use crate::uart::{Uart, UartRegisters};
 
 #[derive(Clone, Copy)]
 struct Session {
@@ -18,7 +18,7 @@ struct Session {
 }
 
 /// The console server. A session is the badge of its gate.
-pub struct Server<R> {
+pub struct ConsoleServer<R> {
     uart: Uart<R>,
     irq: Irq,
     mux: &'static mut Mux,
@@ -27,12 +27,12 @@ pub struct Server<R> {
     /// Slots for clients' notifications.
     slots: Slots<1>,
     /// Slot that accepts the next capability.
-    offered: Option<u64>,
+    accept_slot: Option<u64>,
     /// Root waits for the output to drain.
     draining: bool,
 }
 
-impl<R: Registers> Server<R> {
+impl<R: UartRegisters> ConsoleServer<R> {
     /// Creates a server without sessions.
     pub fn new(
         uart: Uart<R>,
@@ -47,43 +47,43 @@ impl<R: Registers> Server<R> {
             directory,
             sessions: [None; SESSIONS],
             slots: Slots::new(slot::FREE),
-            offered: None,
+            accept_slot: None,
             draining: false,
         };
-        server.offer();
+        server.accept_capability();
         server
     }
 
     /// Accepts a capability in a free slot, unless one is already prepared.
-    fn offer(&mut self) {
-        self.offered = self.offered.or_else(|| self.slots.take());
-        let (base, count) = self.offered.map_or((0, 0), |slot| (slot, 1));
+    fn accept_capability(&mut self) {
+        self.accept_slot = self.accept_slot.or_else(|| self.slots.allocate());
+        let (base, count) = self.accept_slot.map_or((0, 0), |slot| (slot, 1));
         Page::current().accept_capabilities(base, count);
     }
 
     /// Frees a slot and its capability.
-    fn discard(&mut self, slot: u64) {
+    fn free_slot(&mut self, slot: u64) {
         // An empty slot is the desired result.
         let _ = drop_capability(slot);
-        self.slots.give(slot);
-        self.offer();
+        self.slots.free(slot);
+        self.accept_capability();
     }
 
     /// Handles a call and returns the reply.
     pub fn call(&mut self, badge: u64, message: Message) -> Message {
-        let came = (message.tag.items != 0).then(|| self.offered.take()).flatten();
+        let received = (message.tag.items != 0).then(|| self.accept_slot.take()).flatten();
         let Some(index) = usize::try_from(badge).ok().filter(|&index| index < SESSIONS) else {
-            self.forget(came);
+            self.drop_received(received);
             return refused();
         };
         let answer = match message.tag.label {
-            OPEN if came.is_some() => {
+            OPEN if received.is_some() => {
                 self.drop_session(index);
-                self.sessions[index] = came.map(|slot| Session {
+                self.sessions[index] = received.map(|slot| Session {
                     notification: Notification::at(slot),
                     events: message.words[0],
                 });
-                self.offer();
+                self.accept_capability();
                 let entry = self.directory.as_ref().and_then(|directory| directory.entry(index));
                 let name = entry.as_ref().and_then(directory::name);
                 self.mux.open(index, name.unwrap_or("?"));
@@ -91,24 +91,24 @@ impl<R: Registers> Server<R> {
             }
             // A client without a session opened it with a previous server instance.
             WRITE | READ if self.sessions[index].is_none() => {
-                self.forget(came);
+                self.drop_received(received);
                 refused()
             }
             WRITE => {
-                self.forget(came);
+                self.drop_received(received);
                 self.write(index, message)
             }
             READ => {
-                self.forget(came);
+                self.drop_received(received);
                 self.read(index, message.words[0])
             }
             CLOSE => {
-                self.forget(came);
+                self.drop_received(received);
                 self.close(index);
                 done(0)
             }
             _ => {
-                self.forget(came);
+                self.drop_received(received);
                 refused()
             }
         };
@@ -118,15 +118,15 @@ impl<R: Registers> Server<R> {
     }
 
     /// Drops a capability that a message delegated unexpectedly.
-    fn forget(&mut self, came: Option<u64>) {
-        if let Some(slot) = came {
-            self.discard(slot);
+    fn drop_received(&mut self, received: Option<u64>) {
+        if let Some(slot) = received {
+            self.free_slot(slot);
         }
     }
 
     fn drop_session(&mut self, index: usize) {
         if let Some(session) = self.sessions[index].take() {
-            self.discard(session.notification.selector());
+            self.free_slot(session.notification.selector());
         }
     }
 
@@ -160,7 +160,7 @@ impl<R: Registers> Server<R> {
             self.draining = true;
         }
         if events & CHANGED != 0 {
-            self.follow_root();
+            self.read_directory();
         }
         if events & (event::INTERRUPT | DRAIN) != 0 {
             self.interrupt();
@@ -168,7 +168,7 @@ impl<R: Registers> Server<R> {
     }
 
     /// Applies root's changes of the directory: new clients, ended clients, and the log.
-    fn follow_root(&mut self) {
+    fn read_directory(&mut self) {
         let Some(directory) = &mut self.directory else { return };
         let mut buffer = [0; 512];
         while let Some(bytes) = directory.read_log(&mut buffer) {
@@ -179,7 +179,7 @@ impl<R: Registers> Server<R> {
             match entry.as_ref().and_then(directory::name) {
                 // The log is not a client.
                 Some(_) if index == directory::LOG_SESSION => {}
-                Some(name) => self.mux.expect(index, name),
+                Some(name) => self.mux.announce(index, name),
                 None => self.close(index),
             }
         }
@@ -195,7 +195,7 @@ impl<R: Registers> Server<R> {
         // Replies to keys.
         self.send();
         self.wake();
-        if self.draining && self.mux.is_empty() && self.uart.finish() {
+        if self.draining && self.mux.is_empty() && self.uart.drain() {
             self.draining = false;
             // Root never blocks on a server, so it replies; or it has stopped waiting for this
             // server.

@@ -46,14 +46,14 @@ const IDLE_READS: u32 = 100_000;
 const MAX_ROUNDS: u32 = 256;
 
 /// Register access of a 16550.
-pub trait Registers {
+pub trait UartRegisters {
     /// Reads a register.
     fn read(&mut self, register: u16) -> u8;
     /// Writes a register.
     fn write(&mut self, register: u16, value: u8);
 }
 
-impl Registers for Ports {
+impl UartRegisters for Ports {
     fn read(&mut self, register: u16) -> u8 {
         Ports::read(*self, register)
     }
@@ -69,7 +69,7 @@ pub struct Uart<R> {
     enabled: u8,
 }
 
-impl<R: Registers> Uart<R> {
+impl<R: UartRegisters> Uart<R> {
     /// Initialises the port: 115200 baud, 8 bits, no parity, receive interrupt.
     pub fn new(mut registers: R) -> Self {
         registers.write(register::IER, 0);
@@ -134,7 +134,7 @@ impl<R: Registers> Uart<R> {
     }
 
     /// Waits for the transmitter to become idle; returns whether it did.
-    pub fn finish(&mut self) -> bool {
+    pub fn drain(&mut self) -> bool {
         (0..IDLE_READS).any(|_| self.registers.read(register::LSR) & LSR_IDLE != 0)
     }
 }
@@ -151,15 +151,15 @@ pub mod testing {
         pub ier: u8,
         pub lcr: u8,
         /// Number of bytes that it still accepts.
-        pub takes: usize,
+        pub room: usize,
     }
 
-    impl Registers for Line {
+    impl UartRegisters for Line {
         fn read(&mut self, register: u16) -> u8 {
             match register {
                 register::DATA => self.typed.remove(0),
                 register::LSR => {
-                    let room = if self.takes >= FIFO { LSR_ROOM | LSR_IDLE } else { 0 };
+                    let room = if self.room >= FIFO { LSR_ROOM | LSR_IDLE } else { 0 };
                     room | if self.typed.is_empty() { 0 } else { LSR_RECEIVED }
                 }
                 register::IIR => IIR_NONE,
@@ -170,7 +170,7 @@ pub mod testing {
             match register {
                 register::DATA if self.lcr & LCR_DIVISOR == 0 => {
                     self.sent.push(value);
-                    self.takes -= 1;
+                    self.room -= 1;
                 }
                 register::IER if self.lcr & LCR_DIVISOR == 0 => self.ier = value,
                 register::LCR => self.lcr = value,
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn transmit_interrupt_only_while_sending() {
-        let mut uart = Uart::new(Line { takes: 17, ..Line::default() });
+        let mut uart = Uart::new(Line { room: 17, ..Line::default() });
         assert_eq!(uart.line().ier, IER_RECEIVED);
         let mut bytes = 0..20u8;
         uart.send(|| bytes.next());
@@ -201,7 +201,7 @@ mod tests {
         assert_eq!(uart.line().ier, IER_RECEIVED | IER_TRANSMITTED);
         uart.send(|| bytes.next());
         assert_eq!(uart.line().sent.len(), FIFO, "no room, nothing sent");
-        uart.line().takes = 32;
+        uart.line().room = 32;
         uart.send(|| bytes.next());
         uart.send(|| bytes.next());
         assert_eq!(uart.line().sent, (0..20).collect::<Vec<_>>());
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn receives_all() {
-        let mut uart = Uart::new(Line { typed: b"abc".to_vec(), takes: 16, ..Line::default() });
+        let mut uart = Uart::new(Line { typed: b"abc".to_vec(), room: 16, ..Line::default() });
         let mut received = Vec::new();
         uart.service(2, &mut received, |_| None, Vec::push);
         assert_eq!(received, b"ab", "no room for more");

@@ -179,7 +179,7 @@ pub struct AhciDisk<'m, C> {
     /// Slots with plain commands.
     plain: u32,
     /// The last issued slots held a plain command.
-    was_plain: bool,
+    last_was_plain: bool,
 }
 
 /// A command FIS.
@@ -192,9 +192,9 @@ struct Fis {
 
 /// Returns the slots to issue next: all queued commands together, or one plain command,
 /// alternating. The arguments are masks of slots: waiting, in flight, plain.
-fn turn(waiting: u32, issued: u32, plain: u32, was_plain: bool) -> u32 {
+fn next_slots(waiting: u32, issued: u32, plain: u32, last_was_plain: bool) -> u32 {
     let (others, queued) = (waiting & plain, waiting & !plain);
-    let others_wait = others != 0 && (queued == 0 || !was_plain || issued != 0);
+    let others_wait = others != 0 && (queued == 0 || !last_was_plain || issued != 0);
     match (others_wait, issued & plain) {
         (true, _) if issued == 0 => others & others.wrapping_neg(),
         (false, 0) => queued,
@@ -261,14 +261,14 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
             failed: 0,
             waiting: 0,
             plain: 0,
-            was_plain: false,
+            last_was_plain: false,
         };
         let length = disk.controller.length();
         let mut ports = (0..PORTS)
             .filter(|number| there >> number & 1 != 0)
             .filter(|&number| wanted.is_none_or(|wanted| u32::from(wanted) == number))
             .filter(|number| PORT + PORT_LENGTH * u64::from(number + 1) <= length);
-        let number = ports.find(|&number| disk.begin(number)).ok_or(AhciError::NoDisk)?;
+        let number = ports.find(|&number| disk.start_port(number)).ok_or(AhciError::NoDisk)?;
         disk.number = number;
         disk.identify()?;
         disk.write(port::INTERRUPT_ENABLE, port::ANSWERS | port::ERRORS);
@@ -292,7 +292,7 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
     }
 
     /// Starts a port; returns whether it has a disk. The link takes time to come up after a reset.
-    fn begin(&mut self, number: u32) -> bool {
+    fn start_port(&mut self, number: u32) -> bool {
         self.number = number;
         self.write(port::COMMAND, self.read(port::COMMAND) | port::SPIN_UP | port::POWER);
         if !self.is_linked() || !self.stop() || !self.stop_receiving() {
@@ -469,15 +469,15 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
 
     /// Issues the next slots to the controller.
     fn issue(&mut self) {
-        let slots = turn(self.waiting, self.issued, self.plain, self.was_plain);
+        let slots = next_slots(self.waiting, self.issued, self.plain, self.last_was_plain);
         if slots == 0 {
             return;
         }
-        self.was_plain = slots & self.plain != 0;
+        self.last_was_plain = slots & self.plain != 0;
         self.waiting &= !slots;
         self.issued |= slots;
         core::sync::atomic::fence(Ordering::SeqCst);
-        if !self.was_plain {
+        if !self.last_was_plain {
             self.write(port::QUEUED, slots);
         }
         self.write(port::ISSUE, slots);
@@ -489,7 +489,7 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
     }
 
     /// Collects completed slots.
-    fn look(&mut self) -> Result<(), DeviceError> {
+    fn collect(&mut self) -> Result<(), DeviceError> {
         // The interrupt status comes first: a completion after that read interrupts again.
         let before = self.acknowledge();
         let done = self.issued & !self.active();
@@ -576,7 +576,7 @@ impl<C: Controller> Disk for AhciDisk<'_, C> {
 
     fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError> {
         if self.ended == 0 && self.issued != 0 {
-            self.look()?;
+            self.collect()?;
         }
         if self.ended == 0 {
             return Ok(None);
@@ -596,7 +596,7 @@ mod fake;
 mod tests;
 
 #[cfg(test)]
-mod turns {
+mod next_slots_tests {
     use super::*;
 
     #[test]
@@ -618,8 +618,12 @@ mod turns {
             (0b0001, 0b0010, true, 0),
             (0, 0, false, 0),
         ];
-        for (waiting, issued, was_plain, next) in cases {
-            assert_eq!(turn(waiting, issued, PLAIN, was_plain), next, "{waiting:b} {issued:b}");
+        for (waiting, issued, last_was_plain, next) in cases {
+            assert_eq!(
+                next_slots(waiting, issued, PLAIN, last_was_plain),
+                next,
+                "{waiting:b} {issued:b}"
+            );
         }
     }
 }

@@ -16,7 +16,7 @@ mod virtio;
 
 use abi::FOREVER;
 use heapless::Vec;
-use native_rt::device::{self as memory, Registers, Shared};
+use native_rt::device::{self as memory, DeviceRegisters, Shared};
 use native_rt::{Irq, Notification, error, info, time, warn};
 use proto::control::code;
 use proto::disk::{Operation, Session, Status};
@@ -24,8 +24,8 @@ use proto::service::{DiskDriver, DiskServer, MAX_SESSIONS};
 use proto::start::{Role, Start, event, slot};
 
 use crate::device::{Command, Disk};
-use crate::partition::{Found, SECTOR};
-use crate::server::{Extent, Server};
+use crate::partition::{SECTOR, ScanResult};
+use crate::server::{BlockServer, Extent};
 
 /// Register ranges: virtio's configuration names its own, AHCI uses the last one (ABAR).
 const AHCI_BAR: u64 = 5;
@@ -84,7 +84,7 @@ fn main(start: &Start<'static>) -> u64 {
 
 /// Registers of an AHCI controller, and the TSC clock.
 struct Hardware {
-    registers: Registers,
+    registers: DeviceRegisters,
     tsc_khz: u64,
 }
 
@@ -139,14 +139,14 @@ fn read_sector(
     }
 }
 
-fn find_partitions(disk: &mut impl Disk, dma: Shared) -> Found {
+fn find_partitions(disk: &mut impl Disk, dma: Shared) -> ScanResult {
     let sectors = disk.geometry().sectors;
     partition::find(sectors, |sector, bytes| read_sector(disk, dma, sector, bytes))
 }
 
 fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> u64 {
     let geometry = disk.geometry();
-    let Found { partitions, refused } = find_partitions(&mut disk, dma);
+    let ScanResult { partitions, refused } = find_partitions(&mut disk, dma);
     for number in refused {
         warn!("partition {number} overlaps another one or a partition table: it is not served");
     }
@@ -156,7 +156,7 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
         partitions.len(),
         geometry.depth
     );
-    let mut server = Server::new(disk);
+    let mut server = BlockServer::new(disk);
     let mut given: Vec<(Extent, bool), MAX_SESSIONS> = Vec::new();
     for (number, (client, memory)) in plan.clients.iter().zip(memory::sessions(start)).enumerate() {
         let extent = server::locate(&client.part, &partitions, geometry.sectors);

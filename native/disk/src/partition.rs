@@ -47,14 +47,14 @@ pub type Partitions = Vec<Partition, MAX_PARTITIONS>;
 
 /// Result of a scan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct ScanResult {
     /// Partitions that are served.
     pub partitions: Partitions,
     /// Numbers of partitions that are not served: they overlap each other or a table.
     pub refused: Vec<u8, MAX_PARTITIONS>,
 }
 
-impl Found {
+impl ScanResult {
     /// Splits partitions into those without overlap and those that overlap one another or a
     /// `reserved` extent of tables.
     fn of(all: &[Partition], reserved: &[Extent]) -> Self {
@@ -83,35 +83,38 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 /// Finds the partitions of a disk of `sectors` sectors. `read` reads one sector; `None` on failure.
-pub fn find(sectors: u64, mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>) -> Found {
+pub fn find(
+    sectors: u64,
+    mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
+) -> ScanResult {
     let mut sector = [0; SECTOR];
     if sectors < 2 || read(0, &mut sector).is_none() || sector[510..] != MBR_SIGNATURE {
-        return Found::default();
+        return ScanResult::default();
     }
     let kind = |index: usize, sector: &[u8; SECTOR]| sector[MBR_ENTRIES + MBR_ENTRY * index + 4];
     if (0..4).any(|index| kind(index, &sector) == TYPE_GPT) {
         return gpt(sectors, read).unwrap_or_default();
     }
     // No partition may contain the table.
-    let behind = Extent { first: 1, sectors: sectors - 1 };
+    let after_table = Extent { first: 1, sectors: sectors - 1 };
     let mut all = Partitions::new();
     let mut extended: Option<Extent> = None;
     for index in 0..4 {
         let entry = Entry::at(&sector, index, 0);
         if entry.is_extended() {
-            extended = extended.or_else(|| entry.within(&behind));
-        } else if let Some(extent) = entry.within(&behind) {
+            extended = extended.or_else(|| entry.within(&after_table));
+        } else if let Some(extent) = entry.within(&after_table) {
             // There are at most four.
             let _ = all.push(Partition { number: index as u8 + 1, extent });
         }
     }
-    let Some(extended) = extended else { return Found::of(&all, &[]) };
+    let Some(extended) = extended else { return ScanResult::of(&all, &[]) };
     let primary = all.len();
     let tables = logical(&extended, &mut all, read);
     // A primary partition must not overlap the extended one, even where that is unused.
     match all[..primary].iter().any(|partition| partition.extent.overlaps(&extended)) {
-        true => Found::of(&all, &[extended]),
-        false => Found::of(&all, &tables),
+        true => ScanResult::of(&all, &[extended]),
+        false => ScanResult::of(&all, &tables),
     }
 }
 
@@ -220,7 +223,10 @@ impl Header {
 }
 
 /// Reads a disk's GPT: the first valid copy. The second copy is in the last sector.
-fn gpt(sectors: u64, mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>) -> Option<Found> {
+fn gpt(
+    sectors: u64,
+    mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
+) -> Option<ScanResult> {
     let places = [1, sectors - 1];
     let headers = places.map(|place| {
         let mut sector = [0; SECTOR];
@@ -236,7 +242,7 @@ fn gpt(sectors: u64, mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>)
         let _ = reserved.push(extent);
     }
     let all = headers.iter().flatten().find_map(|header| entries(header, &mut read))?;
-    Some(Found::of(&all, &reserved))
+    Some(ScanResult::of(&all, &reserved))
 }
 
 /// Reads the partitions of a GPT; `None` if the checksum of the entries is wrong.
@@ -281,7 +287,7 @@ mod tests {
         search_all(image).partitions
     }
 
-    fn search_all(image: &[u8]) -> Found {
+    fn search_all(image: &[u8]) -> ScanResult {
         find(SECTORS, |number, sector| {
             let at = number as usize * SECTOR;
             sector.copy_from_slice(image.get(at..at + SECTOR)?);
@@ -423,7 +429,7 @@ mod tests {
 
     #[test]
     fn what_overlaps_is_not_served() {
-        let split = |found: Found| -> (std::vec::Vec<u8>, std::vec::Vec<u8>) {
+        let split = |found: ScanResult| -> (std::vec::Vec<u8>, std::vec::Vec<u8>) {
             let served = found.partitions.iter().map(|partition| partition.number).collect();
             (served, found.refused.iter().copied().collect())
         };

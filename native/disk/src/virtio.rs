@@ -5,7 +5,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use native_rt::device::Registers;
+use native_rt::device::DeviceRegisters;
 use native_virtio::{QUEUE_BYTES, Queue, SetupError, Transport, WRITE};
 use proto::disk::{Operation, SECTOR, Status};
 
@@ -67,8 +67,8 @@ impl<'m> VirtioDisk<'m> {
     /// Resets the device and sets it up. `memory` is [`BYTES`] long and at address `physical` for
     /// the device.
     pub fn new(
-        configuration: Registers,
-        bar: impl Fn(u64) -> Option<Registers>,
+        configuration: DeviceRegisters,
+        bar: impl Fn(u64) -> Option<DeviceRegisters>,
         memory: &'m [AtomicU64],
         physical: u64,
     ) -> Result<Self, SetupError> {

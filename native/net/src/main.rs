@@ -7,7 +7,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
 
-mod finish;
+mod offload;
 mod switch;
 mod uplink;
 
@@ -20,11 +20,11 @@ use proto::net::{Frame, Info, MAX_FRAME, NEEDS_SUM, Offload, Port, Takes, segmen
 use proto::service::{MAX_SESSIONS, NetServer};
 use proto::start::{Role, Start, event, slot};
 
-use crate::switch::{End, HEADER, Switch, Verdict};
+use crate::switch::{HEADER, Switch, SwitchEnd, Verdict};
 use crate::uplink::Uplink;
 
 /// Maximum number of frames of one sender per turn.
-const TURN: usize = 32;
+const MAX_BATCH: usize = 32;
 
 /// Buffer for software offloads.
 static SCRATCH: spin::Mutex<[u8; MAX_FRAME as usize]> = spin::Mutex::new([0; MAX_FRAME as usize]);
@@ -40,10 +40,10 @@ struct Client {
 }
 
 /// The network card violates the protocol.
-struct CardBroken;
+struct UplinkError;
 
 /// The network server.
-struct Server {
+struct NetworkServer {
     switch: Switch,
     clients: Vec<Client, MAX_SESSIONS>,
     uplink: Option<Uplink>,
@@ -68,7 +68,7 @@ impl Data {
 }
 
 /// Returns whether a client accepts a frame without software offloads.
-fn passes(takes: Takes, offload: &Offload) -> bool {
+fn accepts(takes: Takes, offload: &Offload) -> bool {
     let kind = match offload.segments & !segments::ECN {
         segments::NONE => true,
         segments::TCP4 => takes.tcp4,
@@ -78,26 +78,26 @@ fn passes(takes: Takes, offload: &Offload) -> bool {
     kind && (takes.sums || offload.flags & NEEDS_SUM == 0)
 }
 
-impl Server {
+impl NetworkServer {
     /// Forwards all waiting frames; returns whether there were any.
-    fn serve(&mut self) -> Result<bool, CardBroken> {
+    fn serve(&mut self) -> Result<bool, UplinkError> {
         let now = time::nanos(self.tsc_khz, time::tsc());
         let mut progress = false;
         for number in 0..self.clients.len() {
-            for _ in 0..TURN {
+            for _ in 0..MAX_BATCH {
                 let client = &mut self.clients[number];
                 let Some(frame) = client.port.receive() else { break };
                 progress = true;
                 let Frame { offset, length, offload } = frame;
                 let window = client.window;
                 let data = Data { window, offset, length, header: [0; HEADER], offload };
-                self.pass(End::Port(number), data, now)?;
+                self.forward(SwitchEnd::Port(number), data, now)?;
                 self.clients[number].port.done();
             }
         }
-        for _ in 0..TURN {
+        for _ in 0..MAX_BATCH {
             let Some(uplink) = &mut self.uplink else { break };
-            let Some(received) = uplink.receive().map_err(|_| CardBroken)? else { break };
+            let Some(received) = uplink.receive().map_err(|_| UplinkError)? else { break };
             progress = true;
             let data = Data {
                 window: uplink.memory().window(),
@@ -106,9 +106,9 @@ impl Server {
                 header: [0; HEADER],
                 offload: Offload::default(),
             };
-            self.pass(End::Uplink, data, now)?;
+            self.forward(SwitchEnd::Uplink, data, now)?;
             if let Some(uplink) = &mut self.uplink {
-                uplink.give_back(received);
+                uplink.return_buffer(received);
             }
         }
         if let Some(uplink) = &mut self.uplink {
@@ -117,7 +117,7 @@ impl Server {
         Ok(progress)
     }
 
-    fn pass(&mut self, from: End, mut data: Data, now: u64) -> Result<(), CardBroken> {
+    fn forward(&mut self, from: SwitchEnd, mut data: Data, now: u64) -> Result<(), UplinkError> {
         if !data.window.read(data.offset, &mut data.header) {
             return Ok(());
         }
@@ -126,27 +126,27 @@ impl Server {
             Verdict::To(to) => self.deliver(to, &data),
             Verdict::Flood => {
                 for number in 0..self.clients.len() {
-                    if self.switch.reaches(from, End::Port(number)) {
-                        self.deliver(End::Port(number), &data)?;
+                    if self.switch.reaches(from, SwitchEnd::Port(number)) {
+                        self.deliver(SwitchEnd::Port(number), &data)?;
                     }
                 }
-                if self.switch.reaches(from, End::Uplink) {
-                    self.deliver(End::Uplink, &data)?;
+                if self.switch.reaches(from, SwitchEnd::Uplink) {
+                    self.deliver(SwitchEnd::Uplink, &data)?;
                 }
                 Ok(())
             }
         }
     }
 
-    fn deliver(&mut self, to: End, data: &Data) -> Result<(), CardBroken> {
+    fn deliver(&mut self, to: SwitchEnd, data: &Data) -> Result<(), UplinkError> {
         let whole = match to {
-            End::Port(number) => {
+            SwitchEnd::Port(number) => {
                 let Some(client) = self.clients.get_mut(number) else { return Ok(()) };
-                passes(client.port.takes(), &data.offload)
+                accepts(client.port.takes(), &data.offload)
             }
-            End::Uplink => {
+            SwitchEnd::Uplink => {
                 let uplink = self.uplink.as_ref();
-                uplink.is_some_and(|uplink| uplink.takes(data.length, &data.offload))
+                uplink.is_some_and(|uplink| uplink.accepts(data.length, &data.offload))
             }
         };
         if whole {
@@ -160,7 +160,7 @@ impl Server {
         }
         frame[..HEADER].copy_from_slice(&data.header);
         let mut outcome = Ok(());
-        finish::finish(frame, &data.offload, |frame| {
+        offload::apply_offload(frame, &data.offload, |frame| {
             if outcome.is_ok() {
                 let length = frame.len() as u64;
                 outcome = self.put(to, length, Offload::default(), |window, offset| {
@@ -174,13 +174,13 @@ impl Server {
     /// Copies a frame to its receiver if there is room.
     fn put(
         &mut self,
-        to: End,
+        to: SwitchEnd,
         length: u64,
         offload: Offload,
         fill: impl FnOnce(Window, u64) -> bool,
-    ) -> Result<(), CardBroken> {
+    ) -> Result<(), UplinkError> {
         match to {
-            End::Port(number) => {
+            SwitchEnd::Port(number) => {
                 let Some(client) = self.clients.get_mut(number) else { return Ok(()) };
                 if let Some(offset) = client.port.place(length)
                     && fill(client.window, offset)
@@ -189,10 +189,10 @@ impl Server {
                 }
                 Ok(())
             }
-            End::Uplink => {
+            SwitchEnd::Uplink => {
                 let Some(uplink) = &mut self.uplink else { return Ok(()) };
                 let fill = |memory: Shared, offset| fill(memory.window(), offset);
-                uplink.send(length, &offload, fill).map_err(|_| CardBroken)
+                uplink.send(length, &offload, fill).map_err(|_| UplinkError)
             }
         }
     }
@@ -258,10 +258,10 @@ fn main(start: &Start<'static>) -> u64 {
     info!("{} ports, {}", clients.len(), if uplink.is_some() { "uplink" } else { "no uplink" });
     let now = time::nanos(start.clock.tsc_khz, time::tsc());
     let switch = Switch::new(&plan.ports, uplink.is_some(), now);
-    let mut server = Server { switch, clients, uplink, tsc_khz: start.clock.tsc_khz };
+    let mut server = NetworkServer { switch, clients, uplink, tsc_khz: start.clock.tsc_khz };
     loop {
         match server.serve() {
-            Err(CardBroken) => {
+            Err(UplinkError) => {
                 error!("the network card used what it was not offered");
                 return code::INTERNAL;
             }

@@ -22,7 +22,7 @@ pub const HEADER: usize = 14;
 
 /// Source or destination of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum SwitchEnd {
     /// A client's port.
     Port(usize),
     /// The machine's network card.
@@ -48,7 +48,7 @@ pub enum Verdict {
     /// It is dropped.
     Drop(Reason),
     /// Forwarded to this end.
-    To(End),
+    To(SwitchEnd),
     /// Forwarded to all ends that the sender [reaches](Switch::reaches).
     Flood,
 }
@@ -141,13 +141,13 @@ impl Switch {
     }
 
     /// Returns whether frames may pass from one end to another.
-    pub fn reaches(&self, from: End, to: End) -> bool {
+    pub fn reaches(&self, from: SwitchEnd, to: SwitchEnd) -> bool {
         match (from, to) {
-            (End::Port(from), End::Port(to)) => {
+            (SwitchEnd::Port(from), SwitchEnd::Port(to)) => {
                 let group = |port: usize| self.ports.get(port).map(|port| port.group);
                 from != to && group(from).is_some() && group(from) == group(to)
             }
-            (End::Uplink, End::Uplink) => false,
+            (SwitchEnd::Uplink, SwitchEnd::Uplink) => false,
             _ => self.uplink,
         }
     }
@@ -173,10 +173,16 @@ impl Switch {
     }
 
     /// Decides on a frame of `length` bytes at `now`, in ns.
-    pub fn verdict(&mut self, from: End, header: &[u8; HEADER], length: u64, now: u64) -> Verdict {
+    pub fn verdict(
+        &mut self,
+        from: SwitchEnd,
+        header: &[u8; HEADER],
+        length: u64,
+        now: u64,
+    ) -> Verdict {
         let (destination, source) = addresses(header);
         match from {
-            End::Port(number) => {
+            SwitchEnd::Port(number) => {
                 let Some(port) = self.ports.get_mut(number) else {
                     return Verdict::Drop(Reason::Unknown);
                 };
@@ -187,7 +193,7 @@ impl Switch {
                     return Verdict::Drop(Reason::Rate);
                 }
             }
-            End::Uplink => {
+            SwitchEnd::Uplink => {
                 if is_group(source) || self.owner(source).is_some() {
                     return Verdict::Drop(Reason::Spoofed);
                 }
@@ -198,7 +204,7 @@ impl Switch {
             return Verdict::Flood;
         }
         if let Some(owner) = self.owner(destination) {
-            let to = End::Port(owner);
+            let to = SwitchEnd::Port(owner);
             return if self.reaches(from, to) {
                 Verdict::To(to)
             } else {
@@ -207,7 +213,7 @@ impl Switch {
         }
         // Also if no station with this address was heard yet: it can only be on the uplink.
         match from {
-            End::Port(_) if self.uplink => Verdict::To(End::Uplink),
+            SwitchEnd::Port(_) if self.uplink => Verdict::To(SwitchEnd::Uplink),
             _ if self.is_learned(destination, now) => Verdict::Drop(Reason::Isolated),
             _ => Verdict::Drop(Reason::Unknown),
         }
@@ -236,53 +242,84 @@ mod tests {
         header
     }
 
-    fn decide(switch: &mut Switch, from: End, destination: Mac, source: Mac) -> Verdict {
+    fn decide(switch: &mut Switch, from: SwitchEnd, destination: Mac, source: Mac) -> Verdict {
         switch.verdict(from, &header(destination, source), 100, 0)
     }
 
     #[test]
     fn clients_reach_their_group_and_the_uplink() {
         let switch = &mut switch(true);
-        let from = End::Port(0);
-        assert_eq!(decide(switch, from, mac(1), mac(0)), Verdict::To(End::Port(1)));
+        let from = SwitchEnd::Port(0);
+        assert_eq!(decide(switch, from, mac(1), mac(0)), Verdict::To(SwitchEnd::Port(1)));
         assert_eq!(decide(switch, from, mac(2), mac(0)), Verdict::Drop(Reason::Isolated));
         assert_eq!(decide(switch, from, mac(0), mac(0)), Verdict::Drop(Reason::Isolated));
-        assert_eq!(decide(switch, from, OUTSIDE, mac(0)), Verdict::To(End::Uplink));
+        assert_eq!(decide(switch, from, OUTSIDE, mac(0)), Verdict::To(SwitchEnd::Uplink));
         assert_eq!(decide(switch, from, [0xff; 6], mac(0)), Verdict::Flood);
-        let reached: std::vec::Vec<bool> = [End::Port(0), End::Port(1), End::Port(2), End::Uplink]
-            .map(|to| switch.reaches(from, to))
-            .into();
+        let reached: std::vec::Vec<bool> =
+            [SwitchEnd::Port(0), SwitchEnd::Port(1), SwitchEnd::Port(2), SwitchEnd::Uplink]
+                .map(|to| switch.reaches(from, to))
+                .into();
         assert_eq!(reached, [false, true, false, true]);
-        assert_eq!(decide(switch, End::Uplink, mac(2), OUTSIDE), Verdict::To(End::Port(2)));
-        assert_eq!(decide(switch, End::Uplink, [0x33, 0x33, 0, 0, 0, 1], OUTSIDE), Verdict::Flood);
-        assert!(switch.reaches(End::Uplink, End::Port(2)));
-        assert_eq!(decide(switch, End::Port(9), mac(0), mac(9)), Verdict::Drop(Reason::Unknown));
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, mac(2), OUTSIDE),
+            Verdict::To(SwitchEnd::Port(2))
+        );
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, [0x33, 0x33, 0, 0, 0, 1], OUTSIDE),
+            Verdict::Flood
+        );
+        assert!(switch.reaches(SwitchEnd::Uplink, SwitchEnd::Port(2)));
+        assert_eq!(
+            decide(switch, SwitchEnd::Port(9), mac(0), mac(9)),
+            Verdict::Drop(Reason::Unknown)
+        );
     }
 
     #[test]
     fn nobody_uses_addresses_of_others() {
         let switch = &mut switch(true);
-        assert_eq!(decide(switch, End::Port(0), mac(1), mac(2)), Verdict::Drop(Reason::Spoofed));
-        assert_eq!(decide(switch, End::Port(0), mac(1), OUTSIDE), Verdict::Drop(Reason::Spoofed));
-        assert_eq!(decide(switch, End::Uplink, mac(1), mac(0)), Verdict::Drop(Reason::Spoofed));
-        assert_eq!(decide(switch, End::Uplink, mac(1), [0xff; 6]), Verdict::Drop(Reason::Spoofed));
+        assert_eq!(
+            decide(switch, SwitchEnd::Port(0), mac(1), mac(2)),
+            Verdict::Drop(Reason::Spoofed)
+        );
+        assert_eq!(
+            decide(switch, SwitchEnd::Port(0), mac(1), OUTSIDE),
+            Verdict::Drop(Reason::Spoofed)
+        );
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, mac(1), mac(0)),
+            Verdict::Drop(Reason::Spoofed)
+        );
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, mac(1), [0xff; 6]),
+            Verdict::Drop(Reason::Spoofed)
+        );
     }
 
     #[test]
     fn learned_addresses_stay_outside_and_age() {
         let switch = &mut switch(true);
         let other = [0x52, 0x55, 10, 0, 2, 3];
-        assert_eq!(decide(switch, End::Uplink, other, OUTSIDE), Verdict::Drop(Reason::Unknown));
-        assert_eq!(decide(switch, End::Uplink, OUTSIDE, other), Verdict::Drop(Reason::Isolated));
-        let late = switch.verdict(End::Uplink, &header(OUTSIDE, other), 100, AGE + 1);
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, other, OUTSIDE),
+            Verdict::Drop(Reason::Unknown)
+        );
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, OUTSIDE, other),
+            Verdict::Drop(Reason::Isolated)
+        );
+        let late = switch.verdict(SwitchEnd::Uplink, &header(OUTSIDE, other), 100, AGE + 1);
         assert_eq!(late, Verdict::Drop(Reason::Unknown), "forgotten");
     }
 
     #[test]
     fn without_uplink_unknown_addresses_lead_nowhere() {
         let switch = &mut switch(false);
-        assert_eq!(decide(switch, End::Port(0), OUTSIDE, mac(0)), Verdict::Drop(Reason::Unknown));
-        assert!(!switch.reaches(End::Port(0), End::Uplink));
+        assert_eq!(
+            decide(switch, SwitchEnd::Port(0), OUTSIDE, mac(0)),
+            Verdict::Drop(Reason::Unknown)
+        );
+        assert!(!switch.reaches(SwitchEnd::Port(0), SwitchEnd::Uplink));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Received frames are complete; sent frames are too, except for a checksum if the device supports
 //! it.
 
-use native_rt::device::{Registers, Shared};
+use native_rt::device::{DeviceRegisters, Shared};
 use native_virtio::{Broken, QUEUE_BYTES, Queue, SetupError, Transport, WRITE};
 use proto::net::{MIN_FRAME, NEEDS_SUM, Offload};
 
@@ -15,16 +15,16 @@ const TRANSMIT: u16 = 1;
 /// Number of frames in each direction.
 const FRAMES: u16 = 32;
 /// Bytes of a frame buffer, including the header.
-const PLACE: u64 = 2048;
+const BUFFER: u64 = 2048;
 /// `virtio_net_hdr` with `num_buffers` (section 5.1.6).
 const HEADER: u64 = 12;
 /// Maximum length of a frame.
-pub const MAX_FRAME: u64 = PLACE - HEADER;
+pub const MAX_FRAME: u64 = BUFFER - HEADER;
 
 const RECEIVED: u64 = 2 * QUEUE_BYTES;
-const SENT: u64 = RECEIVED + FRAMES as u64 * PLACE;
+const SENT: u64 = RECEIVED + FRAMES as u64 * BUFFER;
 /// Bytes of shared memory that the driver needs.
-pub const BYTES: u64 = SENT + FRAMES as u64 * PLACE;
+pub const BYTES: u64 = SENT + FRAMES as u64 * BUFFER;
 
 /// Driver of the network card.
 pub struct Uplink {
@@ -53,8 +53,8 @@ pub struct Received {
 impl Uplink {
     /// Resets the device and sets it up.
     pub fn new(
-        configuration: Registers,
-        bar: impl Fn(u64) -> Option<Registers>,
+        configuration: DeviceRegisters,
+        bar: impl Fn(u64) -> Option<DeviceRegisters>,
         memory: Shared,
     ) -> Result<Self, SetupError> {
         let (transport, features) = Transport::new(configuration, bar, CSUM)?;
@@ -88,16 +88,17 @@ impl Uplink {
     }
 
     fn offer(&mut self, place: u16) {
-        let address = self.memory.physical() + RECEIVED + u64::from(place) * PLACE;
-        self.returned |= self.receive.offer(place, &[(address, PLACE as u32, WRITE)]);
+        let address = self.memory.physical() + RECEIVED + u64::from(place) * BUFFER;
+        self.returned |= self.receive.offer(place, &[(address, BUFFER as u32, WRITE)]);
     }
 
-    /// Returns the next received frame; the caller must [give its buffer back](Self::give_back).
+    /// Returns the next received frame; the caller must [give its buffer
+    /// back](Self::return_buffer).
     pub fn receive(&mut self) -> Result<Option<Received>, Broken> {
         while let Some((place, written)) = self.receive.take()? {
             let length = u64::from(written).saturating_sub(HEADER);
             if (MIN_FRAME..=MAX_FRAME).contains(&length) {
-                let offset = RECEIVED + u64::from(place) * PLACE + HEADER;
+                let offset = RECEIVED + u64::from(place) * BUFFER + HEADER;
                 return Ok(Some(Received { place, offset, length }));
             }
             self.offer(place);
@@ -106,7 +107,7 @@ impl Uplink {
     }
 
     /// Returns the buffer of a frame to the device.
-    pub fn give_back(&mut self, received: Received) {
+    pub fn return_buffer(&mut self, received: Received) {
         self.offer(received.place);
     }
 
@@ -118,7 +119,7 @@ impl Uplink {
     }
 
     /// Returns whether the card can send such a frame without software offloads.
-    pub fn takes(&self, length: u64, offload: &Offload) -> bool {
+    pub fn accepts(&self, length: u64, offload: &Offload) -> bool {
         let whole = offload.flags & NEEDS_SUM == 0 || self.makes_sums;
         length <= MAX_FRAME && offload.segments == 0 && whole
     }
@@ -133,11 +134,11 @@ impl Uplink {
         while let Some((place, _)) = self.transmit.take()? {
             self.free |= 1 << (place % FRAMES);
         }
-        if self.free == 0 || !self.takes(length, offload) {
+        if self.free == 0 || !self.accepts(length, offload) {
             return Ok(());
         }
         let place = self.free.trailing_zeros() as u16;
-        let offset = SENT + u64::from(place) * PLACE;
+        let offset = SENT + u64::from(place) * BUFFER;
         let mut header = [0; HEADER as usize];
         if offload.flags & NEEDS_SUM != 0 {
             header[0] = NEEDS_SUM;

@@ -4,7 +4,7 @@
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use abi::FOREVER;
-use native_rt::thread::{Making, Stack, spawn};
+use native_rt::thread::{Stack, ThreadResources, spawn};
 use native_rt::{Notification, Status};
 
 static STACK: Stack<{ 16 << 10 }> = Stack::new();
@@ -15,7 +15,7 @@ static ROOT: AtomicU64 = AtomicU64::new(0);
 static OWN: AtomicU64 = AtomicU64::new(0);
 
 /// Event that the alarm signals.
-pub const RINGS: u64 = 1 << 1;
+pub const ALARM: u64 = 1 << 1;
 
 /// One-shot alarm.
 pub struct Alarm {
@@ -24,10 +24,14 @@ pub struct Alarm {
 
 impl Alarm {
     /// Starts the thread.
-    pub fn start(making: Making, own: Notification, root: Notification) -> Result<Self, Status> {
+    pub fn start(
+        resources: ThreadResources,
+        own: Notification,
+        root: Notification,
+    ) -> Result<Self, Status> {
         ROOT.store(root.selector(), Ordering::Relaxed);
         OWN.store(own.selector(), Ordering::Relaxed);
-        spawn(making, &STACK, run, 0)?;
+        spawn(resources, &STACK, run, 0)?;
         Ok(Self { own })
     }
 
@@ -48,7 +52,7 @@ extern "C" fn run(_: u64) -> ! {
             // A new time may have been set meanwhile.
             let _ =
                 DEADLINE.compare_exchange(deadline, FOREVER, Ordering::AcqRel, Ordering::Relaxed);
-            let _ = root.signal(RINGS);
+            let _ = root.signal(ALARM);
         }
     }
 }

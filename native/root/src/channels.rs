@@ -7,7 +7,7 @@
 
 use abi::{PAGE_SIZE, rights};
 use heapless::Vec;
-use native_rt::{Message, Window, map_again};
+use native_rt::{Message, Window, map_alias};
 use proto::channel::{
     End, LET_GO, LOOK, MAP, MAX_CHANNELS, MAX_VM_CHANNELS, OFFER, PeerShare, Place, REVOKE,
     SHARE_BYTES, SHARES, ShareState, View,
@@ -18,11 +18,11 @@ use proto::{DONE, REFUSED};
 
 use crate::child::{Child, Resources, StartError};
 use crate::manager::FIRST_VM;
-use crate::sessions::KEPT;
+use crate::sessions::PERMANENT;
 
 /// Distance of aliases: a share, and room to align it as in its owner's memory, so that both use
 /// the same few large pages.
-const AGAIN_STRIDE: u64 = 2 * SHARE_BYTES;
+const ALIAS_STRIDE: u64 = 2 * SHARE_BYTES;
 
 /// Memory that one end shares with the other end.
 struct Share {
@@ -34,7 +34,7 @@ struct Share {
 }
 
 /// An end of a channel.
-struct Side {
+struct ChannelSide {
     child: usize,
     /// Index of its VM in the description.
     plan: usize,
@@ -46,7 +46,7 @@ struct Side {
 }
 
 struct Channel {
-    sides: [Side; 2],
+    sides: [ChannelSide; 2],
     size: u64,
     doorbell: bool,
     memory: Option<Window>,
@@ -71,7 +71,7 @@ impl Channels {
                 let number = earlier.filter(|side| side.plan == plan).count();
                 let there =
                     number < MAX_VM_CHANNELS && system.vms.get(plan).is_some_and(|vm| !vm.template);
-                there.then_some(Side {
+                there.then_some(ChannelSide {
                     child: FIRST_VM + before,
                     plan,
                     number,
@@ -116,13 +116,13 @@ impl Channels {
         let mut ends = Vec::new();
         for channel in &mut self.channels {
             // A VM created from a template may reuse the index of one that had channels.
-            let own = |side: &Side| side.child == number && is_of(side, system, vm);
+            let own = |side: &ChannelSide| side.child == number && is_of(side, system, vm);
             let Some(side) = channel.sides.iter().position(own) else { continue };
             let memory = match channel.memory {
                 Some(memory) => memory,
                 None => {
                     let pages = channel.size / PAGE_SIZE;
-                    let memory = resources.memory.take_aligned(KEPT, pages, pages);
+                    let memory = resources.memory.allocate_aligned(PERMANENT, pages, pages);
                     *channel.memory.insert(memory.ok_or(StartError::Memory)?)
                 }
             };
@@ -155,7 +155,7 @@ impl Channels {
     pub fn started(&self, number: usize, children: &[Option<Child>]) {
         for channel in &self.channels {
             if channel.sides.iter().any(|side| side.child == number && side.runs) {
-                channel.sides.iter().for_each(|side| tell(side, children));
+                channel.sides.iter().for_each(|side| notify(side, children));
             }
         }
     }
@@ -163,13 +163,13 @@ impl Channels {
     /// Handles the end of a VM, after its child has been destroyed.
     pub fn ended(&mut self, number: usize, children: &[Option<Child>]) {
         for channel in &mut self.channels {
-            let own = |side: &Side| side.child == number && side.runs;
+            let own = |side: &ChannelSide| side.child == number && side.runs;
             let Some(side) = channel.sides.iter().position(own) else { continue };
             let (own, peer) = both(&mut channel.sides, side);
             own.runs = false;
             own.shares.iter_mut().for_each(revoke);
             peer.shares.iter_mut().flatten().for_each(let_go);
-            tell(peer, children);
+            notify(peer, children);
             if !peer.runs
                 && let Some(memory) = channel.memory
             {
@@ -198,7 +198,7 @@ impl Channels {
         children: &[Option<Child>],
     ) -> Option<[u64; 4]> {
         let Place { channel: of_vmm, share } = Place::unpack(place)?;
-        let own = |side: &Side| side.child == number && side.runs && side.number == of_vmm;
+        let own = |side: &ChannelSide| side.child == number && side.runs && side.number == of_vmm;
         let found = self.channels.iter_mut().enumerate().find_map(|(index, channel)| {
             let side = channel.sides.iter().position(own)?;
             Some((index, side, channel))
@@ -215,17 +215,17 @@ impl Channels {
                 if !fits {
                     return None;
                 }
-                let place = ((index * 2 + side) * SHARES + share) as u64 * AGAIN_STRIDE;
+                let place = ((index * 2 + side) * SHARES + share) as u64 * ALIAS_STRIDE;
                 let at = place + offset % SHARE_BYTES;
                 let writable = writable != 0;
                 let rights = rights::READ | if writable { rights::WRITE } else { 0 };
-                let window = map_again(child.guest_pieces(offset, length)?, at, rights).ok()?;
+                let window = map_alias(child.guest_pieces(offset, length)?, at, rights).ok()?;
                 *slot = Some(Share { window, writable, mapped: false });
-                tell(peer, children);
+                notify(peer, children);
             }
             REVOKE => {
                 revoke(&mut own.shares[share]);
-                tell(peer, children);
+                notify(peer, children);
             }
             MAP => {
                 let offered = peer.shares[share].as_mut()?;
@@ -237,12 +237,12 @@ impl Channels {
                         return None;
                     }
                     offered.mapped = true;
-                    tell(peer, children);
+                    notify(peer, children);
                 }
             }
             LET_GO => {
                 let_go(peer.shares[share].as_mut()?);
-                tell(peer, children);
+                notify(peer, children);
             }
             LOOK => return Some(view(own, peer).pack()),
             _ => return None,
@@ -252,18 +252,18 @@ impl Channels {
 }
 
 /// Returns whether a VM is the one that the description has at an end.
-fn is_of(side: &Side, system: &System, vm: &Vm) -> bool {
+fn is_of(side: &ChannelSide, system: &System, vm: &Vm) -> bool {
     system.vms.get(side.plan).is_some_and(|plan| core::ptr::eq(plan, vm))
 }
 
 /// Returns an end and its peer.
-fn both(sides: &mut [Side; 2], own: usize) -> (&mut Side, &mut Side) {
+fn both(sides: &mut [ChannelSide; 2], own: usize) -> (&mut ChannelSide, &mut ChannelSide) {
     let [first, second] = sides;
     if own == 0 { (first, second) } else { (second, first) }
 }
 
 /// Notifies the VMM of an end.
-fn tell(side: &Side, children: &[Option<Child>]) {
+fn notify(side: &ChannelSide, children: &[Option<Child>]) {
     if let Some(Some(child)) = children.get(side.child)
         && side.runs
     {
@@ -271,7 +271,7 @@ fn tell(side: &Side, children: &[Option<Child>]) {
     }
 }
 
-fn view(own: &Side, peer: &Side) -> View {
+fn view(own: &ChannelSide, peer: &ChannelSide) -> View {
     let state = |share: &Share| if share.mapped { ShareState::Mapped } else { ShareState::Offered };
     let of = |share: &Option<Share>| share.as_ref().map_or(ShareState::None, state);
     View {

@@ -4,8 +4,8 @@ use abi::{PAGE_SIZE, SHARE_OF_CPU, Selector, boot, rights};
 use heapless::Vec;
 use native_rt::start::Boot;
 use native_rt::{
-    Factory, Gate, Irq, Notification, OwnThread, Platform, Serves, Slots, Space, Status, Task,
-    Thread, Window, drop_capability,
+    Factory, Gate, Irq, Notification, OwnThread, Platform, ServerThread, Slots, Space, Status,
+    Task, Thread, Window, drop_capability,
 };
 use proto::manage::Report;
 use proto::start::{
@@ -24,7 +24,7 @@ pub type RootSlots = Slots<14>;
 /// Maximum number of root's slots per child.
 const MAX_SLOTS: usize = 12;
 /// Time slice among threads of the same priority, in ns.
-const TURN: u64 = 10_000_000;
+const TIME_SLICE: u64 = 10_000_000;
 
 /// Purpose of a child's gate: the low bits of its badge.
 pub mod purpose {
@@ -90,7 +90,7 @@ pub struct Resources<'a> {
 }
 
 /// Parameters of a child.
-pub struct Shape {
+pub struct ChildConfig {
     /// Its index, which is in its badges.
     pub number: usize,
     /// CPU of its first thread.
@@ -106,7 +106,7 @@ pub struct Shape {
     /// Bytes of its stack.
     pub stack: u64,
     /// It creates tasks, threads and gates of its own.
-    pub may_build: bool,
+    pub may_create_objects: bool,
 }
 
 /// A child.
@@ -122,7 +122,7 @@ pub struct Child {
     /// Bytes of the program that are mapped from the bundle and shared by all its instances.
     pub shared: u64,
     /// TSC value of its creation.
-    pub made: u64,
+    pub created_at: u64,
     /// Quota of kernel memory, in pages.
     pub quota: u64,
     report: Option<Window>,
@@ -141,14 +141,14 @@ fn share(time: CpuTime) -> u64 {
 }
 
 /// Allocates one of root's slots for a child.
-fn take(
+fn allocate_slot(
     slots: &mut RootSlots,
     held: &mut Vec<Selector, MAX_SLOTS>,
 ) -> Result<Selector, StartError> {
     if held.is_full() {
         return Err(StartError::Slots);
     }
-    let slot = slots.take().ok_or(StartError::Slots)?;
+    let slot = slots.allocate().ok_or(StartError::Slots)?;
     // Room was checked.
     let _ = held.push(slot);
     Ok(slot)
@@ -157,31 +157,34 @@ fn take(
 impl Child {
     /// Creates the task, its thread, and the capabilities of every child. A failure leaves no
     /// object.
-    pub fn new(resources: &mut Resources, shape: &Shape) -> Result<Self, StartError> {
+    pub fn new(resources: &mut Resources, config: &ChildConfig) -> Result<Self, StartError> {
         let mut held = Vec::new();
-        let made = Self::make(&mut resources.slots, &mut held, shape);
-        made.map(|child| Self { slots: held.clone(), ..child }).inspect_err(|_| {
+        let created = Self::create(&mut resources.slots, &mut held, config);
+        created.map(|child| Self { slots: held.clone(), ..child }).inspect_err(|_| {
             drop_slots(&mut resources.slots, &held);
         })
     }
 
-    fn make(
+    fn create(
         slots: &mut RootSlots,
         held: &mut Vec<Selector, MAX_SLOTS>,
-        shape: &Shape,
+        config: &ChildConfig,
     ) -> Result<Self, StartError> {
         let own = Factory::at(boot::slot::FACTORY);
-        let share = shape.cpu_time.map_or(0, |time| share(time).saturating_mul(shape.contexts));
-        let factory = own.factory(take(slots, held)?, shape.quota, shape.priority, share)?;
-        let task = factory.task(take(slots, held)?, slot::COUNT)?;
-        let thread = factory.thread(take(slots, held)?, task, shape.cpu, MESSAGE_PAGE)?;
-        let (budget, period) = shape.cpu_time.map_or((TURN, 0), |time| (time.budget, time.period));
-        let sched = factory.sched_context(take(slots, held)?, shape.priority, budget, period)?;
-        let notification = factory.notification(take(slots, held)?)?;
+        let share = config.cpu_time.map_or(0, |time| share(time).saturating_mul(config.contexts));
+        let factory =
+            own.factory(allocate_slot(slots, held)?, config.quota, config.priority, share)?;
+        let task = factory.task(allocate_slot(slots, held)?, slot::COUNT)?;
+        let thread = factory.thread(allocate_slot(slots, held)?, task, config.cpu, MESSAGE_PAGE)?;
+        let (budget, period) =
+            config.cpu_time.map_or((TIME_SLICE, 0), |time| (time.budget, time.period));
+        let sched =
+            factory.sched_context(allocate_slot(slots, held)?, config.priority, budget, period)?;
+        let notification = factory.notification(allocate_slot(slots, held)?)?;
         let root = OwnThread::at(boot::slot::THREAD);
         let mut gate = |purpose| -> Result<Gate, StartError> {
-            let badge = (shape.number as u64) << purpose::BITS | purpose;
-            Ok(factory.gate(take(slots, held)?, root, badge)?)
+            let badge = (config.number as u64) << purpose::BITS | purpose;
+            Ok(factory.gate(allocate_slot(slots, held)?, root, badge)?)
         };
         let log = gate(purpose::LOG)?;
         let control = gate(purpose::CONTROL)?;
@@ -190,20 +193,20 @@ impl Child {
         thread.bind_fault_gate(fault)?;
         thread.bind_notification(notification)?;
 
-        task.give(factory.selector(), slot::FACTORY, rights::CREATE)?;
+        task.delegate(factory.selector(), slot::FACTORY, rights::CREATE)?;
         let all = rights::SIGNAL | rights::WAIT | rights::DELEGATE;
-        task.give(notification.selector(), slot::NOTIFICATION, all)?;
-        task.give(log.selector(), slot::LOG, rights::CALL)?;
-        task.give(control.selector(), slot::CONTROL, rights::CALL)?;
-        if shape.may_build {
+        task.delegate(notification.selector(), slot::NOTIFICATION, all)?;
+        task.delegate(log.selector(), slot::LOG, rights::CALL)?;
+        task.delegate(control.selector(), slot::CONTROL, rights::CALL)?;
+        if config.may_create_objects {
             let all = rights::MAP | rights::THREAD | rights::DELEGATE;
-            task.give(task.selector(), slot::TASK, all)?;
+            task.delegate(task.selector(), slot::TASK, all)?;
             let all = rights::CONTROL | rights::SERVE;
-            task.give(thread.selector(), slot::THREAD, all)?;
+            task.delegate(thread.selector(), slot::THREAD, all)?;
         }
-        task.give(sched.selector(), slot::SCHED, rights::SCHEDULE)?;
+        task.delegate(sched.selector(), slot::SCHED, rights::SCHEDULE)?;
         Ok(Self {
-            number: shape.number,
+            number: config.number,
             slots: Vec::new(),
             factory,
             task,
@@ -211,8 +214,8 @@ impl Child {
             notification,
             bytes: 0,
             shared: 0,
-            made: native_rt::time::tsc(),
-            quota: shape.quota,
+            created_at: native_rt::time::tsc(),
+            quota: config.quota,
             report: None,
             guest: Vec::new(),
             console: None,
@@ -245,7 +248,7 @@ impl Child {
         bytes: u64,
     ) -> Result<(), StartError> {
         let pages = bytes / PAGE_SIZE;
-        let window = resources.memory.take(self.number, pages).ok_or(StartError::Memory)?;
+        let window = resources.memory.allocate(self.number, pages).ok_or(StartError::Memory)?;
         self.bytes += bytes;
         map_pages(self.task, window, address)
     }
@@ -299,7 +302,7 @@ impl Child {
 
     /// Lets another child signal this one: delegates this child's notification to a slot there.
     pub fn give_notification(&self, other: &Self, slot: Selector) -> Result<(), StartError> {
-        Ok(other.task.give(self.notification.selector(), slot, rights::SIGNAL)?)
+        Ok(other.task.delegate(self.notification.selector(), slot, rights::SIGNAL)?)
     }
 
     /// Adds private memory.
@@ -310,7 +313,8 @@ impl Child {
 
     /// Adds guest memory, filled with zeros.
     pub fn add_guest(&mut self, resources: &mut Resources, bytes: u64) -> Result<(), StartError> {
-        let windows = resources.memory.take_guest(self.number, bytes).ok_or(StartError::Memory)?;
+        let windows =
+            resources.memory.allocate_guest(self.number, bytes).ok_or(StartError::Memory)?;
         let mut address = GUEST_MEMORY;
         self.guest.clone_from(&windows);
         for window in windows {
@@ -371,19 +375,19 @@ impl Child {
                 drop_capability(slot)?;
                 slot
             }
-            None => *client.console.insert(take(slots, &mut client.slots)?),
+            None => *client.console.insert(allocate_slot(slots, &mut client.slots)?),
         };
         let gate = client.factory.gate(slot_of_gate, self.thread, badge)?;
-        client.task.give(gate.selector(), slot::DEVICE, rights::CALL)?;
+        client.task.delegate(gate.selector(), slot::DEVICE, rights::CALL)?;
         Ok(())
     }
 
     /// Delegates the management gate.
     pub fn add_management(&mut self, slots: &mut RootSlots) -> Result<(), StartError> {
-        let slot_of_gate = take(slots, &mut self.slots)?;
+        let slot_of_gate = allocate_slot(slots, &mut self.slots)?;
         let badge = (self.number as u64) << purpose::BITS | purpose::MANAGE;
         let gate = self.factory.gate(slot_of_gate, OwnThread::at(boot::slot::THREAD), badge)?;
-        self.task.give(gate.selector(), slot::MANAGE, rights::CALL)?;
+        self.task.delegate(gate.selector(), slot::MANAGE, rights::CALL)?;
         Ok(())
     }
 
@@ -396,7 +400,7 @@ impl Child {
         pages: u64,
         rights: u8,
     ) -> Result<Window, StartError> {
-        let window = resources.memory.take(self.number, pages).ok_or(StartError::Memory)?;
+        let window = resources.memory.allocate(self.number, pages).ok_or(StartError::Memory)?;
         self.bytes += window.length();
         self.task.map(window, address, rights)?;
         self.add_range(kind, address, window.length())?;
@@ -442,10 +446,10 @@ impl Child {
         interrupt: u32,
         flags: u64,
     ) -> Result<Irq, StartError> {
-        let slot_of_irq = take(&mut resources.slots, &mut self.slots)?;
+        let slot_of_irq = allocate_slot(&mut resources.slots, &mut self.slots)?;
         let platform = Platform::at(boot::slot::PLATFORM);
         let irq = self.factory.irq(slot_of_irq, platform, interrupt, flags)?;
-        self.task.give(irq.selector(), slot::DEVICE, rights::IRQ)?;
+        self.task.delegate(irq.selector(), slot::DEVICE, rights::IRQ)?;
         Ok(irq)
     }
 
@@ -458,7 +462,7 @@ impl Child {
     ) -> Result<(), StartError> {
         const EDGE: u64 = 0;
         self.add_interrupt(resources, interrupt, EDGE)?;
-        Ok(self.task.give_ports(ports, 8)?)
+        Ok(self.task.delegate_ports(ports, 8)?)
     }
 
     /// Returns its memory ranges.
@@ -475,7 +479,7 @@ impl Child {
     ) -> Result<(), StartError> {
         let mut buffer = [0; MAX_START];
         let bytes = start.encode(&mut buffer).ok_or(StartError::Description)?;
-        let window = resources.memory.take(self.number, 1).ok_or(StartError::Memory)?;
+        let window = resources.memory.allocate(self.number, 1).ok_or(StartError::Memory)?;
         if !window.write(0, bytes) {
             return Err(StartError::Description);
         }
@@ -495,7 +499,7 @@ impl Child {
     pub fn destroy(self, resources: &mut Resources) {
         let _ = self.thread.stop();
         drop_slots(&mut resources.slots, &self.slots);
-        resources.memory.give_all(self.number);
+        resources.memory.free_all(self.number);
     }
 }
 
@@ -513,6 +517,6 @@ fn drop_slots(slots: &mut RootSlots, held: &[Selector]) {
     for &slot in held.iter().rev() {
         // A slot whose object could not be created is already empty.
         let _ = drop_capability(slot);
-        slots.give(slot);
+        slots.free(slot);
     }
 }

@@ -32,7 +32,7 @@ struct Free {
 pub struct Frames {
     free: Vec<Free, MAX_RANGES>,
     /// Freed frames that could not be tracked.
-    lost: u64,
+    untracked: u64,
 }
 
 impl Frames {
@@ -43,7 +43,7 @@ impl Frames {
 
     /// Allocates `count` contiguous frames, aligned to `align` frames, from the smallest range that
     /// fits: large ranges are kept for large requests.
-    pub fn take(&mut self, count: u64, align: u64) -> Option<Run> {
+    pub fn allocate(&mut self, count: u64, align: u64) -> Option<Run> {
         let fits = |free: &Free| {
             let first = free.run.first.checked_next_multiple_of(align)?;
             let end = first.checked_add(count)?;
@@ -74,7 +74,7 @@ impl Frames {
     }
 
     /// Frees frames of a region.
-    pub fn give(&mut self, region: usize, run: Run) {
+    pub fn free(&mut self, region: usize, run: Run) {
         let index = self.free.partition_point(|free| free.run.first < run.first);
         let joins_above = self
             .free
@@ -95,7 +95,7 @@ impl Frames {
             }
             (false, false) => {
                 if self.free.insert(index, Free { run, region }).is_err() {
-                    self.lost += run.count;
+                    self.untracked += run.count;
                 }
             }
         }
@@ -126,12 +126,12 @@ mod tests {
     #[test]
     fn aligned_and_from_the_smallest() {
         let mut frames = frames();
-        assert_eq!(frames.take(4, 4), Some(Run { first: 4, count: 4 }));
-        assert_eq!(frames.take(2, 1), Some(Run { first: 8, count: 2 }));
-        assert_eq!(frames.take(512, 512), None, "there are as many, but not aligned");
-        assert_eq!(frames.take(256, 256), Some(Run { first: 256, count: 256 }));
-        assert_eq!(frames.take(0, 1), None);
-        assert_eq!(frames.take(u64::MAX, 1), None);
+        assert_eq!(frames.allocate(4, 4), Some(Run { first: 4, count: 4 }));
+        assert_eq!(frames.allocate(2, 1), Some(Run { first: 8, count: 2 }));
+        assert_eq!(frames.allocate(512, 512), None, "there are as many, but not aligned");
+        assert_eq!(frames.allocate(256, 256), Some(Run { first: 256, count: 256 }));
+        assert_eq!(frames.allocate(0, 1), None);
+        assert_eq!(frames.allocate(u64::MAX, 1), None);
     }
 
     #[test]
@@ -140,7 +140,7 @@ mod tests {
         let all = frames.count();
         let mut taken: Vec<Run, 64> = Vec::new();
         for count in 1..40 {
-            if let Some(run) = frames.take(count, count.next_power_of_two()) {
+            if let Some(run) = frames.allocate(count, count.next_power_of_two()) {
                 assert!(
                     taken.iter().all(|other| other.end() <= run.first || run.end() <= other.first)
                 );
@@ -150,10 +150,10 @@ mod tests {
         // An order that is neither that of allocation nor its reverse.
         taken.sort_by_key(|run| run.first * 7919 % 101);
         for run in taken {
-            frames.give((run.first >= 13) as usize, run);
+            frames.free((run.first >= 13) as usize, run);
         }
         assert_eq!(frames.count(), all);
         assert_eq!(frames.free.len(), 2, "joined again, but not across regions");
-        assert_eq!(frames.lost, 0);
+        assert_eq!(frames.untracked, 0);
     }
 }

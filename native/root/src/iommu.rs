@@ -16,7 +16,7 @@ use hw_x86::iommu::{
     BLOCKED, DEVICE_ENTRY, DEVICE_TABLE_LENGTH, ENTRY, LEVELS, REACH, RING_PAGE, command, control,
     device_entry, event_device, index, leaf, next_table, register, status, table,
 };
-use native_rt::device::Registers;
+use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
 use native_rt::{Window, info, warn};
 use proto::system::MAX_SERVERS;
@@ -29,13 +29,13 @@ const MAX_UNITS: usize = 8;
 /// Pages of a server's page tables: for memory in about as many places.
 const TABLE_PAGES: u64 = 32;
 /// Maximum number of polls until a command must be complete.
-const PATIENCE: u32 = 10_000_000;
+const MAX_POLLS: u32 = 10_000_000;
 /// Maximum number of events logged per call.
-const MAX_TOLD: u32 = 4;
+const MAX_LOGGED: u32 = 4;
 
 /// An IOMMU: its registers, and three pages for commands, events, and the completion word.
 struct Unit {
-    registers: Registers,
+    registers: DeviceRegisters,
     pages: Window,
     /// Offset after the last command, and number of the last completion.
     tail: u64,
@@ -84,7 +84,7 @@ impl Iommu {
     pub fn new(boot: &Boot, memory: &mut Memory, owner: usize) -> Option<Self> {
         let ivrs = Ivrs::parse(pci::table(boot, Ivrs::SIGNATURE)?).ok()?;
         let pages = DEVICE_TABLE_LENGTH / PAGE_SIZE;
-        let devices = memory.take_aligned(owner, pages, pages)?;
+        let devices = memory.allocate_aligned(owner, pages, pages)?;
         for entry in 0..DEVICE_TABLE_LENGTH / DEVICE_ENTRY {
             write(devices, entry * DEVICE_ENTRY, &BLOCKED);
         }
@@ -96,7 +96,7 @@ impl Iommu {
             }
             let unit = boot
                 .registers(iommu.base, register::LENGTH)
-                .zip(memory.take(owner, 3))
+                .zip(memory.allocate(owner, 3))
                 .map(|(registers, pages)| Unit { registers, pages, tail: 0, answer: 0, head: 0 });
             let Some(unit) = unit.filter(|_| !units.is_full()) else {
                 warn!("an IOMMU at {:#x} stays off: its devices may access all memory", iommu.base);
@@ -127,7 +127,7 @@ impl Iommu {
         let domain = match domain {
             Some(domain) => domain,
             None => {
-                let pages = memory.take(owner, TABLE_PAGES).ok_or(NoRoom)?;
+                let pages = memory.allocate(owner, TABLE_PAGES).ok_or(NoRoom)?;
                 let mut new = Domain { pages, used: 0 };
                 new.add_table().ok_or(NoRoom)?;
                 domain.insert(new)
@@ -170,7 +170,7 @@ impl Iommu {
         let mut more = 0;
         for unit in &mut self.units {
             while let Some(event) = unit.next_event() {
-                if told < MAX_TOLD {
+                if told < MAX_LOGGED {
                     let [first, second] = event;
                     let function = Address::from_number(event_device(first));
                     warn!("IOMMU: event of PCI function {function}: {first:#018x} {second:#018x}");
@@ -257,7 +257,7 @@ impl Unit {
         self.put(command::forget_domain(domain));
         self.put(command::completion(place, self.answer));
         self.registers.write64(register::COMMAND_TAIL, self.tail);
-        let done = (0..PATIENCE).any(|_| read(self.pages, Self::ANSWER) == self.answer);
+        let done = (0..MAX_POLLS).any(|_| read(self.pages, Self::ANSWER) == self.answer);
         if !done {
             warn!("an IOMMU does not answer");
         }

@@ -107,7 +107,7 @@ pub fn load(
             continue;
         }
         bytes += length;
-        let window = memory.take(owner, length / PAGE_SIZE).ok_or(LoadError::Memory)?;
+        let window = memory.allocate(owner, length / PAGE_SIZE).ok_or(LoadError::Memory)?;
         if !window.write(segment.vaddr - first, elf.data(&segment)) {
             return Err(LoadError::Memory);
         }

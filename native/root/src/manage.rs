@@ -11,7 +11,7 @@ use proto::system::{MAX_NAME, MAX_VMS};
 use proto::{DONE, REFUSED};
 use serde::Serialize;
 
-use crate::manager::{CHILDREN, End, FIRST_TASK, FIRST_VM, Manager, Phase, UNKNOWN};
+use crate::manager::{CHILDREN, EndCause, FIRST_TASK, FIRST_VM, Manager, Phase, UNKNOWN};
 
 /// Indices from here on are those of templates.
 const FIRST_TEMPLATE: usize = CHILDREN;
@@ -104,7 +104,7 @@ impl Manager<'_> {
         let record = &mut self.records[number];
         // It is about to be restarted, so its end is not the end of the system.
         (record.hold, record.restart) = (true, 0);
-        self.end(number, End::Killed);
+        self.end(number, EndCause::Killed);
         self.start_now(number)
     }
 
@@ -136,7 +136,7 @@ impl Manager<'_> {
         record.hold = true;
         let waits = core::mem::replace(&mut record.restart, UNKNOWN.restart) != UNKNOWN.restart;
         if self.children[number].is_some() {
-            self.end(number, End::Killed);
+            self.end(number, EndCause::Killed);
         } else if waits {
             self.advance();
         } else {
@@ -242,7 +242,7 @@ impl Manager<'_> {
         let nanos = |ticks| time::nanos(self.clock.tsc_khz, ticks);
         // The report is of one moment: its own time counts. Without a report, the figures are of
         // the start.
-        let lived = report.written.saturating_sub(child.made);
+        let lived = report.written.saturating_sub(child.created_at);
         let vcpus =
             self.instances.get(number.saturating_sub(FIRST_VM)).map_or(1, |vm| vm.plan.vcpus);
         let all = (lived - report.paused.min(lived)).saturating_mul(vcpus.into());

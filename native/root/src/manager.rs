@@ -6,10 +6,10 @@ use abi::bundle::Header;
 use abi::{FAULT_LABEL, FOREVER, boot};
 use heapless::Vec;
 use native_rt::start::Boot;
-use native_rt::thread::Making;
+use native_rt::thread::ThreadResources;
 use native_rt::{
-    Caller, Factory, Message, OwnThread, Page, Platform, Serves, Slots, error, info, reply_wait,
-    time, wait, warn,
+    Factory, Incoming, Message, OwnThread, Page, Platform, ServerThread, Slots, error, info,
+    reply_wait, time, wait, warn,
 };
 use proto::channel::{LET_GO, LOOK, MAP, MAX_VM_CHANNELS, OFFER, REVOKE};
 use proto::control::{DRAINED, EXITED, PANICKED, STARTED, Statistics, code};
@@ -22,16 +22,16 @@ use proto::system::{
 use proto::{DONE, REFUSED, console};
 use vmm_cpu::exit::EXIT_NAMES;
 
-use crate::alarm::{Alarm, RINGS};
+use crate::alarm::{ALARM, Alarm};
 use crate::channels::Channels;
-use crate::child::{Child, Resources, Shape, StartError, purpose};
+use crate::child::{Child, ChildConfig, Resources, StartError, purpose};
 use crate::directory::Directory;
 use crate::fault::Fault;
 use crate::instances::{Instances, Name};
 use crate::lines::LineBudget;
 use crate::memory::Memory;
 use crate::policy::{Draining, Ended};
-use crate::sessions::{Everyone, Sessions};
+use crate::sessions::{Sessions, SystemView};
 use crate::{leave, lines, policy};
 
 /// Slot of root's notification.
@@ -68,14 +68,14 @@ const SMALL_STACK: u64 = 48 << 10;
 const VMM_STACK: u64 = 32 << 10;
 /// So are its devices with their sessions: per device, and during their set-up.
 const DEVICE_STACK: u64 = 16 << 10;
-const MAKING_STACK: u64 = 12 << 10;
+const SETUP_STACK: u64 = 12 << 10;
 const TASK_STACK: u64 = 64 << 10;
 /// Private memory of a native program.
 const TASK_MEMORY: u64 = 256 << 10;
 
 /// Time limit for tasks to end by themselves and for output to drain at the end of the system, in
 /// ns.
-const PATIENCE: u64 = 3_000_000_000;
+const SHUTDOWN_TIMEOUT: u64 = 3_000_000_000;
 
 /// State of a child that outlives it.
 #[derive(Clone, Copy)]
@@ -114,7 +114,7 @@ pub(crate) enum Phase {
 }
 
 /// Cause of a child's end.
-pub(crate) enum End<'t> {
+pub(crate) enum EndCause<'t> {
     Exited(u64, Statistics),
     Panicked(&'t [u8]),
     Faulted(Fault),
@@ -151,7 +151,7 @@ impl<'a> Manager<'a> {
         clock: Clock,
         thread: OwnThread,
     ) -> Self {
-        let alarm = make_alarm(thread);
+        let alarm = create_alarm(thread);
         if let Err(status) = alarm {
             warn!("no alarm clock, so nothing is restarted: {status:?}");
         }
@@ -187,8 +187,8 @@ impl<'a> Manager<'a> {
         let mut next = wait();
         loop {
             let answer = match next {
-                Ok(Caller::Call(badge, message)) => self.call(badge, message),
-                Ok(Caller::Events(events)) => {
+                Ok(Incoming::Call(badge, message)) => self.call(badge, message),
+                Ok(Incoming::Events(events)) => {
                     self.events(events);
                     None
                 }
@@ -257,8 +257,8 @@ impl<'a> Manager<'a> {
                 let (kind, name) = (Self::kind(number), self.name(number));
                 error!("{kind} {name} cannot be started: {error:?}");
                 self.records[number].ended = Some(code::BAD_CONFIG);
-                self.resources.memory.give_all(number);
-                self.forget_name(number);
+                self.resources.memory.free_all(number);
+                self.remove_name(number);
                 self.wake_clients(number);
             }
         }
@@ -267,27 +267,27 @@ impl<'a> Manager<'a> {
     /// Creates a child of a program in the bundle; `equip` adds its resources and returns its role.
     fn build(
         &mut self,
-        shape: &Shape,
+        config: &ChildConfig,
         binary: &str,
         equip: impl FnOnce(&mut Self, &mut Child) -> Result<Role<'a>, StartError>,
     ) -> Result<Child, StartError> {
-        if shape.cpu >= self.resources.boot.info.cpus {
-            return Err(StartError::Cpu(shape.cpu));
+        if config.cpu >= self.resources.boot.info.cpus {
+            return Err(StartError::Cpu(config.cpu));
         }
         let file = self.header.find(binary).ok_or(StartError::File("program"))?;
         let range = file.offset as usize..(file.offset + file.length) as usize;
         let bytes = self.resources.boot.bundle.get(range).ok_or(StartError::Place)?;
-        let mut child = Child::new(&mut self.resources, shape)?;
-        let name = self.name(shape.number);
+        let mut child = Child::new(&mut self.resources, config)?;
+        let name = self.name(config.number);
         let done = child
-            .load(&mut self.resources, (file.offset, bytes), shape.stack)
+            .load(&mut self.resources, (file.offset, bytes), config.stack)
             .and_then(|entry| Ok((entry, equip(self, &mut child)?)))
             .and_then(|(entry, role)| {
                 let start = Start {
                     name: &name,
-                    cpu: shape.cpu,
-                    priority: shape.priority,
-                    cpu_time: shape.cpu_time,
+                    cpu: config.cpu,
+                    priority: config.priority,
+                    cpu_time: config.cpu_time,
                     clock: self.clock,
                     ranges: child.ranges().clone(),
                     role,
@@ -297,7 +297,7 @@ impl<'a> Manager<'a> {
         match done {
             Ok(()) => Ok(child),
             Err(error) => {
-                self.take_apart(shape.number, child);
+                self.destroy_child(config.number, child);
                 Err(error)
             }
         }
@@ -305,7 +305,7 @@ impl<'a> Manager<'a> {
 
     /// Destroys a child that has ended or failed to start, and removes all references to it: its
     /// device loses access, no peer regards it as running, and root writes to none of its memory.
-    fn take_apart(&mut self, number: usize, child: Child) {
+    fn destroy_child(&mut self, number: usize, child: Child) {
         if self.directory.as_ref().is_some_and(|(owner, _)| *owner == number) {
             self.directory = None;
         }
@@ -318,7 +318,7 @@ impl<'a> Manager<'a> {
     }
 
     fn start_server(&mut self, number: usize, server: &Server) -> Result<Child, StartError> {
-        let shape = Shape {
+        let config = ChildConfig {
             number,
             cpu: 0,
             priority: server.priority,
@@ -326,13 +326,13 @@ impl<'a> Manager<'a> {
             contexts: 1,
             quota: SERVER_QUOTA,
             stack: SMALL_STACK,
-            may_build: false,
+            may_create_objects: false,
         };
         if matches!(server.kind, ServerKind::Block | ServerKind::Switch) {
-            return self.build(&shape, server.binary, |root, child| {
+            return self.build(&config, server.binary, |root, child| {
                 let Self { sessions, resources, children, instances, system, .. } = root;
-                let everyone = Everyone { system, instances, children };
-                sessions.connect_server(number, server, child, resources, everyone)
+                let view = SystemView { system, instances, children };
+                sessions.connect_server(number, server, child, resources, view)
             });
         }
         let (port, interrupt) = match server.device {
@@ -341,7 +341,7 @@ impl<'a> Manager<'a> {
             Device::Serial(SerialPort::Com2) => (0x2f8, 3),
             _ => return Err(StartError::Device),
         };
-        self.build(&shape, server.binary, |root, child| {
+        self.build(&config, server.binary, |root, child| {
             child.add_device(&mut root.resources, port, interrupt)?;
             let multiplex = server.kind == ServerKind::Multiplexer;
             if multiplex {
@@ -363,7 +363,7 @@ impl<'a> Manager<'a> {
 
     fn start_task(&mut self, number: usize) -> Result<Child, StartError> {
         let task = &self.system.tasks[number - FIRST_TASK];
-        let shape = Shape {
+        let config = ChildConfig {
             number,
             cpu: task.cpu,
             priority: task.priority,
@@ -371,9 +371,9 @@ impl<'a> Manager<'a> {
             contexts: 1,
             quota: self.task_quota(),
             stack: TASK_STACK,
-            may_build: true,
+            may_create_objects: true,
         };
-        self.build(&shape, task.binary, |root, child| {
+        self.build(&config, task.binary, |root, child| {
             child.add_private(&mut root.resources, TASK_MEMORY)?;
             root.connect_console(child, task.console, number)?;
             if task.manage {
@@ -413,18 +413,18 @@ impl<'a> Manager<'a> {
             3..=4 => 5,
             _ => MAX_VM_DISKS + MAX_VM_NETS + MAX_VM_CHANNELS + 2,
         } as u64;
-        let making = if devices == 0 { 0 } else { MAKING_STACK };
-        let shape = Shape {
+        let setup = if devices == 0 { 0 } else { SETUP_STACK };
+        let config = ChildConfig {
             number,
             cpu: cpus.first().copied().unwrap_or(0),
             priority: vm.priority,
             cpu_time: vm.cpu_time,
             contexts: cpus.len() as u64,
             quota: self.vmm_quota(vm),
-            stack: (VMM_STACK + DEVICE_STACK * devices + making).next_multiple_of(abi::PAGE_SIZE),
-            may_build: cpus.len() > 1,
+            stack: (VMM_STACK + DEVICE_STACK * devices + setup).next_multiple_of(abi::PAGE_SIZE),
+            may_create_objects: cpus.len() > 1,
         };
-        self.build(&shape, vm.binary, |root, child| {
+        self.build(&config, vm.binary, |root, child| {
             child.add_guest(&mut root.resources, vm.memory)?;
             let further = cpus.len() as u64 - 1;
             if further > 0 {
@@ -437,8 +437,8 @@ impl<'a> Manager<'a> {
             root.connect_console(child, vm.console, number)?;
             child.add_report(&mut root.resources)?;
             let Self { sessions, resources, children, channels, instances, system, .. } = root;
-            let everyone = Everyone { system, instances, children };
-            let attachments = sessions.connect_client(number, vm, child, resources, everyone)?;
+            let view = SystemView { system, instances, children };
+            let attachments = sessions.connect_client(number, vm, child, resources, view)?;
             let channels = channels.connect(number, vm, system, child, resources, children)?;
             Ok(Role::Vmm(Vmm {
                 id: index as u32 + 1,
@@ -457,7 +457,7 @@ impl<'a> Manager<'a> {
     }
 
     /// Removes a child's name from the console's multiplexer.
-    fn forget_name(&self, number: usize) {
+    fn remove_name(&self, number: usize) {
         if let Some((_, directory)) = &self.directory {
             directory.set(number, "");
         }
@@ -558,17 +558,17 @@ impl<'a> Manager<'a> {
                 let count = (message.tag.words as usize).min(words.len());
                 page.words(&mut words[..count]);
                 let statistics = Statistics::unpack(&words);
-                self.end(number, End::Exited(message.words[0], statistics));
+                self.end(number, EndCause::Exited(message.words[0], statistics));
                 None
             }
             (purpose::CONTROL, PANICKED) => {
                 let text = page.bytes(message.tag.words, message.words[0], &mut text);
-                self.end(number, End::Panicked(text));
+                self.end(number, EndCause::Panicked(text));
                 None
             }
             (purpose::FAULT, FAULT_LABEL) => {
                 let [vector, error, address, ip] = message.words;
-                self.end(number, End::Faulted(Fault { vector, error, address, ip }));
+                self.end(number, EndCause::Faulted(Fault { vector, error, address, ip }));
                 None
             }
             (purpose::MANAGE, label) => Some(self.manage(label, message)),
@@ -589,7 +589,7 @@ impl<'a> Manager<'a> {
     }
 
     /// Reports the number of suppressed lines of a child, if any.
-    fn tell_suppressed(&mut self, number: usize) {
+    fn report_suppressed(&mut self, number: usize) {
         let count = self.lines[number].take_suppressed();
         if count != 0 {
             let (kind, name) = (Self::kind(number), self.name(number));
@@ -602,12 +602,12 @@ impl<'a> Manager<'a> {
     }
 
     fn events(&mut self, events: u64) {
-        if events & RINGS != 0 {
+        if events & ALARM != 0 {
             self.sessions.report();
             let now = time::tsc();
             for number in 0..CHILDREN {
                 if self.lines[number].note() <= now {
-                    self.tell_suppressed(number);
+                    self.report_suppressed(number);
                 }
                 if self.records[number].restart <= now {
                     self.start(number);
@@ -620,34 +620,34 @@ impl<'a> Manager<'a> {
     // ---- ends --------------------------------------------------------------------------------
 
     /// Destroys a child, logs the cause, and decides about its restart.
-    pub(crate) fn end(&mut self, number: usize, end: End) {
+    pub(crate) fn end(&mut self, number: usize, end: EndCause) {
         let (kind, name) = (Self::kind(number), self.name(number));
         let (code, what) = match &end {
-            End::Exited(code, _) => (*code, policy::outcome(*code, number >= FIRST_VM)),
-            End::Panicked(_) => (code::INTERNAL, "panic"),
-            End::Faulted(_) => (code::INTERNAL, "fault"),
-            End::Killed => (code::OK, "killed"),
+            EndCause::Exited(code, _) => (*code, policy::outcome(*code, number >= FIRST_VM)),
+            EndCause::Panicked(_) => (code::INTERNAL, "panic"),
+            EndCause::Faulted(_) => (code::INTERNAL, "fault"),
+            EndCause::Killed => (code::OK, "killed"),
         };
-        self.tell_suppressed(number);
+        self.report_suppressed(number);
         match end {
-            End::Exited(..) | End::Killed => {}
-            End::Panicked(text) => lines::write_panic(&name, text),
-            End::Faulted(fault) => error!("{kind} {name}: {fault}"),
+            EndCause::Exited(..) | EndCause::Killed => {}
+            EndCause::Panicked(text) => lines::write_panic(&name, text),
+            EndCause::Faulted(fault) => error!("{kind} {name}: {fault}"),
         }
         let Some(child) = self.children[number].take() else { return };
-        let lived = time::tsc().saturating_sub(child.made);
+        let lived = time::tsc().saturating_sub(child.created_at);
         let (bytes, shared) = (child.bytes, child.shared);
         let pages = pages_used();
-        self.take_apart(number, child);
+        self.destroy_child(number, child);
         let kernel = pages.saturating_sub(pages_used()) * abi::PAGE_SIZE;
-        if let End::Exited(_, statistics) = end
+        if let EndCause::Exited(_, statistics) = end
             && number >= FIRST_VM
         {
             info!("vm {name}: statistics: {}", Counts(&statistics, bytes + kernel, shared));
         }
         info!("{kind} {name} ended: {what} code {code}");
         self.records[number].ended = Some(code);
-        self.forget_name(number);
+        self.remove_name(number);
 
         let server = self.system.servers.get(number).map(|server| server.restart);
         let vm = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index));
@@ -681,7 +681,7 @@ impl<'a> Manager<'a> {
                 .all(|number| self.is_over(number));
             if over {
                 info!("all guests ended");
-                self.phase = Phase::Stopping(time::after(&self.clock, PATIENCE));
+                self.phase = Phase::Stopping(time::after(&self.clock, SHUTDOWN_TIMEOUT));
                 self.records.iter_mut().for_each(|record| record.restart = FOREVER);
                 for child in self.children[FIRST_TASK..FIRST_VM].iter().flatten() {
                     child.signal(event::STOP);
@@ -696,8 +696,8 @@ impl<'a> Manager<'a> {
                         warn!("task {} does not end", self.name(number));
                     }
                 }
-                self.outcome = self.judge();
-                self.phase = Phase::Draining(time::after(&self.clock, PATIENCE));
+                self.outcome = self.exit_status();
+                self.phase = Phase::Draining(time::after(&self.clock, SHUTDOWN_TIMEOUT));
                 for (number, server) in self.system.servers.iter().enumerate() {
                     let is_console =
                         matches!(server.kind, ServerKind::Console | ServerKind::Multiplexer);
@@ -725,29 +725,30 @@ impl<'a> Manager<'a> {
         }
     }
 
-    fn judge(&self) -> u64 {
-        policy::judge((FIRST_TASK..CHILDREN).filter_map(|number| {
+    fn exit_status(&self) -> u64 {
+        policy::exit_status((FIRST_TASK..CHILDREN).filter_map(|number| {
             let code = self.records[number].ended?;
             Some(Ended { essential: self.essential(number), task: number < FIRST_VM, code })
         }))
     }
 
     fn leave(&mut self) -> ! {
-        (0..CHILDREN).for_each(|number| self.tell_suppressed(number));
+        (0..CHILDREN).for_each(|number| self.report_suppressed(number));
         info!("outcome {}", self.outcome);
         leave(self.system.board == Board::QemuQ35, self.outcome)
     }
 }
 
-fn make_alarm(thread: OwnThread) -> Result<Alarm, native_rt::Status> {
+fn create_alarm(thread: OwnThread) -> Result<Alarm, native_rt::Status> {
     const PRIORITY: u8 = 63;
     let factory = Factory::at(boot::slot::FACTORY);
     let notification = factory.notification(NOTIFICATION)?;
     thread.bind_notification(notification)?;
     let own = factory.notification(ALARM_NOTIFICATION)?;
     let sched = factory.sched_context(ALARM_SCHED, PRIORITY, 1_000_000, 0)?;
-    let making = Making { factory, task: boot::slot::TASK, slot: ALARM_THREAD, cpu: 0, sched };
-    Alarm::start(making, own, notification)
+    let resources =
+        ThreadResources { factory, task: boot::slot::TASK, slot: ALARM_THREAD, cpu: 0, sched };
+    Alarm::start(resources, own, notification)
 }
 
 /// Returns the pages of kernel memory in use.

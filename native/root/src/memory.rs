@@ -61,11 +61,11 @@ impl Memory {
     }
 
     /// Allocates zeroed pages in one piece for `owner`, aligned to `align` pages.
-    pub fn take_aligned(&mut self, owner: usize, pages: u64, align: u64) -> Option<Window> {
+    pub fn allocate_aligned(&mut self, owner: usize, pages: u64, align: u64) -> Option<Window> {
         if self.pieces.is_full() {
             return None;
         }
-        let run = self.frames.take(pages, align)?;
+        let run = self.frames.allocate(pages, align)?;
         let (_, window) = self.locate(run)?;
         // Room was checked.
         let _ = self.pieces.push(Piece { owner, run });
@@ -74,14 +74,14 @@ impl Memory {
     }
 
     /// Allocates `pages` pages, filled with zeros, in one piece for `owner`.
-    pub fn take(&mut self, owner: usize, pages: u64) -> Option<Window> {
-        self.take_aligned(owner, pages, 1)
+    pub fn allocate(&mut self, owner: usize, pages: u64) -> Option<Window> {
+        self.allocate_aligned(owner, pages, 1)
     }
 
     /// Allocates `bytes` bytes of guest memory for `owner`: naturally aligned powers of two,
     /// largest first, so that large pages map it. Returns `None` if memory is too small or too
     /// fragmented; some pieces may be allocated then.
-    pub fn take_guest(
+    pub fn allocate_guest(
         &mut self,
         owner: usize,
         bytes: u64,
@@ -95,7 +95,7 @@ impl Memory {
             }
             let pages = 1 << order;
             if left >= pages
-                && let Some(window) = self.take_aligned(owner, pages, pages)
+                && let Some(window) = self.allocate_aligned(owner, pages, pages)
             {
                 left -= pages;
                 // Room was checked.
@@ -110,13 +110,13 @@ impl Memory {
     }
 
     /// Frees all memory of `owner` and revokes its delegations.
-    pub fn give_all(&mut self, owner: usize) {
+    pub fn free_all(&mut self, owner: usize) {
         while let Some(index) = self.pieces.iter().position(|piece| piece.owner == owner) {
             let run = self.pieces.swap_remove(index).run;
             if let Some((region, window)) = self.locate(run) {
                 // It fails only if the memory has no mapping left.
                 let _ = window.revoke();
-                self.frames.give(region, run);
+                self.frames.free(region, run);
             }
         }
     }

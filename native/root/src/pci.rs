@@ -14,7 +14,7 @@ use hw_tables::pci::{
     BARS, DEVICES, FUNCTIONS, MemoryBar, SPACE, capabilities, capability, command, msi, msi_x,
     register,
 };
-use native_rt::device::Registers;
+use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
 use proto::system::PciClass;
 
@@ -79,7 +79,7 @@ pub struct Function<'a> {
     pub address: Address,
     /// Physical address of its configuration space.
     pub configuration: u64,
-    registers: Registers,
+    registers: DeviceRegisters,
 }
 
 /// Returns the ACPI table with a signature, if the firmware has one.
@@ -209,7 +209,7 @@ impl Function<'_> {
         while number < BARS {
             let offset = u64::from(register::BASE_ADDRESS) + 4 * u64::from(number);
             let has_next = number + 1 < BARS;
-            let both = |registers: Registers| {
+            let both = |registers: DeviceRegisters| {
                 (registers.read32(offset), if has_next { registers.read32(offset + 4) } else { 0 })
             };
             let (low, high) = both(self.registers);

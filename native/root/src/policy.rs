@@ -69,7 +69,7 @@ pub struct Ended {
 /// Returns the outcome of the system: the first failure, in the order of the description. A native
 /// program that only ran until the essential children ended counts too, unless it crashed: crashing
 /// may be its purpose.
-pub fn judge(ends: impl Iterator<Item = Ended>) -> u64 {
+pub fn exit_status(ends: impl Iterator<Item = Ended>) -> u64 {
     ends.filter(|end| end.essential || end.task && end.code < code::INTERNAL)
         .map(|end| end.code)
         .find(|&code| code != code::OK)
@@ -145,11 +145,14 @@ mod tests {
     #[test]
     fn first_failure_counts() {
         let end = |essential, task, code| Ended { essential, task, code };
-        let judge = |ends: &[Ended]| judge(ends.iter().copied());
-        assert_eq!(judge(&[]), 0);
-        assert_eq!(judge(&[end(true, false, 0), end(true, false, 83), end(true, false, 80)]), 83);
-        assert_eq!(judge(&[end(false, true, 2)]), 2, "a helper that found a mistake");
-        assert_eq!(judge(&[end(false, true, code::INTERNAL)]), 0, "a helper that crashed");
-        assert_eq!(judge(&[end(false, false, 83)]), 0, "a guest that does not matter");
+        let exit_status = |ends: &[Ended]| exit_status(ends.iter().copied());
+        assert_eq!(exit_status(&[]), 0);
+        assert_eq!(
+            exit_status(&[end(true, false, 0), end(true, false, 83), end(true, false, 80)]),
+            83
+        );
+        assert_eq!(exit_status(&[end(false, true, 2)]), 2, "a helper that found a mistake");
+        assert_eq!(exit_status(&[end(false, true, code::INTERNAL)]), 0, "a helper that crashed");
+        assert_eq!(exit_status(&[end(false, false, 83)]), 0, "a guest that does not matter");
     }
 }

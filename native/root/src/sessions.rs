@@ -32,7 +32,7 @@ const DISK_PAGES: u64 = 32;
 const SWITCH_PAGES: u64 = 34;
 const DMA_PAGES_ALIGN: u64 = 16;
 /// Owner of permanent memory: sessions, DMA memory, channels.
-pub const KEPT: usize = CHILDREN;
+pub const PERMANENT: usize = CHILDREN;
 /// Flag of interrupt objects that are messages (see `Create` in `abi`).
 const MESSAGE: u64 = 4;
 
@@ -73,7 +73,7 @@ impl Session {
 
 /// The description, the VMs, and the running children.
 #[derive(Clone, Copy)]
-pub struct Everyone<'e> {
+pub struct SystemView<'e> {
     /// The description.
     pub system: &'e System<'e>,
     /// Virtual machines.
@@ -126,7 +126,7 @@ impl Sessions {
                 }
             }
         }
-        let iommu = Iommu::new(boot, memory, KEPT);
+        let iommu = Iommu::new(boot, memory, PERMANENT);
         Self { sessions, dma: [None; MAX_SERVERS], iommu }
     }
 
@@ -138,9 +138,9 @@ impl Sessions {
         vm: Option<&Vm>,
         child: &mut Child,
         resources: &mut Resources,
-        everyone: Everyone,
+        view: SystemView,
     ) -> Result<(), StartError> {
-        let Everyone { system, instances, children } = everyone;
+        let SystemView { system, instances, children } = view;
         for session in &mut self.sessions {
             let (own, other, there) = match vm {
                 None if session.server == number => {
@@ -162,7 +162,7 @@ impl Sessions {
                     };
                     let pages = bytes / PAGE_SIZE;
                     let memory = &mut resources.memory;
-                    let window = memory.take_aligned(KEPT, pages, 1 << pages.ilog2());
+                    let window = memory.allocate_aligned(PERMANENT, pages, 1 << pages.ilog2());
                     *session.memory.insert(window.ok_or(StartError::Memory)?)
                 }
             };
@@ -183,11 +183,11 @@ impl Sessions {
         vm: &Vm,
         child: &mut Child,
         resources: &mut Resources,
-        everyone: Everyone,
+        view: SystemView,
     ) -> Result<Vec<Attachment, MAX_SESSIONS>, StartError> {
-        self.connect(number, Some(vm), child, resources, everyone)?;
+        self.connect(number, Some(vm), child, resources, view)?;
         let own = self.sessions.iter();
-        let own = own.filter(|session| session.is_client(number, vm, everyone.system));
+        let own = own.filter(|session| session.is_client(number, vm, view.system));
         Ok(own
             .map(|session| Attachment {
                 service: session.service,
@@ -203,9 +203,9 @@ impl Sessions {
         server: &Server,
         child: &mut Child,
         resources: &mut Resources,
-        everyone: Everyone,
+        view: SystemView,
     ) -> Result<Role<'static>, StartError> {
-        let system = everyone.system;
+        let system = view.system;
         let (class, function) = match server.device {
             Device::Pci(class, index) => {
                 let function = self.add_function(number, child, resources, class, index)?;
@@ -214,11 +214,11 @@ impl Sessions {
             Device::None => (None, None),
             Device::Serial(_) => return Err(StartError::Device),
         };
-        self.connect(number, None, child, resources, everyone)?;
+        self.connect(number, None, child, resources, view)?;
         if let (Some(iommu), Some(function)) = (&mut self.iommu, function) {
             let own = self.sessions.iter().filter(|session| session.server == number);
             let windows = self.dma[number].into_iter().chain(own.filter_map(|own| own.memory));
-            let done = iommu.allow(&mut resources.memory, KEPT, number, function, windows);
+            let done = iommu.allow(&mut resources.memory, PERMANENT, number, function, windows);
             done.map_err(|NoRoom| StartError::Memory)?;
         }
         let own = self.sessions.iter().filter(|session| session.server == number);
@@ -296,7 +296,7 @@ impl Sessions {
         let window = match *memory {
             Some(window) => window,
             None => {
-                let window = resources.memory.take_aligned(KEPT, pages, DMA_PAGES_ALIGN);
+                let window = resources.memory.allocate_aligned(PERMANENT, pages, DMA_PAGES_ALIGN);
                 *memory.insert(window.ok_or(StartError::Memory)?)
             }
         };

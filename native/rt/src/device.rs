@@ -9,7 +9,7 @@ use crate::memory::Window;
 
 /// Registers of a device in memory. Each access is one load or store of exactly the given size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Registers {
+pub struct DeviceRegisters {
     base: u64,
     length: u64,
 }
@@ -39,7 +39,7 @@ macro_rules! accesses {
     };
 }
 
-impl Registers {
+impl DeviceRegisters {
     /// Registers at `base..base + length`, which is page-aligned.
     ///
     /// # Safety
@@ -137,18 +137,18 @@ pub fn dma(start: &Start) -> Option<Shared> {
 }
 
 /// Registers of base address range `number` of the task's device.
-pub fn registers(start: &Start, number: u64) -> Option<Registers> {
+pub fn registers(start: &Start, number: u64) -> Option<DeviceRegisters> {
     let range = ranges(start, RangeKind::Registers).find(|range| range.physical == number)?;
     // SAFETY: root maps the device there, writable, for as long as the task exists.
-    Some(unsafe { Registers::new(range.base, range.length) })
+    Some(unsafe { DeviceRegisters::new(range.base, range.length) })
 }
 
 /// Read-only configuration space of the task's device: a write faults.
-pub fn configuration(start: &Start) -> Option<Registers> {
+pub fn configuration(start: &Start) -> Option<DeviceRegisters> {
     let range = ranges(start, RangeKind::Configuration).next()?;
     // SAFETY: root maps it there as long as the task exists. A write faults, which ends the
     // program.
-    Some(unsafe { Registers::new(range.base, range.length) })
+    Some(unsafe { DeviceRegisters::new(range.base, range.length) })
 }
 
 #[cfg(test)]
@@ -159,7 +159,7 @@ mod tests {
     fn accesses_stay_inside_and_aligned() {
         let memory = vec![0u64; 4].leak();
         // SAFETY: leaked memory of this length without other users.
-        let registers = unsafe { Registers::new(memory.as_mut_ptr() as u64, 32) };
+        let registers = unsafe { DeviceRegisters::new(memory.as_mut_ptr() as u64, 32) };
         registers.write32(4, 0x1234_5678);
         assert_eq!(registers.read64(0), 0x1234_5678_0000_0000);
         assert_eq!(registers.read16(6), 0x1234);

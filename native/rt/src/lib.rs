@@ -57,11 +57,11 @@ mod vcpu;
 
 pub use abi::Status;
 pub use memory::{
-    Space, Window, accept_memory, copy_capability, map_again, received_memory, revoke_capability,
+    Space, Window, accept_memory, copy_capability, map_alias, received_memory, revoke_capability,
 };
 pub use objects::{
-    Caller, Factory, Gate, Irq, Message, Notification, OwnThread, Platform, SchedContext, Serves,
-    Task, Thread, Vm, drop_capability, reply, reply_wait, wait, yield_now,
+    Factory, Gate, Incoming, Irq, Message, Notification, OwnThread, Platform, SchedContext,
+    ServerThread, Task, Thread, Vm, drop_capability, reply, reply_wait, wait, yield_now,
 };
 pub use page::Page;
 pub use port::Ports;

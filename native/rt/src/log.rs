@@ -90,10 +90,10 @@ pub fn write_platform(platform: Platform, bytes: &[u8]) {
 /// Waits until the kernel has sent its whole log, or the port accepts no more bytes.
 pub fn flush(platform: Platform) {
     /// Consecutive calls without progress: far longer than the port needs to send its FIFO.
-    const PATIENCE: u32 = 1_000_000;
+    const MAX_IDLE_CALLS: u32 = 1_000_000;
     let mut waiting = u64::MAX;
     let mut calls = 0;
-    while calls < PATIENCE
+    while calls < MAX_IDLE_CALLS
         && let Ok(left @ 1..) = platform.log(0)
     {
         calls = if left < waiting { 0 } else { calls + 1 };

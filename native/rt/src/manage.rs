@@ -13,15 +13,15 @@ const MAX_LISTED: u64 = 64;
 
 /// Management gate of root.
 #[derive(Clone, Copy)]
-pub struct Root(Gate);
+pub struct ManagementGate(Gate);
 
-impl Default for Root {
+impl Default for ManagementGate {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Root {
+impl ManagementGate {
     /// Returns the gate that root delegated at start.
     pub fn new() -> Self {
         Self(Gate::at(slot::MANAGE))
@@ -37,7 +37,7 @@ impl Root {
     }
 
     /// Requests an operation on one or two names.
-    pub fn ask(self, label: u64, name: &str, second: &str) -> Result<(), Refusal> {
+    pub fn request(self, label: u64, name: &str, second: &str) -> Result<(), Refusal> {
         if name.len() > MAX_NAME || second.len() > MAX_NAME {
             return Err(Refusal::BadName);
         }

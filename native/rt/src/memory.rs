@@ -51,7 +51,7 @@ impl Window {
     }
 
     /// Returns those of `rights` that the window can be delegated with.
-    pub(crate) const fn keep(self, rights: u8) -> u8 {
+    pub(crate) const fn allowed_rights(self, rights: u8) -> u8 {
         if self.writable { rights } else { rights & !abi::rights::WRITE }
     }
 
@@ -135,18 +135,18 @@ impl Window {
     /// memory at `address`.
     #[cfg(feature = "guest")]
     fn exchange(self, way: vmm_mem::Transfer, guest: &vmm_mem::GuestMemory, address: u64) -> bool {
-        let mut ours = self.base;
-        let copied = guest.for_each_part(way, address, self.length, |theirs, length| {
-            let theirs = theirs.expose_provenance() as u64;
+        let mut own = self.base;
+        let copied = guest.for_each_part(way, address, self.length, |guest_part, length| {
+            let guest_part = guest_part.expose_provenance() as u64;
             let (from, to) = match way {
-                vmm_mem::Transfer::FromGuest => (theirs, ours),
-                vmm_mem::Transfer::ToGuest => (ours, theirs),
+                vmm_mem::Transfer::FromGuest => (guest_part, own),
+                vmm_mem::Transfer::ToGuest => (own, guest_part),
             };
             // SAFETY: one range is guest memory, the other is in the window: both belong to this
             // task and hold no Rust objects. The lengths of the parts add up to at most the
             // window's.
             unsafe { copy(from, to, length as u64) };
-            ours += length as u64;
+            own += length as u64;
         });
         copied.is_ok()
     }
@@ -212,7 +212,7 @@ pub trait Space: Copy {
 
     /// Delegates a window's pages to `destination` there, with these rights.
     fn map(self, window: Window, destination: u64, rights: u8) -> Result<(), Status> {
-        let rights = window.keep(rights);
+        let rights = window.allowed_rights(rights);
         for (base, order) in window.blocks(destination) {
             let there = destination + (base - window.base());
             delegate(
@@ -250,12 +250,12 @@ impl Space for Vm {
 
 impl Task {
     /// Delegates a capability to a slot there, with a subset of its rights.
-    pub fn give(self, capability: Selector, slot: Selector, rights: u8) -> Result<(), Status> {
+    pub fn delegate(self, capability: Selector, slot: Selector, rights: u8) -> Result<(), Status> {
         delegate(self.selector(), Item::capability(rights), capability, slot)
     }
 
     /// Delegates the I/O ports `base..base + count`; `count` is a power of two and divides `base`.
-    pub fn give_ports(self, base: u16, count: u16) -> Result<(), Status> {
+    pub fn delegate_ports(self, base: u16, count: u16) -> Result<(), Status> {
         let order = count.trailing_zeros() as u8;
         delegate(self.selector(), Item::ports(order), base as u64, base as u64)
     }
@@ -299,7 +299,7 @@ pub fn accept_memory(offset: u64, length: u64) -> bool {
 /// Maps windows a second time in this task, contiguously, as one window at `offset` of the range
 /// for received memory. Delegations from the alias can be revoked without affecting the original. A
 /// failure leaves no mapping.
-pub fn map_again(
+pub fn map_alias(
     pieces: impl Iterator<Item = Window>,
     offset: u64,
     rights: u8,

@@ -84,7 +84,7 @@ impl Thread {
 }
 
 /// Threads that can serve gates.
-pub trait Serves {
+pub trait ServerThread {
     /// Returns the thread's slot.
     fn thread(self) -> Selector;
 
@@ -113,13 +113,13 @@ pub trait Serves {
     }
 }
 
-impl Serves for Thread {
+impl ServerThread for Thread {
     fn thread(self) -> Selector {
         self.0
     }
 }
 
-impl Serves for OwnThread {
+impl ServerThread for OwnThread {
     fn thread(self) -> Selector {
         self.0
     }
@@ -168,7 +168,12 @@ impl Factory {
     }
 
     /// Creates a gate that a thread serves.
-    pub fn gate(self, slot: Selector, server: impl Serves, badge: u64) -> Result<Gate, Status> {
+    pub fn gate(
+        self,
+        slot: Selector,
+        server: impl ServerThread,
+        badge: u64,
+    ) -> Result<Gate, Status> {
         self.create(Kind::Gate, slot, [server.thread(), badge, 0]).map(|()| Gate(slot))
     }
 
@@ -281,7 +286,7 @@ impl Gate {
 
 /// Event that woke a server thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Caller {
+pub enum Incoming {
     /// A caller of the gate with this badge, which waits for a reply.
     Call(u64, Message),
     /// The bound notification, with these events.
@@ -289,25 +294,25 @@ pub enum Caller {
 }
 
 #[inline(always)]
-fn reply_wait_flags(flags: u64, message: Message) -> Result<Caller, Status> {
+fn reply_wait_flags(flags: u64, message: Message) -> Result<Incoming, Status> {
     // SAFETY: as for `Gate::call`.
     let words = unsafe { call(Op::GateReplyWait, message.arguments(flags)) }?;
     let message = Message::read(words);
     Ok(match words[0] {
-        abi::NOTIFICATION_BADGE => Caller::Events(message.words[0]),
-        badge => Caller::Call(badge, message),
+        abi::NOTIFICATION_BADGE => Incoming::Events(message.words[0]),
+        badge => Incoming::Call(badge, message),
     })
 }
 
 /// Waits for a caller or the bound notification. Aborts a caller that still waits for its reply.
 #[inline]
-pub fn wait() -> Result<Caller, Status> {
+pub fn wait() -> Result<Incoming, Status> {
     reply_wait_flags(flags::WAIT, Message::new(0, [0; 4]))
 }
 
 /// Replies to the current caller, then waits like [`wait`].
 #[inline]
-pub fn reply_wait(answer: Message) -> Result<Caller, Status> {
+pub fn reply_wait(answer: Message) -> Result<Incoming, Status> {
     reply_wait_flags(flags::REPLY | flags::WAIT, answer)
 }
 

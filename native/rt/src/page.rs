@@ -82,7 +82,7 @@ impl Page {
     /// block of the window. Returns its length in bytes.
     pub fn set_memory(self, index: usize, window: Window, rights: u8, grant: bool) -> u64 {
         let Some((block, order)) = window.blocks(window.base()).next() else { return 0 };
-        let item = Item { grant, ..Item::memory(order, window.keep(rights)) };
+        let item = Item { grant, ..Item::memory(order, window.allowed_rights(rights)) };
         self.set_item(index, TypedItem { item: item.pack(), base: block >> abi::PAGE_SHIFT });
         abi::PAGE_SIZE << order
     }

@@ -15,7 +15,7 @@ pub fn fill(to: &mut [u8]) -> bool {
     }
     for chunk in to.chunks_mut(8) {
         // SAFETY: the processor has the instruction.
-        let Some(number) = (unsafe { number() }) else { return false };
+        let Some(number) = (unsafe { random_word() }) else { return false };
         chunk.copy_from_slice(&number.to_le_bytes()[..chunk.len()]);
     }
     true
@@ -24,7 +24,7 @@ pub fn fill(to: &mut [u8]) -> bool {
 /// # Safety
 /// The processor must have `RDRAND`.
 #[target_feature(enable = "rdrand")]
-unsafe fn number() -> Option<u64> {
+unsafe fn random_word() -> Option<u64> {
     let mut number = 0;
     (0..TRIES).any(|_| _rdrand64_step(&mut number) == 1).then_some(number)
 }

@@ -9,7 +9,7 @@ use proto::start::{
     FILES, FILES_ALIGN, MAX_START, MESSAGE_PAGE, RangeKind, START_PAGE, Start, slot,
 };
 
-use crate::device::Registers;
+use crate::device::DeviceRegisters;
 use crate::memory::Window;
 use crate::objects::{Gate, Message, Platform};
 use crate::page::Page;
@@ -195,11 +195,11 @@ impl Boot {
     }
 
     /// Returns the device registers at the physical addresses `base..base + length`, page-aligned.
-    pub fn registers(&self, base: u64, length: u64) -> Option<Registers> {
+    pub fn registers(&self, base: u64, length: u64) -> Option<DeviceRegisters> {
         let window =
             self.device_pages(base, length).filter(|_| base.is_multiple_of(abi::PAGE_SIZE))?;
         // SAFETY: the kernel maps device memory there, writable and permanently.
-        Some(unsafe { Registers::new(window.base(), length) })
+        Some(unsafe { DeviceRegisters::new(window.base(), length) })
     }
 
     /// Returns bytes of firmware tables, which are not RAM for root.
@@ -244,11 +244,11 @@ pub fn run_root(main: fn(Boot) -> !) -> ! {
 }
 
 /// Port and value that end the machine when root panics; bit 31 marks them as set.
-static LAST_WORDS: AtomicU32 = AtomicU32::new(0);
+static PANIC_PORT_WRITE: AtomicU32 = AtomicU32::new(0);
 
 /// Makes a panic of root write `value` to `port` before it resets the machine.
 pub fn on_root_panic(port: u16, value: u8) {
-    LAST_WORDS.store(1 << 31 | (port as u32) << 8 | value as u32, Ordering::Relaxed);
+    PANIC_PORT_WRITE.store(1 << 31 | (port as u32) << 8 | value as u32, Ordering::Relaxed);
 }
 
 /// Reports a panic to root (or, in root, to the kernel's log) and stops.
@@ -276,7 +276,7 @@ fn root_panicked(text: &[u8]) {
     log::write_platform(platform, text);
     log::write_platform(platform, b"\n");
     log::flush(platform);
-    let last = LAST_WORDS.load(Ordering::Relaxed);
+    let last = PANIC_PORT_WRITE.load(Ordering::Relaxed);
     if last >> 31 != 0
         && let Some(port) = Ports::new((last >> 8) as u16, 1)
     {

@@ -8,7 +8,7 @@ use abi::{Item, Op, PAGE_SHIFT, PAGE_SIZE, Selector, Status, ops};
 use proto::start::MAX_THREADS;
 
 use crate::memory::Window;
-use crate::objects::{Factory, OwnThread, SchedContext, Serves, yield_now};
+use crate::objects::{Factory, OwnThread, SchedContext, ServerThread, yield_now};
 use crate::syscall::call;
 use crate::time;
 
@@ -24,7 +24,7 @@ static FIRST_PAGE: AtomicU64 = AtomicU64::new(0);
 #[repr(C, align(4096))]
 pub struct Stack<const BYTES: usize> {
     memory: UnsafeCell<[u8; BYTES]>,
-    taken: AtomicBool,
+    in_use: AtomicBool,
 }
 
 // SAFETY: `spawn` uses the memory once, for the thread that runs on it.
@@ -35,7 +35,7 @@ impl<const BYTES: usize> Stack<BYTES> {
     #[allow(clippy::new_without_default, reason = "a stack is only of use in a static")]
     pub const fn new() -> Self {
         assert!(BYTES >= 3 * PAGE_SIZE as usize && BYTES.is_multiple_of(PAGE_SIZE as usize));
-        Self { memory: UnsafeCell::new([0; BYTES]), taken: AtomicBool::new(false) }
+        Self { memory: UnsafeCell::new([0; BYTES]), in_use: AtomicBool::new(false) }
     }
 }
 
@@ -51,7 +51,7 @@ pub(crate) fn first_page() -> u64 {
 }
 
 /// Returns the index of the running thread, determined by its stack. 0 is the first thread.
-fn number() -> u64 {
+fn thread_index() -> u64 {
     let here = 0u8;
     let address = (&raw const here) as u64;
     STACKS
@@ -64,11 +64,11 @@ fn number() -> u64 {
 
 /// Returns the address of the running thread's message page.
 pub(crate) fn message_page() -> u64 {
-    FIRST_PAGE.load(Ordering::Relaxed) + number() * PAGE_SIZE
+    FIRST_PAGE.load(Ordering::Relaxed) + thread_index() * PAGE_SIZE
 }
 
 /// Resources of a new thread.
-pub struct Making {
+pub struct ThreadResources {
     /// Factory whose quota pays for it.
     pub factory: Factory,
     /// This task.
@@ -83,19 +83,19 @@ pub struct Making {
 
 /// Starts a thread of this program in `body`, with an argument. It runs until it is stopped.
 pub fn spawn<const BYTES: usize>(
-    making: Making,
+    resources: ThreadResources,
     stack: &'static Stack<BYTES>,
     body: extern "C" fn(u64) -> !,
     argument: u64,
 ) -> Result<OwnThread, Status> {
-    if stack.taken.swap(true, Ordering::Relaxed) {
+    if stack.in_use.swap(true, Ordering::Relaxed) {
         return Err(Status::Busy);
     }
     let low = stack.memory.get() as u64;
     let high = low + BYTES as u64;
     // SAFETY: the memory is the stack's, which this call has just claimed.
-    let thread = unsafe { make(making, low, high) }?;
-    begin(thread, high, body, argument)?;
+    let thread = unsafe { create_thread(resources, low, high) }?;
+    start_thread(thread, high, body, argument)?;
     Ok(thread)
 }
 
@@ -104,7 +104,11 @@ pub fn spawn<const BYTES: usize>(
 ///
 /// # Safety
 /// Only this thread uses the stack's memory.
-unsafe fn make(making: Making, low: u64, high: u64) -> Result<OwnThread, Status> {
+unsafe fn create_thread(
+    resources: ThreadResources,
+    low: u64,
+    high: u64,
+) -> Result<OwnThread, Status> {
     let index = STACKS
         .iter()
         .position(|entry| {
@@ -113,8 +117,9 @@ unsafe fn make(making: Making, low: u64, high: u64) -> Result<OwnThread, Status>
         .ok_or(Status::Overflow)?;
     STACKS[index].1.store(high, Ordering::Relaxed);
     let page = FIRST_PAGE.load(Ordering::Relaxed) + (index as u64 + 1) * PAGE_SIZE;
-    let thread = making.factory.own_thread(making.slot, making.task, making.cpu, page)?;
-    thread.bind_sched(making.sched)?;
+    let thread =
+        resources.factory.own_thread(resources.slot, resources.task, resources.cpu, page)?;
+    thread.bind_sched(resources.sched)?;
 
     let guard = Item::memory(0, abi::rights::ALL).pack();
     // SAFETY: the page is part of the stack, which holds no Rust object yet; none will be placed
@@ -124,21 +129,21 @@ unsafe fn make(making: Making, low: u64, high: u64) -> Result<OwnThread, Status>
 }
 
 /// A thread that executes functions in parallel with the first one, repeatedly.
-pub struct Hand {
+pub struct HelperThread {
     thread: OwnThread,
     top_of_stack: u64,
 }
 
-impl Hand {
+impl HelperThread {
     /// Creates an idle helper. `stack` has at least three pages, the lowest of which becomes the
     /// guard page.
-    pub fn new(making: Making, stack: Window) -> Result<Self, Status> {
+    pub fn new(resources: ThreadResources, stack: Window) -> Result<Self, Status> {
         let (low, high) = (stack.base(), stack.base() + stack.length());
         if stack.length() < 3 * PAGE_SIZE {
             return Err(Status::BadArgument);
         }
         // SAFETY: no Rust object is in a window, and only this program has access to this one.
-        let thread = unsafe { make(making, low, high) }?;
+        let thread = unsafe { create_thread(resources, low, high) }?;
         Ok(Self { thread, top_of_stack: high })
     }
 }
@@ -155,45 +160,45 @@ struct Job<'a> {
 /// returned. Stops a helper that has not returned `timeout` TSC ticks after `main`, at any
 /// instruction. Returns the first error if a helper does not start; then neither `main` nor any
 /// helper runs.
-pub fn together<T>(
-    hands: &mut [Hand],
-    patience: u64,
+pub fn run_parallel<T>(
+    helpers: &mut [HelperThread],
+    timeout: u64,
     body: &(dyn Fn(usize) + Sync),
     main: impl FnOnce() -> T,
 ) -> Result<T, Status> {
-    if hands.is_empty() { Ok(main()) } else { with_hands(hands, patience, body, main) }
+    if helpers.is_empty() { Ok(main()) } else { run_with_helpers(helpers, timeout, body, main) }
 }
 
 #[inline(never)]
-fn with_hands<T>(
-    hands: &mut [Hand],
-    patience: u64,
+fn run_with_helpers<T>(
+    helpers: &mut [HelperThread],
+    timeout: u64,
     body: &(dyn Fn(usize) + Sync),
     main: impl FnOnce() -> T,
 ) -> Result<T, Status> {
     let job = |index: usize| Job {
         body,
         index: index + 1,
-        thread: hands[index].thread,
+        thread: helpers[index].thread,
         is_done: AtomicBool::new(false),
     };
     let jobs: [Option<Job>; MAX_THREADS] =
-        core::array::from_fn(|index| (index < hands.len()).then(|| job(index)));
+        core::array::from_fn(|index| (index < helpers.len()).then(|| job(index)));
     let stop = |jobs: &[Option<Job>]| {
         for job in jobs.iter().flatten() {
             // It fails only if the thread has stopped itself.
             let _ = job.thread.stop();
         }
     };
-    for (index, (job, hand)) in jobs.iter().flatten().zip(hands.iter()).enumerate() {
+    for (index, (job, helper)) in jobs.iter().flatten().zip(helpers.iter()).enumerate() {
         let argument = (&raw const *job) as u64;
-        if let Err(status) = begin(hand.thread, hand.top_of_stack, work, argument) {
+        if let Err(status) = start_thread(helper.thread, helper.top_of_stack, run_job, argument) {
             stop(&jobs[..index]);
             return Err(status);
         }
     }
     let result = main();
-    let deadline = time::tsc().saturating_add(patience);
+    let deadline = time::tsc().saturating_add(timeout);
     while !jobs.iter().flatten().all(|job| job.is_done.load(Ordering::Acquire))
         && time::tsc() < deadline
     {
@@ -204,7 +209,7 @@ fn with_hands<T>(
 }
 
 /// Entry of a helper; the argument is the address of its job.
-extern "C" fn work(job: u64) -> ! {
+extern "C" fn run_job(job: u64) -> ! {
     // SAFETY: `run_parallel` passes a job's address and does not return before the thread has
     // stopped.
     let job = unsafe { &*core::ptr::with_exposed_provenance::<Job>(job as usize) };
@@ -217,7 +222,7 @@ extern "C" fn work(job: u64) -> ! {
 }
 
 /// Starts a thread with an empty stack.
-fn begin(
+fn start_thread(
     thread: OwnThread,
     top_of_stack: u64,
     body: extern "C" fn(u64) -> !,
@@ -244,7 +249,7 @@ pub fn restart<const BYTES: usize>(
     argument: u64,
 ) -> Result<(), Status> {
     thread.stop()?;
-    begin(thread, stack.memory.get() as u64 + BYTES as u64, body, argument)
+    start_thread(thread, stack.memory.get() as u64 + BYTES as u64, body, argument)
 }
 
 /// First instructions of a thread: the body's address and its argument are on the stack.

@@ -11,7 +11,7 @@ use crate::objects::{Factory, Notification, Vm};
 use crate::syscall::call;
 
 /// Bit mask of state pages in use; a page is never used for a second vCPU.
-static TAKEN: AtomicU32 = AtomicU32::new(0);
+static STATE_PAGES_IN_USE: AtomicU32 = AtomicU32::new(0);
 
 /// A virtual CPU. Dropping it does not destroy the kernel's object.
 pub struct Vcpu {
@@ -30,15 +30,15 @@ impl Vcpu {
         notification: Notification,
     ) -> Result<Self, Status> {
         if index as usize >= MAX_VCPUS
-            || TAKEN.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0
+            || STATE_PAGES_IN_USE.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0
         {
             return Err(Status::Busy);
         }
         let address = STATE_PAGES + index as u64 * PAGE_SIZE;
         factory.vcpu(slot, vm, address, notification)?;
-        // SAFETY: the kernel has mapped a page of its own there, filled with integers. `TAKEN`
-        // makes this the only reference, and the kernel accesses the page only within `run` and
-        // `fetch`, which borrow the reference exclusively.
+        // SAFETY: the kernel has mapped a page of its own there, filled with integers.
+        // `STATE_PAGES_IN_USE` makes this the only reference, and the kernel accesses the page only
+        // within `run` and `fetch`, which borrow the reference exclusively.
         let state = unsafe { &mut *core::ptr::with_exposed_provenance_mut(address as usize) };
         Ok(Self { selector: slot, state })
     }

@@ -76,7 +76,7 @@ pub fn find(name: &str) -> Option<&'static Command> {
 
 /// A parsed line.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Said<'l> {
+pub struct ParsedCommand<'l> {
     /// The command.
     pub command: &'static Command,
     /// Its arguments.
@@ -85,7 +85,7 @@ pub struct Said<'l> {
 
 /// Syntax error.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Wrong<'l> {
+pub enum SyntaxError<'l> {
     /// The command does not exist.
     Unknown(&'l str),
     /// The number of arguments is wrong.
@@ -93,21 +93,21 @@ pub enum Wrong<'l> {
 }
 
 /// Parses a line; `None` if it is empty.
-pub fn parse(line: &str) -> Option<Result<Said<'_>, Wrong<'_>>> {
+pub fn parse(line: &str) -> Option<Result<ParsedCommand<'_>, SyntaxError<'_>>> {
     let mut words = line.split_ascii_whitespace();
     let name = words.next()?;
-    let Some(command) = find(name) else { return Some(Err(Wrong::Unknown(name))) };
+    let Some(command) = find(name) else { return Some(Err(SyntaxError::Unknown(name))) };
     let mut rest = Vec::new();
     for word in words {
         if rest.len() == command.words.len() || rest.push(word).is_err() {
-            return Some(Err(Wrong::Usage(command)));
+            return Some(Err(SyntaxError::Usage(command)));
         }
     }
     let least = command.words.len() - command.optional;
     Some(if rest.len() < least {
-        Err(Wrong::Usage(command))
+        Err(SyntaxError::Usage(command))
     } else {
-        Ok(Said { command, words: rest })
+        Ok(ParsedCommand { command, words: rest })
     })
 }
 
@@ -128,7 +128,7 @@ pub fn word_at_end(before_cursor: &str) -> (Word, &str) {
 }
 
 /// Returns whether a listed entry matches the kind of a word.
-pub fn is_named(word: Word, kind: Kind, state: State) -> bool {
+pub fn matches_kind(word: Word, kind: Kind, state: State) -> bool {
     let lives = matches!(state, State::Running | State::Paused);
     match word {
         Word::Command | Word::Free => false,
@@ -187,14 +187,15 @@ mod tests {
     #[test]
     fn lines_are_taken_apart() {
         assert_eq!(parse("  "), None);
-        let said = |line| parse(line).unwrap().map(|said| (said.command.name, said.words.to_vec()));
-        assert_eq!(said(" list "), Ok(("list", vec![])));
-        assert_eq!(said("create a  b"), Ok(("create", vec!["a", "b"])));
-        assert_eq!(said("top"), Ok(("top", vec![])));
-        assert_eq!(said("top 3"), Ok(("top", vec!["3"])));
-        assert_eq!(said("lst"), Err(Wrong::Unknown("lst")));
+        let parsed =
+            |line| parse(line).unwrap().map(|parsed| (parsed.command.name, parsed.words.to_vec()));
+        assert_eq!(parsed(" list "), Ok(("list", vec![])));
+        assert_eq!(parsed("create a  b"), Ok(("create", vec!["a", "b"])));
+        assert_eq!(parsed("top"), Ok(("top", vec![])));
+        assert_eq!(parsed("top 3"), Ok(("top", vec!["3"])));
+        assert_eq!(parsed("lst"), Err(SyntaxError::Unknown("lst")));
         for line in ["start", "create a", "list x", "top 1 2", "create a b c"] {
-            assert!(matches!(said(line), Err(Wrong::Usage(_))), "{line}");
+            assert!(matches!(parsed(line), Err(SyntaxError::Usage(_))), "{line}");
         }
     }
 
@@ -225,11 +226,11 @@ mod tests {
 
     #[test]
     fn names_fit_their_commands() {
-        assert!(is_named(Word::Running, Kind::Vm, State::Paused));
-        assert!(!is_named(Word::Running, Kind::Task, State::Running));
-        assert!(is_named(Word::Stopped, Kind::Vm, State::Ended(3)));
-        assert!(!is_named(Word::Stopped, Kind::Vm, State::Running));
-        assert!(is_named(Word::Template, Kind::Template, State::New));
-        assert!(!is_named(Word::Free, Kind::Vm, State::New));
+        assert!(matches_kind(Word::Running, Kind::Vm, State::Paused));
+        assert!(!matches_kind(Word::Running, Kind::Task, State::Running));
+        assert!(matches_kind(Word::Stopped, Kind::Vm, State::Ended(3)));
+        assert!(!matches_kind(Word::Stopped, Kind::Vm, State::Running));
+        assert!(matches_kind(Word::Template, Kind::Template, State::New));
+        assert!(!matches_kind(Word::Free, Kind::Vm, State::New));
     }
 }

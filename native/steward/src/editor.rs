@@ -154,8 +154,8 @@ impl Editor {
 
     fn control(&mut self, number: u8, last: u8, screen: &mut impl Write) {
         match (last, number) {
-            (b'A', _) => self.travel(self.back + 1, screen),
-            (b'B', _) => self.travel(self.back.wrapping_sub(1), screen),
+            (b'A', _) => self.show_history(self.back + 1, screen),
+            (b'B', _) => self.show_history(self.back.wrapping_sub(1), screen),
             (b'C', _) => self.go_to(self.cursor + 1, screen),
             (b'D', _) => self.go_to(self.cursor.saturating_sub(1), screen),
             (b'H', _) | (b'~', 1 | 7) => self.go_to(0, screen),
@@ -227,7 +227,7 @@ impl Editor {
     }
 
     /// Shows a line of the history, or the new line.
-    fn travel(&mut self, back: usize, screen: &mut impl Write) {
+    fn show_history(&mut self, back: usize, screen: &mut impl Write) {
         if back > self.history.len() {
             return;
         }

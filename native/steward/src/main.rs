@@ -14,7 +14,7 @@ mod table;
 use core::fmt::Write;
 
 use abi::FOREVER;
-use native_rt::manage::Root;
+use native_rt::manage::ManagementGate;
 use native_rt::{error, time};
 use proto::console::MAX_BYTES;
 use proto::control::code;
@@ -22,7 +22,7 @@ use proto::manage::{self, Figures, Kind, Refusal, State};
 use proto::start::{Clock, Start, event};
 use proto::system::{MAX_NAME, MAX_VMS};
 
-use crate::commands::{COMMANDS, Command, Completion, Said, Word, Wrong};
+use crate::commands::{COMMANDS, Command, Completion, ParsedCommand, SyntaxError, Word};
 use crate::editor::{Editor, Event};
 use crate::screen::Screen;
 
@@ -33,7 +33,7 @@ const REPORT_TIME: u64 = 20_000_000;
 /// Maximum number of repetitions of that wait.
 const REPORT_TURNS: u32 = 10;
 /// Seconds that guests have to shut down.
-const PATIENCE: u32 = 20;
+const SHUTDOWN_SECONDS: u32 = 20;
 
 type Name = heapless::String<MAX_NAME>;
 
@@ -49,15 +49,19 @@ fn main(start: &Start<'static>) -> u64 {
             return code::BAD_CONFIG;
         }
     };
-    let mut steward =
-        Steward { screen, root: Root::new(), clock: start.clock, editor: Editor::new("steward> ") };
-    steward.say(format_args!("This is the steward of this system; `help` shows what to say."));
+    let mut steward = Shell {
+        screen,
+        root: ManagementGate::new(),
+        clock: start.clock,
+        editor: Editor::new("steward> "),
+    };
+    steward.print(format_args!("This is the steward of this system; `help` shows what to say."));
     steward.serve()
 }
 
-struct Steward {
+struct Shell {
     screen: Screen,
-    root: Root,
+    root: ManagementGate,
     clock: Clock,
     editor: Editor,
 }
@@ -69,7 +73,7 @@ enum Next {
     End,
 }
 
-impl Steward {
+impl Shell {
     fn serve(&mut self) -> u64 {
         self.editor.show(&mut self.screen);
         loop {
@@ -99,7 +103,7 @@ impl Steward {
                     Event::Complete => self.complete(),
                     Event::Line => {
                         let line = self.editor.take_line();
-                        if self.carry_out(&line) == Next::End {
+                        if self.execute(&line) == Next::End {
                             return Next::End;
                         }
                         self.editor.show(&mut self.screen);
@@ -112,7 +116,7 @@ impl Steward {
         }
     }
 
-    fn say(&mut self, text: core::fmt::Arguments) {
+    fn print(&mut self, text: core::fmt::Arguments) {
         // A screen accepts all text.
         let _ = write!(self.screen, "{text}\r\n");
     }
@@ -130,7 +134,7 @@ impl Steward {
         } else {
             // Without a reply there are no candidates.
             let _ = self.root.list(|entry| {
-                if commands::is_named(kind, entry.kind, entry.state) {
+                if commands::matches_kind(kind, entry.kind, entry.state) {
                     completion.offer(&typed, entry.name);
                 }
             });
@@ -149,18 +153,18 @@ impl Steward {
 
     // ---- commands ----------------------------------------------------------------------------
 
-    fn carry_out(&mut self, line: &str) -> Next {
+    fn execute(&mut self, line: &str) -> Next {
         let result = match commands::parse(line) {
             None => Ok(()),
-            Some(Err(Wrong::Unknown(name))) => {
-                self.say(format_args!("there is no command {name:?}; `help` shows all"));
+            Some(Err(SyntaxError::Unknown(name))) => {
+                self.print(format_args!("there is no command {name:?}; `help` shows all"));
                 Ok(())
             }
-            Some(Err(Wrong::Usage(command))) => {
+            Some(Err(SyntaxError::Usage(command))) => {
                 self.show_usage(command);
                 Ok(())
             }
-            Some(Ok(Said { command, words })) => {
+            Some(Ok(ParsedCommand { command, words })) => {
                 let first = words.first().copied().unwrap_or_default();
                 let second = words.get(1).copied().unwrap_or_default();
                 match command.name {
@@ -173,7 +177,7 @@ impl Steward {
             }
         };
         if let Err(refusal) = result {
-            self.say(format_args!("refused: {}", refusal.text()));
+            self.print(format_args!("refused: {}", refusal.text()));
         }
         Next::Another
     }
@@ -193,14 +197,14 @@ impl Steward {
             "create" => manage::CREATE,
             _ => manage::DESTROY,
         };
-        self.root.ask(label, first, second)?;
-        self.say(format_args!("{command} {first}: done"));
+        self.root.request(label, first, second)?;
+        self.print(format_args!("{command} {first}: done"));
         Ok(())
     }
 
     fn show_usage(&mut self, command: &Command) {
         let Command { name, usage, help, .. } = command;
-        self.say(format_args!("{name} {usage}: {help}"));
+        self.print(format_args!("{name} {usage}: {help}"));
     }
 
     fn help(&mut self, name: &str) -> Result<(), Refusal> {
@@ -210,16 +214,16 @@ impl Steward {
         }
         for Command { name, usage, help, .. } in COMMANDS {
             let space = 21_usize.saturating_sub(name.len());
-            self.say(format_args!("  {name} {usage:<space$} {help}"));
+            self.print(format_args!("  {name} {usage:<space$} {help}"));
         }
-        self.say(format_args!(
+        self.print(format_args!(
             "Tab completes, arrow keys bring lines back. Ctrl-] ? is the console's help."
         ));
         Ok(())
     }
 
     fn list(&mut self) -> Result<(), Refusal> {
-        self.say(format_args!("{}", table::LIST_HEAD));
+        self.print(format_args!("{}", table::LIST_HEAD));
         let Self { root, screen, .. } = self;
         root.list(|entry| {
             let _ = table::entry(entry, screen);
@@ -230,8 +234,8 @@ impl Steward {
     fn memory(&mut self) -> Result<(), Refusal> {
         let [free, pieces, used, all] = self.root.memory()?;
         let kib = free >> 10;
-        self.say(format_args!("free: {kib} KiB in {pieces} pieces"));
-        self.say(format_args!("kernel memory: {used} of {all} pages in use"));
+        self.print(format_args!("free: {kib} KiB in {pieces} pieces"));
+        self.print(format_args!("kernel memory: {used} of {all} pages in use"));
         Ok(())
     }
 
@@ -288,7 +292,7 @@ impl Steward {
                 break;
             }
             let Some(now) = self.figures(&vms) else { break };
-            self.say(format_args!("{}", table::TOP_HEAD));
+            self.print(format_args!("{}", table::TOP_HEAD));
             let Self { root, screen, .. } = self;
             root.list(|entry| {
                 let index = vms.iter().position(|(number, _)| *number == entry.number);
@@ -304,7 +308,7 @@ impl Steward {
     }
 
     fn shutdown(&mut self) {
-        for round in 0..=PATIENCE {
+        for round in 0..=SHUTDOWN_SECONDS {
             let alive = self.alive().unwrap_or_default();
             if alive.is_empty() {
                 break;
@@ -312,22 +316,22 @@ impl Steward {
             for (_, name) in &alive {
                 let _ = match round {
                     0 => {
-                        self.say(format_args!("{name} is asked to shut down"));
+                        self.print(format_args!("{name} is asked to shut down"));
                         // A VM that has just ended needs no request.
-                        let _ = self.root.ask(manage::RESUME, name, "");
-                        self.root.ask(manage::STOP, name, "")
+                        let _ = self.root.request(manage::RESUME, name, "");
+                        self.root.request(manage::STOP, name, "")
                     }
-                    PATIENCE => {
-                        self.say(format_args!("{name} does not, and is ended"));
-                        self.root.ask(manage::KILL, name, "")
+                    SHUTDOWN_SECONDS => {
+                        self.print(format_args!("{name} does not, and is ended"));
+                        self.root.request(manage::KILL, name, "")
                     }
                     _ => Ok(()),
                 };
             }
-            if round < PATIENCE {
+            if round < SHUTDOWN_SECONDS {
                 self.sleep(SECOND);
             }
         }
-        self.say(format_args!("the steward leaves"));
+        self.print(format_args!("the steward leaves"));
     }
 }

@@ -1,7 +1,7 @@
 //! Modern transport over PCI (virtio 1.2, section 4.1).
 
 use hw_tables::pci::{capabilities, capability};
-use native_rt::device::Registers;
+use native_rt::device::DeviceRegisters;
 
 use crate::queue::Queue;
 
@@ -64,10 +64,10 @@ pub enum SetupError {
 
 /// A virtio device over PCI.
 pub struct Transport {
-    common: Registers,
-    notify: Registers,
+    common: DeviceRegisters,
+    notify: DeviceRegisters,
     notify_step: u64,
-    device: Registers,
+    device: DeviceRegisters,
 }
 
 impl Transport {
@@ -75,8 +75,8 @@ impl Transport {
     /// it offers, and [`VERSION_1`]. Returns the negotiated features too. `bar` maps the registers
     /// of a base address register.
     pub fn new(
-        configuration: Registers,
-        bar: impl Fn(u64) -> Option<Registers>,
+        configuration: DeviceRegisters,
+        bar: impl Fn(u64) -> Option<DeviceRegisters>,
         wanted: u64,
     ) -> Result<(Self, u64), SetupError> {
         let read = |offset: u16| configuration.read32(offset.into());
@@ -185,13 +185,13 @@ impl Transport {
 
     /// Returns the device-specific registers. Values that span several registers are read by
     /// [`consistent`](Self::consistent).
-    pub fn device(&self) -> Registers {
+    pub fn device(&self) -> DeviceRegisters {
         self.device
     }
 
     /// Reads device-specific registers that change together, repeating until their generation is
     /// stable.
-    pub fn consistent<T>(&self, read: impl Fn(Registers) -> T) -> T {
+    pub fn consistent<T>(&self, read: impl Fn(DeviceRegisters) -> T) -> T {
         loop {
             let before = self.common.read8(common::GENERATION);
             let value = read(self.device);

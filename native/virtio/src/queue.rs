@@ -37,7 +37,7 @@ pub struct Queue<'m> {
     offered: u16,
     taken: u16,
     /// Chains in flight, by their first descriptor.
-    under_way: u128,
+    in_flight: u128,
 }
 
 impl<'m> Queue<'m> {
@@ -47,7 +47,7 @@ impl<'m> Queue<'m> {
         let words = memory.get(..WORDS)?;
         words.iter().for_each(|word| word.store(0, Ordering::Relaxed));
         let size = 1 << size.clamp(1, MAX_SIZE).ilog2();
-        Some(Self { words, physical, size, offered: 0, taken: 0, under_way: 0 })
+        Some(Self { words, physical, size, offered: 0, taken: 0, in_flight: 0 })
     }
 
     /// Returns the number of descriptors, a power of two.
@@ -62,7 +62,7 @@ impl<'m> Queue<'m> {
 
     /// Writes the chain of consecutive descriptors that begins with `first`: address, length and
     /// flags ([`WRITE`]) of each buffer.
-    fn describe(&self, first: u16, buffers: &[(u64, u32, u16)]) {
+    fn write_chain(&self, first: u16, buffers: &[(u64, u32, u16)]) {
         for (index, &(address, length, flags)) in buffers.iter().enumerate() {
             let number = usize::from(first) + index;
             let Some([low, high]) = self.words.get(2 * number..2 * number + 2) else { return };
@@ -79,22 +79,22 @@ impl<'m> Queue<'m> {
     #[must_use]
     pub fn offer(&mut self, first: u16, buffers: &[(u64, u32, u16)]) -> bool {
         let end = usize::from(first) + buffers.len();
-        if end > usize::from(self.size) || buffers.is_empty() || self.under_way >> first & 1 != 0 {
+        if end > usize::from(self.size) || buffers.is_empty() || self.in_flight >> first & 1 != 0 {
             return false;
         }
-        self.describe(first, buffers);
-        self.under_way |= 1 << first;
+        self.write_chain(first, buffers);
+        self.in_flight |= 1 << first;
         // Only the driver writes this ring, so it may change a word in two steps.
-        let place = 2 * (2 + usize::from(self.offered % self.size)) + AVAILABLE;
-        self.set16(place, first);
+        let offset = 2 * (2 + usize::from(self.offered % self.size)) + AVAILABLE;
+        self.set16(offset, first);
         self.offered = self.offered.wrapping_add(1);
         fence(Ordering::Release);
         self.set16(AVAILABLE + 2, self.offered);
         true
     }
 
-    fn set16(&self, place: usize, value: u16) {
-        let (word, shift) = (&self.words[place / 8], place % 8 * 8);
+    fn set16(&self, offset: usize, value: u16) {
+        let (word, shift) = (&self.words[offset / 8], offset % 8 * 8);
         let rest = word.load(Ordering::Relaxed) & !(0xffff << shift);
         word.store(rest | u64::from(value) << shift, Ordering::Release);
     }
@@ -116,10 +116,10 @@ impl<'m> Queue<'m> {
         let word = USED / 8 + usize::from(self.taken % self.size);
         let first = self.words[word].load(Ordering::Relaxed) >> 32;
         let length = self.words[word + 1].load(Ordering::Relaxed) as u32;
-        if first >= self.size.into() || self.under_way >> first & 1 == 0 {
+        if first >= self.size.into() || self.in_flight >> first & 1 == 0 {
             return Err(Broken);
         }
-        self.under_way &= !(1 << first);
+        self.in_flight &= !(1 << first);
         self.taken = self.taken.wrapping_add(1);
         Ok(Some((first as u16, length)))
     }
@@ -134,19 +134,19 @@ mod tests {
         (0..WORDS).map(|_| AtomicU64::new(7)).collect()
     }
 
-    fn get16(memory: &[AtomicU64], place: usize) -> u16 {
-        (memory[place / 8].load(Ordering::Relaxed) >> (place % 8 * 8)) as u16
+    fn get16(memory: &[AtomicU64], offset: usize) -> u16 {
+        (memory[offset / 8].load(Ordering::Relaxed) >> (offset % 8 * 8)) as u16
     }
 
     /// The device uses a chain.
     fn use_chain(memory: &[AtomicU64], size: u16, number: u16, first: u32, length: u32) {
-        let place = USED / 8 + usize::from(number % size);
+        let offset = USED / 8 + usize::from(number % size);
         let keep = |word: &AtomicU64, mask: u64, value: u64| {
             let old = word.load(Ordering::Relaxed);
             word.store(old & mask | value, Ordering::Relaxed);
         };
-        keep(&memory[place], 0xffff_ffff, u64::from(first) << 32);
-        keep(&memory[place + 1], !0xffff_ffff, length.into());
+        keep(&memory[offset], 0xffff_ffff, u64::from(first) << 32);
+        keep(&memory[offset + 1], !0xffff_ffff, length.into());
         keep(&memory[USED / 8], !0xffff_0000, u64::from(number.wrapping_add(1)) << 16);
     }
 

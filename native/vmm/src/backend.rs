@@ -18,19 +18,19 @@ pub struct NativeVcpu<'a> {
     /// Deadline that the VM set for its next timer, as a TSC value.
     deadline: u64,
     /// Ticks during which the VM was paused: its time is this much less than the host's.
-    behind: u64,
+    paused_ticks: u64,
     /// Requested bits of [`window::STANDING`].
     window: u64,
     /// Halt mode for the kernel, unless pending output requires an exit.
-    halts: u64,
-    stolen: Stolen,
+    halt_mode: u64,
+    steal_time: StealTime,
 }
 
 /// Steal time of a vCPU, in ticks.
 #[derive(Default)]
-struct Stolen {
+struct StealTime {
     /// Index of the vCPU, and scheduling context of its thread.
-    of: Option<(usize, SchedContext)>,
+    vcpu: Option<(usize, SchedContext)>,
     /// Missed time of the thread when the VM started.
     before: u64,
     /// `preemptions` of the state page, and steal time, at the last update.
@@ -49,18 +49,18 @@ impl<'a> NativeVcpu<'a> {
             vcpu,
             console,
             deadline: abi::FOREVER,
-            behind: 0,
+            paused_ticks: 0,
             window: 0,
-            halts: 1,
-            stolen: Stolen::default(),
+            halt_mode: 1,
+            steal_time: StealTime::default(),
         }
     }
 
     /// Starts the VM with this as its vCPU `index`, whose thread runs on `context`.
     pub fn start(&mut self, index: usize, context: SchedContext) {
-        self.stolen = Stolen {
-            of: Some((index, context)),
-            before: CONTROL.missed(index, context).wrapping_sub(self.halted()),
+        self.steal_time = StealTime {
+            vcpu: Some((index, context)),
+            before: CONTROL.missed_ticks(index, context).wrapping_sub(self.halted()),
             preemptions: self.vcpu.state().preemptions,
             ticks: 0,
         };
@@ -79,10 +79,10 @@ impl<'a> NativeVcpu<'a> {
 
     /// Sets the time of all pauses, in ticks. The guest's counter continues from its value before
     /// the pause.
-    pub fn set_behind(&mut self, ticks: u64) {
-        if ticks != self.behind {
+    pub fn set_paused_ticks(&mut self, ticks: u64) {
+        if ticks != self.paused_ticks {
             let offset = self.get(Reg::TscOffset);
-            self.behind = ticks;
+            self.paused_ticks = ticks;
             self.set(Reg::TscOffset, offset);
             // The kernel checks a new deadline before the guest runs; this one is in VM time again.
             self.deadline = 0;
@@ -91,7 +91,7 @@ impl<'a> NativeVcpu<'a> {
 
     /// Returns the state page, with these groups valid.
     #[inline(always)]
-    fn with(&mut self, groups: u64) -> &mut VcpuState {
+    fn state_with(&mut self, groups: u64) -> &mut VcpuState {
         if self.vcpu.state().valid & groups != groups {
             self.fetch(groups);
         }
@@ -107,7 +107,7 @@ impl<'a> NativeVcpu<'a> {
     }
 
     /// Sets or clears one of [`window::STANDING`].
-    fn stand(&mut self, bit: u64, on: bool) {
+    fn set_persistent(&mut self, bit: u64, on: bool) {
         self.window = self.window & !bit | if on { bit } else { 0 };
         let state = self.vcpu.state();
         state.window = state.window & !window::STANDING | self.window;
@@ -116,7 +116,7 @@ impl<'a> NativeVcpu<'a> {
     /// Returns the state page, with this group valid and marked as changed.
     #[inline(always)]
     fn change(&mut self, group: u64) -> &mut VcpuState {
-        let state = self.with(group);
+        let state = self.state_with(group);
         state.dirty |= group;
         state
     }
@@ -201,7 +201,7 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     #[inline(always)]
     fn gpr(&mut self, register: Gpr) -> u64 {
         match register {
-            Gpr::Rsp => self.with(group::IP).rsp,
+            Gpr::Rsp => self.state_with(group::IP).rsp,
             _ => self.vcpu.state().gpr[register as usize],
         }
     }
@@ -216,21 +216,22 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
 
     #[inline(always)]
     fn get(&mut self, name: Reg) -> u64 {
-        let value = *register(self.with(group_of(name)), name);
+        let value = *register(self.state_with(group_of(name)), name);
         // The guest's counter is the VM's time plus an offset.
-        if name == Reg::TscOffset { value.wrapping_add(self.behind) } else { value }
+        if name == Reg::TscOffset { value.wrapping_add(self.paused_ticks) } else { value }
     }
 
     #[inline(always)]
     fn set(&mut self, name: Reg, value: u64) {
-        let value = if name == Reg::TscOffset { value.wrapping_sub(self.behind) } else { value };
+        let value =
+            if name == Reg::TscOffset { value.wrapping_sub(self.paused_ticks) } else { value };
         *register(self.change(group_of(name)), name) = value;
     }
 
     #[inline(always)]
     fn segment(&mut self, name: Seg) -> Segment {
         let StateSegment { selector, attrib, limit, base } =
-            *segment(self.with(group_of_segment(name)), name);
+            *segment(self.state_with(group_of_segment(name)), name);
         Segment { selector, attrib, limit, base }
     }
 
@@ -241,7 +242,7 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     }
 
     fn vector(&mut self, register: u8) -> Option<[u64; 2]> {
-        self.with(group::VECTORS).xmm.get(usize::from(register)).copied()
+        self.state_with(group::VECTORS).xmm.get(usize::from(register)).copied()
     }
 
     fn set_vector(&mut self, register: u8, value: [u64; 2]) {
@@ -297,36 +298,38 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     }
 
     fn set_cr8_exits(&mut self, exit: bool) {
-        self.stand(window::PRIORITY, exit);
+        self.set_persistent(window::PRIORITY, exit);
     }
 
     fn set_iret_exits(&mut self, exit: bool) -> bool {
-        self.stand(window::IRET, exit);
+        self.set_persistent(window::IRET, exit);
         true
     }
 
     #[inline(always)]
     fn set_deadline(&mut self, tsc: u64) {
-        self.deadline = tsc.saturating_add(self.behind);
+        self.deadline = tsc.saturating_add(self.paused_ticks);
     }
 
     #[inline]
     fn stolen(&mut self) -> u64 {
         let (preemptions, halted) = (self.vcpu.state().preemptions, self.halted());
-        let stolen = &mut self.stolen;
+        let steal_time = &mut self.steal_time;
         // Reading the used CPU time takes a system call.
-        if let (true, Some((index, context))) = (preemptions != stolen.preemptions, stolen.of) {
-            stolen.preemptions = preemptions;
-            let missed = CONTROL.missed(index, context).wrapping_sub(halted);
-            let missed = missed.wrapping_sub(stolen.before);
+        if let (true, Some((index, context))) =
+            (preemptions != steal_time.preemptions, steal_time.vcpu)
+        {
+            steal_time.preemptions = preemptions;
+            let missed = CONTROL.missed_ticks(index, context).wrapping_sub(halted);
+            let missed = missed.wrapping_sub(steal_time.before);
             // It is the difference of several clocks, which all advance meanwhile.
-            stolen.ticks = stolen.ticks.max(missed);
+            steal_time.ticks = steal_time.ticks.max(missed);
         }
-        stolen.ticks
+        steal_time.ticks
     }
 
     fn set_hlt_exits(&mut self, exit: bool) {
-        self.halts = u64::from(!exit);
+        self.halt_mode = u64::from(!exit);
     }
 
     fn flush_tlb(&mut self) {
@@ -343,7 +346,7 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
             let flush_at = self.console.flush_at();
             state.deadline = self.deadline.min(flush_at);
             // A halt must not delay pending output.
-            state.halt = if flush_at == abi::FOREVER { self.halts } else { 0 };
+            state.halt = if flush_at == abi::FOREVER { self.halt_mode } else { 0 };
             if let Err(status) = self.vcpu.run() {
                 return Exit::HostError(status as u64);
             }

@@ -23,7 +23,7 @@ const _: () = assert!(hypercall::DOORBELL == abi::vcpu::HYPERCALL_DOORBELL);
 const FOUR_GIB: u64 = 1 << 32;
 
 /// One end of a channel.
-pub struct Peer {
+pub struct ChannelEnd {
     number: usize,
     side: usize,
     doorbell: bool,
@@ -43,7 +43,7 @@ pub struct Peer {
     receiver: Option<Receiver<'static>>,
 }
 
-impl Peer {
+impl ChannelEnd {
     /// Creates the end of channel `number`, and describes it for the guest. `own` is this VM's name
     /// and index.
     pub fn new(
@@ -82,7 +82,7 @@ impl Peer {
     }
 
     /// Sends a request to root; returns `None` if root refuses it.
-    fn ask(&self, label: u64, share: usize, words: [u64; 3]) -> Option<[u64; 4]> {
+    fn call_root(&self, label: u64, share: usize, words: [u64; 3]) -> Option<[u64; 4]> {
         let place = Place { channel: self.number, share }.pack();
         let [a, b, c] = words;
         let answer = Gate::at(slot::CONTROL).call(Call::new(label, [place, a, b, c])).ok()?;
@@ -95,24 +95,24 @@ impl Peer {
     }
 
     /// Maps a share for the guest; returns `false` if its window has no guest address.
-    fn show(&self, share: usize) -> bool {
+    fn map_share(&self, share: usize) -> bool {
         let (Some(at), Some(window)) = (self.shares_at, self.share(share)) else { return true };
-        map(self.vm, window, at + share as u64 * SHARE_BYTES)
+        map_guest(self.vm, window, at + share as u64 * SHARE_BYTES)
     }
 }
 
 /// Maps memory for the guest; returns `false` without effect if the address is in use, or memory
 /// for page tables is exhausted.
-fn map(vm: Vm, window: Window, address: u64) -> bool {
+fn map_guest(vm: Vm, window: Window, address: u64) -> bool {
     let mapped = vm.map(window, address, rights::READ | rights::WRITE);
     if mapped.is_err() {
-        hide(window);
+        unmap_guest(window);
     }
     mapped.is_ok()
 }
 
 /// Unmaps memory from the guest.
-fn hide(window: Window) {
+fn unmap_guest(window: Window) {
     // An absent mapping counts as revoked.
     let _ = window.revoke();
 }
@@ -140,13 +140,13 @@ fn name(text: &str) -> [u8; NAME_LEN] {
     name
 }
 
-impl ChannelBackend for Peer {
+impl ChannelBackend for ChannelEnd {
     fn notify(&mut self) -> bool {
         self.doorbell && self.notification.signal(self.signal).is_ok()
     }
 
     fn view(&mut self) -> View {
-        let view = self.ask(LOOK, 0, [0; 3]).map_or(View::default(), View::unpack);
+        let view = self.call_root(LOOK, 0, [0; 3]).map_or(View::default(), View::unpack);
         for (mapped, share) in self.mapped.iter_mut().zip(view.peers) {
             if share.state != ShareState::Mapped {
                 *mapped = 0;
@@ -162,13 +162,13 @@ impl ChannelBackend for Peer {
     fn offer(&mut self, share: usize, address: u64, length: u32, writable: bool) -> bool {
         let length = u64::from(length);
         let Some(offset) = offset(address, length) else { return false };
-        let done = self.ask(OFFER, share, [offset, length, writable.into()]).is_some();
+        let done = self.call_root(OFFER, share, [offset, length, writable.into()]).is_some();
         self.offered |= u32::from(done) << share;
         done
     }
 
     fn revoke(&mut self, share: usize) {
-        if self.offered & 1 << share != 0 && self.ask(REVOKE, share, [0; 3]).is_some() {
+        if self.offered & 1 << share != 0 && self.call_root(REVOKE, share, [0; 3]).is_some() {
             self.offered &= !(1 << share);
         }
     }
@@ -177,14 +177,14 @@ impl ChannelBackend for Peer {
         if self.mapped[share] != 0 {
             return true;
         }
-        if self.ask(MAP, share, [0; 3]).is_none() {
+        if self.call_root(MAP, share, [0; 3]).is_none() {
             return false;
         }
         let view = self.view().peers[share];
         if view.state == ShareState::Mapped {
             self.mapped[share] = view.length.into();
         }
-        let shown = self.mapped[share] != 0 && self.show(share);
+        let shown = self.mapped[share] != 0 && self.map_share(share);
         if !shown {
             self.unmap(share);
         }
@@ -193,7 +193,7 @@ impl ChannelBackend for Peer {
 
     fn unmap(&mut self, share: usize) {
         // Root refuses it if the peer has revoked the share meanwhile.
-        let _ = self.ask(LET_GO, share, [0; 3]);
+        let _ = self.call_root(LET_GO, share, [0; 3]);
         self.mapped[share] = 0;
     }
 
@@ -202,14 +202,14 @@ impl ChannelBackend for Peer {
         let memory = memory.filter(|&at| in_pci_window(at, window.length()));
         let shares = shares.filter(|&at| in_pci_window(at, self.shares.length()));
         if memory != self.memory_at {
-            hide(window);
-            self.memory_at = memory.filter(|&at| map(self.vm, window, at));
+            unmap_guest(window);
+            self.memory_at = memory.filter(|&at| map_guest(self.vm, window, at));
         }
         if shares != self.shares_at {
-            hide(self.shares);
+            unmap_guest(self.shares);
             self.shares_at = shares;
             for share in 0..SHARES {
-                if self.mapped[share] != 0 && !self.show(share) {
+                if self.mapped[share] != 0 && !self.map_share(share) {
                     self.unmap(share);
                 }
             }

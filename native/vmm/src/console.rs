@@ -13,16 +13,16 @@ use proto::console::{MAX_BYTES, OPEN, READ, WRITE};
 use proto::start::{Clock, event, slot};
 use spin::mutex::SpinMutex;
 
-use crate::Yielding;
+use crate::YieldRelax;
 
 /// Bytes of output and input that the VMM buffers.
 const BUFFER: usize = MAX_BYTES;
 /// Amount of output that is flushed immediately.
-const FULL: usize = 256;
+const FLUSH_LENGTH: usize = 256;
 /// Maximum delay of output, in ns.
-const PATIENCE: u64 = 2_000_000;
+const MAX_DELAY: u64 = 2_000_000;
 /// Time limit for the last output at the end of the guest, in ns.
-const LAST_PATIENCE: u64 = 1_000_000_000;
+const FINISH_TIMEOUT: u64 = 1_000_000_000;
 
 /// Buffered bytes of one direction.
 struct Buffer {
@@ -62,7 +62,7 @@ impl Buffer {
 
 /// A console device of the guest.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Line {
+pub enum ConsoleLine {
     /// The first serial port.
     Serial,
     /// The virtio device.
@@ -81,7 +81,7 @@ pub struct Console {
     last_ticks: AtomicU64,
     /// The guest has written to the virtio device last.
     virtio: AtomicBool,
-    session: SpinMutex<Session, Yielding>,
+    session: SpinMutex<Session, YieldRelax>,
 }
 
 struct Session {
@@ -119,8 +119,8 @@ impl Console {
     /// Opens the session, if the VMM has a console gate.
     pub fn open(&self, present: bool, clock: &Clock) {
         let ticks = |nanos| time::ticks(clock.tsc_khz, nanos);
-        self.ticks.store(ticks(PATIENCE), Ordering::Relaxed);
-        self.last_ticks.store(ticks(LAST_PATIENCE), Ordering::Relaxed);
+        self.ticks.store(ticks(MAX_DELAY), Ordering::Relaxed);
+        self.last_ticks.store(ticks(FINISH_TIMEOUT), Ordering::Relaxed);
         let mut session = self.session.lock();
         session.gate = present.then(|| Gate::at(slot::DEVICE));
         session.open();
@@ -134,8 +134,8 @@ impl Console {
 
     /// Accepts a byte of output; returns `false` if the buffer is full because the server has no
     /// room.
-    pub fn put(&self, line: Line, byte: u8) -> bool {
-        self.virtio.store(line == Line::Virtio, Ordering::Relaxed);
+    pub fn put(&self, line: ConsoleLine, byte: u8) -> bool {
+        self.virtio.store(line == ConsoleLine::Virtio, Ordering::Relaxed);
         let session = &mut *self.session.lock();
         if session.gate.is_none() {
             return true;
@@ -143,7 +143,7 @@ impl Console {
         let taken = session.output.put(byte);
         let length = session.output.waiting().len();
         if !session.blocked {
-            if byte == b'\n' || length >= FULL {
+            if byte == b'\n' || length >= FLUSH_LENGTH {
                 self.send(session);
             } else if length == 1 {
                 let ticks = self.ticks.load(Ordering::Relaxed);
@@ -178,8 +178,8 @@ impl Console {
     }
 
     /// Takes a byte of input, if it is for this device.
-    pub fn take(&self, line: Line) -> Option<u8> {
-        let is_meant = self.virtio.load(Ordering::Relaxed) == (line == Line::Virtio);
+    pub fn take(&self, line: ConsoleLine) -> Option<u8> {
+        let is_meant = self.virtio.load(Ordering::Relaxed) == (line == ConsoleLine::Virtio);
         is_meant.then(|| self.session.lock().take()).flatten()
     }
 
@@ -229,14 +229,14 @@ impl Session {
                         return;
                     }
                 }
-                answer => self.lose(answer),
+                answer => self.mark_lost(answer),
             }
         }
     }
 
     /// Handles a failed call. A refusal means that the server has restarted and does not know the
     /// session.
-    fn lose(&mut self, answer: Result<Message, native_rt::Status>) {
+    fn mark_lost(&mut self, answer: Result<Message, native_rt::Status>) {
         if answer.is_err() || !self.open() {
             (self.lost, self.blocked) = (true, true);
         }
@@ -257,7 +257,7 @@ impl Session {
                     (input.start, input.end) = (0, length);
                     self.may_read = length == MAX_BYTES;
                 }
-                answer => self.lose(answer),
+                answer => self.mark_lost(answer),
             }
         }
         let byte = self.input.waiting().first().copied();

@@ -20,17 +20,17 @@ use crate::Cell;
 use crate::backend::NativeVcpu;
 
 /// Events that root signals.
-pub const ORDERS: u64 = event::POWER_BUTTON | event::PAUSE | event::RESUME | event::REPORT;
+pub const ROOT_EVENTS: u64 = event::POWER_BUTTON | event::PAUSE | event::RESUME | event::REPORT;
 /// Maximum wait for the other vCPUs to park, in yields of the CPU. They have been kicked.
-const REST_TURNS: u32 = 100_000;
+const PARK_YIELDS: u32 = 100_000;
 
 /// Figures of a vCPU.
 #[derive(Clone, Copy)]
-pub struct Share {
+pub struct VcpuFigures {
     /// World switches.
     pub entries: u64,
     /// Exits handled in the kernel.
-    pub settled: u64,
+    pub handled: u64,
     /// Exits by reason.
     pub exits: [u64; REASONS],
     /// Ticks that the kernel has waited while the guest was halted.
@@ -39,7 +39,8 @@ pub struct Share {
     used: u64,
 }
 
-const NO_SHARE: Share = Share { entries: 0, settled: 0, exits: [0; REASONS], halted: 0, used: 0 };
+const NO_FIGURES: VcpuFigures =
+    VcpuFigures { entries: 0, handled: 0, exits: [0; REASONS], halted: 0, used: 0 };
 
 /// Idle time of a vCPU in the VMM.
 struct Idle {
@@ -49,8 +50,8 @@ struct Idle {
     since: AtomicU64,
 }
 
-struct Shares {
-    each: [Share; MAX_VCPUS],
+struct AllFigures {
+    each: [VcpuFigures; MAX_VCPUS],
     /// Exits before the last reset of the VM.
     past: [u64; REASONS],
     sequence: u64,
@@ -65,33 +66,33 @@ pub static CONTROL: Control = Control::new();
 pub struct Control {
     orders: AtomicU32,
     paused: AtomicBool,
-    resting: AtomicU32,
+    parked: AtomicU32,
     /// TSC value at which the last vCPU parked.
-    rests_since: AtomicU64,
-    behind: AtomicU64,
+    parked_since: AtomicU64,
+    paused_ticks: AtomicU64,
     idle: [Idle; MAX_VCPUS],
-    shares: Cell<Shares>,
+    figures: Cell<AllFigures>,
 }
 
 /// A VM as the thread of one vCPU passes it to [`Control::serve`].
-pub trait Machine {
+pub trait ControlledVm {
     /// Presses the power button.
     fn press_power_button(&mut self);
     /// Returns whether the VM has ended.
     fn has_ended(&self) -> bool;
     /// Returns the figures of the vCPU, without CPU time.
-    fn share(&mut self) -> Share;
+    fn figures(&mut self) -> VcpuFigures;
 }
 
-impl Share {
+impl VcpuFigures {
     /// Returns figures without CPU time.
     pub fn new(vcpu: &mut NativeVcpu, exits: &[u64]) -> Self {
-        let (entries, settled) = vcpu.counts();
-        let mut share = Self { entries, settled, halted: vcpu.halted(), ..NO_SHARE };
-        for (sum, count) in share.exits.iter_mut().zip(exits) {
+        let (entries, handled) = vcpu.counts();
+        let mut own = Self { entries, handled, halted: vcpu.halted(), ..NO_FIGURES };
+        for (sum, count) in own.exits.iter_mut().zip(exits) {
             *sum = *count;
         }
-        share
+        own
     }
 }
 
@@ -101,13 +102,13 @@ impl Control {
         Self {
             orders: AtomicU32::new(0),
             paused: AtomicBool::new(false),
-            resting: AtomicU32::new(0),
-            rests_since: AtomicU64::new(0),
-            behind: AtomicU64::new(0),
+            parked: AtomicU32::new(0),
+            parked_since: AtomicU64::new(0),
+            paused_ticks: AtomicU64::new(0),
             idle: [const { Idle { ticks: AtomicU64::new(0), since: AtomicU64::new(0) } };
                 MAX_VCPUS],
-            shares: Cell::new(Shares {
-                each: [NO_SHARE; MAX_VCPUS],
+            figures: Cell::new(AllFigures {
+                each: [NO_FIGURES; MAX_VCPUS],
                 past: [0; REASONS],
                 sequence: 0,
                 page: None,
@@ -117,12 +118,12 @@ impl Control {
 
     /// Sets the page for reports.
     pub fn report_to(&self, page: Option<Window>) {
-        self.shares.lock().page = page;
+        self.figures.lock().page = page;
     }
 
     /// Returns the ticks by which the VM's time is less than the host's.
-    pub fn behind(&self) -> u64 {
-        self.behind.load(Ordering::Relaxed)
+    pub fn paused_ticks(&self) -> u64 {
+        self.paused_ticks.load(Ordering::Relaxed)
     }
 
     /// Returns the number of the last order.
@@ -132,8 +133,9 @@ impl Control {
 
     /// Returns the ticks in which the thread of vCPU `index` neither ran, on `context`, nor was
     /// idle or parked here, relative to a fixed moment in the past.
-    pub fn missed(&self, index: usize, context: SchedContext) -> u64 {
-        let rest = context.used() + self.idle[index].ticks.load(Ordering::Relaxed) + self.behind();
+    pub fn missed_ticks(&self, index: usize, context: SchedContext) -> u64 {
+        let rest =
+            context.used() + self.idle[index].ticks.load(Ordering::Relaxed) + self.paused_ticks();
         time::tsc().wrapping_sub(rest)
     }
 
@@ -157,9 +159,9 @@ impl Control {
 
     /// Adds the exits of a VM that is about to be reset.
     pub fn close(&self, index: usize, exits: &[u64]) {
-        let mut shares = self.shares.lock();
-        shares.each[index].exits = [0; REASONS];
-        for (sum, count) in shares.past.iter_mut().zip(exits) {
+        let mut figures = self.figures.lock();
+        figures.each[index].exits = [0; REASONS];
+        for (sum, count) in figures.past.iter_mut().zip(exits) {
             *sum += *count;
         }
     }
@@ -174,51 +176,56 @@ impl Control {
         events: u64,
         notifications: &[Notification],
         context: SchedContext,
-        machine: &mut impl Machine,
+        vm: &mut impl ControlledVm,
     ) -> u64 {
         let mut events = events;
-        let mut left = 0;
+        let mut remaining = 0;
         let own = notifications[index];
         if index == 0 {
-            self.obey(events, notifications, machine);
+            self.handle_root_events(events, notifications, vm);
         }
-        self.publish(index, notifications.len(), context, machine);
+        self.publish(index, notifications.len(), context, vm);
         if self.paused.load(Ordering::Acquire) {
-            self.rests_since.fetch_max(time::tsc(), Ordering::Relaxed);
-            self.resting.fetch_add(1, Ordering::AcqRel);
-            while self.paused.load(Ordering::Acquire) && !machine.has_ended() {
+            self.parked_since.fetch_max(time::tsc(), Ordering::Relaxed);
+            self.parked.fetch_add(1, Ordering::AcqRel);
+            while self.paused.load(Ordering::Acquire) && !vm.has_ended() {
                 // It fails only if the notification is gone, and the whole VM with it.
                 let Ok(new) = own.wait(FOREVER) else { break };
                 events = new;
-                left |= events & !ORDERS;
+                remaining |= events & !ROOT_EVENTS;
                 if index == 0 && events & event::RESUME != 0 {
                     self.resume(notifications);
                 } else if index == 0 {
-                    self.obey(events, notifications, machine);
+                    self.handle_root_events(events, notifications, vm);
                 }
-                self.publish(index, notifications.len(), context, machine);
+                self.publish(index, notifications.len(), context, vm);
             }
-            self.resting.fetch_sub(1, Ordering::AcqRel);
+            self.parked.fetch_sub(1, Ordering::AcqRel);
         }
-        left
+        remaining
     }
 
     /// Handles root's events.
-    fn obey(&self, events: u64, notifications: &[Notification], machine: &mut impl Machine) {
+    fn handle_root_events(
+        &self,
+        events: u64,
+        notifications: &[Notification],
+        vm: &mut impl ControlledVm,
+    ) {
         if events & event::POWER_BUTTON != 0 {
-            machine.press_power_button();
+            vm.press_power_button();
         }
         // A pause revoked before it began has no effect.
         if events & event::PAUSE != 0 && events & event::RESUME == 0 {
             self.paused.store(true, Ordering::Release);
         }
         if events & (event::PAUSE | event::REPORT) != 0 {
-            self.order(notifications);
+            self.kick_all(notifications);
         }
     }
 
     /// Issues an order to the other vCPUs.
-    fn order(&self, notifications: &[Notification]) {
+    fn kick_all(&self, notifications: &[Notification]) {
         self.orders.fetch_add(1, Ordering::Relaxed);
         for other in notifications.iter().skip(1) {
             // It fails only if the vCPU is gone.
@@ -228,16 +235,16 @@ impl Control {
 
     /// Ends a pause, once it has begun for all vCPUs.
     fn resume(&self, notifications: &[Notification]) {
-        for _ in 0..REST_TURNS {
-            if self.resting.load(Ordering::Acquire) as usize >= notifications.len() {
+        for _ in 0..PARK_YIELDS {
+            if self.parked.load(Ordering::Acquire) as usize >= notifications.len() {
                 break;
             }
             native_rt::yield_now();
         }
-        let since = self.rests_since.swap(0, Ordering::Relaxed);
-        self.behind.fetch_add(time::tsc().saturating_sub(since), Ordering::Relaxed);
+        let since = self.parked_since.swap(0, Ordering::Relaxed);
+        self.paused_ticks.fetch_add(time::tsc().saturating_sub(since), Ordering::Relaxed);
         self.paused.store(false, Ordering::Release);
-        self.order(notifications);
+        self.kick_all(notifications);
     }
 
     /// Publishes the figures of a vCPU: together with the last ones of the other vCPUs, once each
@@ -248,18 +255,18 @@ impl Control {
         index: usize,
         count: usize,
         context: SchedContext,
-        machine: &mut impl Machine,
+        vm: &mut impl ControlledVm,
     ) {
-        let share = Share { used: context.used(), ..machine.share() };
-        let mut shares = self.shares.lock();
-        let Some(page) = shares.page else { return };
-        shares.each[index] = share;
-        if shares.each.iter().take(count).any(|share| share.used == 0) {
+        let own = VcpuFigures { used: context.used(), ..vm.figures() };
+        let mut figures = self.figures.lock();
+        let Some(page) = figures.page else { return };
+        figures.each[index] = own;
+        if figures.each.iter().take(count).any(|vcpu| vcpu.used == 0) {
             return;
         }
-        let report = self.sum(&shares);
-        let begun = shares.sequence + 1;
-        shares.sequence += 2;
+        let report = self.sum(&figures);
+        let begun = figures.sequence + 1;
+        figures.sequence += 2;
         let mut bytes = [0; Report::LENGTH];
         for (chunk, word) in bytes[8..].as_chunks_mut::<8>().0.iter_mut().zip(report.pack()) {
             *chunk = word.to_le_bytes();
@@ -267,27 +274,27 @@ impl Control {
         // The page has a fixed size. An odd number marks the rest as being written.
         let _ = page.write(0, &begun.to_le_bytes())
             && page.write(8, &bytes[8..])
-            && page.write(0, &shares.sequence.to_le_bytes());
+            && page.write(0, &figures.sequence.to_le_bytes());
     }
 
-    fn sum(&self, shares: &Shares) -> Report {
+    fn sum(&self, figures: &AllFigures) -> Report {
         let now = time::tsc();
-        let mut report = Report { written: now, exits: shares.past, ..Report::default() };
-        for (share, idle) in shares.each.iter().zip(&self.idle) {
-            report.entries += share.entries;
-            report.settled += share.settled;
-            report.halted += share.halted;
-            report.used += share.used;
-            for (sum, count) in report.exits.iter_mut().zip(share.exits) {
+        let mut report = Report { written: now, exits: figures.past, ..Report::default() };
+        for (vcpu, idle) in figures.each.iter().zip(&self.idle) {
+            report.entries += vcpu.entries;
+            report.settled += vcpu.handled;
+            report.halted += vcpu.halted;
+            report.used += vcpu.used;
+            for (sum, count) in report.exits.iter_mut().zip(vcpu.exits) {
                 *sum += count;
             }
             let since = idle.since.load(Ordering::Relaxed);
             let current = if since == 0 { 0 } else { now.saturating_sub(since) };
             report.halted += idle.ticks.load(Ordering::Relaxed) + current;
         }
-        let since = self.rests_since.load(Ordering::Relaxed);
+        let since = self.parked_since.load(Ordering::Relaxed);
         let current = if since == 0 { 0 } else { now.saturating_sub(since) };
-        report.paused = self.behind() + current;
+        report.paused = self.paused_ticks() + current;
         report
     }
 }

@@ -7,8 +7,8 @@
 
 use core::fmt;
 
-use crate::channel::Peer;
-use crate::console::{CONSOLE, Line};
+use crate::channel::ChannelEnd;
+use crate::console::{CONSOLE, ConsoleLine};
 use heapless::Vec;
 use native_rt::device::{Shared, channels, sessions};
 use native_rt::{Notification, Window, random, time};
@@ -29,13 +29,13 @@ const MAX_ATTACHMENTS: usize = MAX_VM_DISKS + MAX_VM_NETS;
 /// Maximum number of devices of a VM.
 pub const MAX_DEVICES: usize = MAX_ATTACHMENTS + 1 + MAX_VM_CHANNELS + 1;
 /// Time limit for servers to answer when the VM starts, in ns.
-const PATIENCE: u64 = 10_000_000_000;
+const ANSWER_TIMEOUT: u64 = 10_000_000_000;
 /// Maximum bytes of one disk request: several of them fit a session.
 const MAX_REQUEST: u32 = 64 << 10;
 
 /// Error of the device set-up.
 #[derive(Debug)]
-pub enum Problem {
+pub enum DeviceSetupError {
     /// More attachments than devices.
     TooMany,
     /// The session with this index is missing or too short.
@@ -46,7 +46,7 @@ pub enum Problem {
     NoChannel(usize),
 }
 
-impl fmt::Display for Problem {
+impl fmt::Display for DeviceSetupError {
     fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
         match self {
             Self::TooMany => write!(to, "there are too many"),
@@ -58,12 +58,12 @@ impl fmt::Display for Problem {
 }
 
 /// Server side of a session.
-struct Server {
+struct ServerSide {
     notification: Notification,
     signal: u64,
 }
 
-impl Server {
+impl ServerSide {
     fn signal(&self) {
         // It fails only if the server has ended; root signals the next one.
         let _ = self.notification.signal(self.signal);
@@ -72,20 +72,20 @@ impl Server {
 
 /// Host side of a device.
 #[expect(clippy::large_enum_variant, reason = "there are few, and nothing allocates")]
-pub enum Link {
+pub enum HostEndpoint {
     /// A disk server.
-    Disk(Disk),
+    Disk(DiskSession),
     /// A port of a switch.
-    Net(Port),
+    Net(NetSession),
     /// The processor's random numbers.
     Entropy,
     /// A channel to another VM.
-    Channel(Peer),
+    Channel(ChannelEnd),
     /// The console, shared with the serial port.
     Console,
 }
 
-impl DeviceBackend for Link {
+impl DeviceBackend for HostEndpoint {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
@@ -108,11 +108,11 @@ impl DeviceBackend for Link {
     }
 
     fn put(&mut self, byte: u8) -> bool {
-        CONSOLE.put(Line::Virtio, byte)
+        CONSOLE.put(ConsoleLine::Virtio, byte)
     }
 
     fn take(&mut self) -> Option<u8> {
-        CONSOLE.take(Line::Virtio)
+        CONSOLE.take(ConsoleLine::Virtio)
     }
 
     fn entropy(&mut self, to: &mut [u8]) -> bool {
@@ -120,12 +120,12 @@ impl DeviceBackend for Link {
     }
 }
 
-impl Link {
+impl HostEndpoint {
     /// Checks for the server's answer; returns the device model once it is known.
-    fn look(&mut self) -> Option<Model> {
+    fn poll_model(&mut self) -> Option<Model> {
         match self {
-            Self::Disk(disk) => disk.look().map(Model::Block),
-            Self::Net(port) => port.look().map(Model::Net),
+            Self::Disk(disk) => disk.poll_model().map(Model::Block),
+            Self::Net(port) => port.poll_model().map(Model::Net),
             Self::Entropy => Some(Model::Entropy),
             // They need no answer.
             Self::Channel(_) | Self::Console => None,
@@ -137,34 +137,34 @@ impl Link {
 // Not inlined: its stack is free again while the VM runs.
 #[inline(never)]
 pub fn open<const N: usize>(
-    devices: &mut Slots<Link, N>,
+    devices: &mut Slots<HostEndpoint, N>,
     start: &Start,
     plan: &Vmm,
-) -> Result<(), Problem> {
-    let patience = time::ticks(start.clock.tsc_khz, PATIENCE);
-    let deadline = time::tsc().saturating_add(patience);
+) -> Result<(), DeviceSetupError> {
+    let timeout = time::ticks(start.clock.tsc_khz, ANSWER_TIMEOUT);
+    let deadline = time::tsc().saturating_add(timeout);
     let mut memory = sessions(start);
     let own = Notification::at(slot::NOTIFICATION);
     // Other events that arrived meanwhile.
     let mut events = 0;
     for (number, attachment) in plan.attachments.iter().enumerate() {
-        let session = memory.next().ok_or(Problem::NoSession(number))?;
+        let session = memory.next().ok_or(DeviceSetupError::NoSession(number))?;
         let notification = Notification::at(slot::SESSIONS + number as u64);
-        let server = Server { notification, signal: attachment.signal };
-        let link = match attachment.service {
-            Service::Disk => Disk::new(session, server).map(Link::Disk),
-            Service::Net => Port::new(session, server).map(Link::Net),
+        let server = ServerSide { notification, signal: attachment.signal };
+        let endpoint = match attachment.service {
+            Service::Disk => DiskSession::new(session, server).map(HostEndpoint::Disk),
+            Service::Net => NetSession::new(session, server).map(HostEndpoint::Net),
         };
-        let mut link = link.ok_or(Problem::NoSession(number))?;
+        let mut endpoint = endpoint.ok_or(DeviceSetupError::NoSession(number))?;
         let device = loop {
-            if let Some(device) = link.look() {
+            if let Some(device) = endpoint.poll_model() {
                 break device;
             }
-            events |= own.wait(deadline).map_err(|_| Problem::NoAnswer(number))?;
+            events |= own.wait(deadline).map_err(|_| DeviceSetupError::NoAnswer(number))?;
         };
-        devices.add(device, link).map_err(|_| Problem::TooMany)?;
+        devices.add(device, endpoint).map_err(|_| DeviceSetupError::TooMany)?;
     }
-    devices.add(Model::Entropy, Link::Entropy).map_err(|_| Problem::TooMany)?;
+    devices.add(Model::Entropy, HostEndpoint::Entropy).map_err(|_| DeviceSetupError::TooMany)?;
     if events != 0 {
         // It fails only without the right, and then no code waits for events.
         let _ = own.signal(events);
@@ -176,17 +176,17 @@ pub fn open<const N: usize>(
 // Not inlined, for the same reason.
 #[inline(never)]
 pub fn open_channels<const N: usize>(
-    devices: &mut Slots<Link, N>,
+    devices: &mut Slots<HostEndpoint, N>,
     start: &Start,
     plan: &Vmm,
-) -> Result<(), Problem> {
+) -> Result<(), DeviceSetupError> {
     let mut memory = channels(start);
     for (number, end) in plan.channels.iter().enumerate() {
-        let memory = memory.next().ok_or(Problem::NoChannel(number))?;
-        let made = Peer::new(number, end, memory, (start.name, plan.id));
-        let (info, peer) = made.ok_or(Problem::NoChannel(number))?;
-        let added = devices.add(Model::Channel(info), Link::Channel(peer));
-        added.map_err(|_| Problem::TooMany)?;
+        let memory = memory.next().ok_or(DeviceSetupError::NoChannel(number))?;
+        let created = ChannelEnd::new(number, end, memory, (start.name, plan.id));
+        let (info, peer) = created.ok_or(DeviceSetupError::NoChannel(number))?;
+        let added = devices.add(Model::Channel(info), HostEndpoint::Channel(peer));
+        added.map_err(|_| DeviceSetupError::TooMany)?;
     }
     Ok(())
 }
@@ -195,11 +195,13 @@ pub fn open_channels<const N: usize>(
 // Not inlined, for the same reason.
 #[inline(never)]
 pub fn open_console<const N: usize>(
-    devices: &mut Slots<Link, N>,
+    devices: &mut Slots<HostEndpoint, N>,
     plan: &Vmm,
-) -> Result<(), Problem> {
+) -> Result<(), DeviceSetupError> {
     if plan.virtio_console {
-        devices.add(Model::Console, Link::Console).map_err(|_| Problem::TooMany)?;
+        devices
+            .add(Model::Console, HostEndpoint::Console)
+            .map_err(|_| DeviceSetupError::TooMany)?;
     }
     Ok(())
 }
@@ -234,7 +236,7 @@ impl Listeners {
 
     /// Slots of the devices whose servers have signalled, and of the channels whose peers have rung
     /// the doorbell.
-    pub fn called(self, events: u64) -> impl Iterator<Item = usize> {
+    pub fn notified(self, events: u64) -> impl Iterator<Item = usize> {
         let sessions = (0..self.attachments).filter(move |&n| events & event::session(n) != 0);
         let channels = (0..self.channels).filter(move |&n| events & event::channel(n) != 0);
         sessions.chain(channels.map(move |number| self.attachments + 1 + number))
@@ -248,16 +250,16 @@ impl Listeners {
 }
 
 /// Session with a disk server.
-pub struct Disk {
+pub struct DiskSession {
     client: disk::Client<'static>,
     window: Window,
-    server: Server,
+    server: ServerSide,
     /// Requests in flight.
     requests: Vec<Request, { disk::SLOTS }>,
     /// Incremented when the device resets and drops its requests.
     generation: u32,
     /// An answer received while a request was started.
-    early: Option<disk::Completion>,
+    early_answer: Option<disk::Completion>,
 }
 
 /// A request.
@@ -267,19 +269,26 @@ struct Request {
     buffer: Option<disk::Buffer>,
 }
 
-impl Disk {
-    fn new(session: Shared, server: Server) -> Option<Self> {
+impl DiskSession {
+    fn new(session: Shared, server: ServerSide) -> Option<Self> {
         let window = session.window();
         let client = disk::Client::new(session.words(), window.length())?;
-        Some(Self { client, window, server, requests: Vec::new(), generation: 0, early: None })
+        Some(Self {
+            client,
+            window,
+            server,
+            requests: Vec::new(),
+            generation: 0,
+            early_answer: None,
+        })
     }
 
-    fn look(&mut self) -> Option<BlockInfo> {
+    fn poll_model(&mut self) -> Option<BlockInfo> {
         // No request is in flight, so there is no answer. The call makes the server signal the
         // first one.
         self.client.poll();
         self.client.sleep();
-        self.tell();
+        self.notify_server();
         let info = self.client.info()?;
         let most = u64::from(info.max_sectors) * disk::SECTOR;
         Some(BlockInfo {
@@ -292,7 +301,7 @@ impl Disk {
         })
     }
 
-    fn tell(&mut self) {
+    fn notify_server(&mut self) {
         if self.client.take_signal() {
             self.server.signal();
         }
@@ -313,14 +322,14 @@ impl Disk {
     }
 }
 
-impl Block for Disk {
+impl Block for DiskSession {
     fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
         // The server may have restarted while the guest did not use the disk.
-        if self.early.is_none() {
-            self.early = self.client.poll();
+        if self.early_answer.is_none() {
+            self.early_answer = self.client.poll();
         }
         if self.requests.is_full() || !self.client.has_room() {
-            self.tell();
+            self.notify_server();
             return false;
         }
         let sectors = u64::from(data.remaining()) / disk::SECTOR;
@@ -345,15 +354,15 @@ impl Block for Disk {
         // There is room for both.
         let _ = self.requests.push(Request { tag, buffer });
         let _ = self.client.submit(operation, sector, count, offset, tag);
-        self.tell();
+        self.notify_server();
         true
     }
 
     fn completed(&mut self) -> Option<(u16, BlockStatus)> {
         // Ignores a server that keeps sending invalid answers after this many of them.
         for _ in 0..2 * disk::SLOTS {
-            let completion = self.early.take().or_else(|| self.client.poll());
-            self.tell();
+            let completion = self.early_answer.take().or_else(|| self.client.poll());
+            self.notify_server();
             let Some(completion) = completion else {
                 if self.client.sleep() {
                     return None;
@@ -388,23 +397,23 @@ impl Block for Disk {
 }
 
 /// Session with a switch.
-pub struct Port {
+pub struct NetSession {
     client: net::Client<'static>,
     window: Window,
-    server: Server,
+    server: ServerSide,
     up: bool,
     /// The oldest waiting frame.
     first: Option<net::Frame>,
 }
 
-impl Port {
-    fn new(session: Shared, server: Server) -> Option<Self> {
+impl NetSession {
+    fn new(session: Shared, server: ServerSide) -> Option<Self> {
         let window = session.window();
         let client = net::Client::new(session.words(), window.length())?;
         Some(Self { client, window, server, up: false, first: None })
     }
 
-    fn look(&mut self) -> Option<NetInfo> {
+    fn poll_model(&mut self) -> Option<NetInfo> {
         self.poll();
         self.client.info().map(|info| NetInfo { mac: info.mac, ..NetInfo::default() })
     }
@@ -416,18 +425,18 @@ impl Port {
             self.first = None;
         }
         self.up = up;
-        self.tell();
+        self.notify_server();
         up
     }
 
-    fn tell(&mut self) {
+    fn notify_server(&mut self) {
         if self.client.take_signal() {
             self.server.signal();
         }
     }
 }
 
-impl Net for Port {
+impl Net for NetSession {
     fn link_up(&self) -> bool {
         self.up
     }
@@ -445,7 +454,7 @@ impl Net for Port {
         }
         let mut place = self.client.place(length);
         if place.is_none() && !self.client.sleep_for_room() {
-            // The switch may have made room just now; otherwise the frame is lost.
+            // The switch may have created room just now; otherwise the frame is lost.
             place = self.client.place(length);
         } else if place.is_none() {
             return false;
@@ -453,7 +462,7 @@ impl Net for Port {
         let Some(place) = place else { return true };
         put(self.window, place, frame);
         self.client.send(net::Frame { offset: place, length, offload: to_session(offload) });
-        self.tell();
+        self.notify_server();
         true
     }
 
@@ -484,7 +493,7 @@ impl Net for Port {
     fn drop_first(&mut self) {
         if self.first.take().is_some() {
             self.client.done();
-            self.tell();
+            self.notify_server();
         }
     }
 }

@@ -6,7 +6,7 @@ use native_rt::{Notification, log, time};
 use proto::start::event;
 use vmm_machine::{Host, Level};
 
-use crate::console::{Console, Line};
+use crate::console::{Console, ConsoleLine};
 use crate::devices::Listeners;
 
 /// Host services as one thread uses them: clock, console, log, kicks of other threads.
@@ -18,21 +18,21 @@ pub struct NativeHost<'a> {
     /// Mapping from events to devices.
     pub listeners: Listeners,
     /// Ticks by which the VM's time is less than the host's, because of pauses.
-    pub behind: u64,
+    pub paused_ticks: u64,
 }
 
 impl Host for NativeHost<'_> {
     #[inline(always)]
     fn tsc(&self) -> u64 {
-        time::tsc().wrapping_sub(self.behind)
+        time::tsc().wrapping_sub(self.paused_ticks)
     }
 
     fn put(&mut self, byte: u8) -> bool {
-        self.console.put(Line::Serial, byte)
+        self.console.put(ConsoleLine::Serial, byte)
     }
 
     fn take(&mut self) -> Option<u8> {
-        self.console.take(Line::Serial)
+        self.console.take(ConsoleLine::Serial)
     }
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {

@@ -19,7 +19,7 @@ use core::arch::x86_64::__cpuid_count;
 use abi::{FOREVER, rights};
 use heapless::Vec;
 use native_rt::start::{exit, file, guest_memory, windows};
-use native_rt::thread::{Hand, Making, together};
+use native_rt::thread::{HelperThread, ThreadResources, run_parallel};
 use native_rt::{
     Factory, Gate, Message, Notification, SchedContext, Space, Status, Vcpu, Vm, error, info, time,
     warn,
@@ -36,7 +36,7 @@ use vmm_mem::GuestMemory;
 
 use crate::backend::NativeVcpu;
 use crate::console::{CONSOLE, Console};
-use crate::control::{CONTROL, ORDERS, Share};
+use crate::control::{CONTROL, ROOT_EVENTS, VcpuFigures};
 use crate::devices::{Listeners, MAX_DEVICES};
 use crate::host::NativeHost;
 
@@ -46,22 +46,22 @@ const fn vcpu_slots(index: usize) -> u64 {
     VM + 1 + 4 * index as u64
 }
 /// Time slice of a vCPU's thread, in ns.
-const TURN: u64 = 10_000_000;
+const TIME_SLICE: u64 = 10_000_000;
 /// Time limit for the other vCPUs to stop after one has ended the VM, in ns.
-const PATIENCE: u64 = 1_000_000_000;
+const STOP_TIMEOUT: u64 = 1_000_000_000;
 
 /// Yields while it waits for a lock: the owner may share the CPU.
-struct Yielding;
+struct YieldRelax;
 
-impl RelaxStrategy for Yielding {
+impl RelaxStrategy for YieldRelax {
     fn relax() {
         native_rt::yield_now();
     }
 }
 
-type Machine<'m> = Pc<'m, Yielding, MAX_VCPUS, Option<&'m mut Devices>>;
+type Board<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Option<&'m mut Devices>>;
 type Devices = dyn Functions + Send;
-type Cell<T> = SpinMutex<T, Yielding>;
+type Cell<T> = SpinMutex<T, YieldRelax>;
 
 #[cfg(not(test))]
 native_rt::entry!(main);
@@ -167,7 +167,7 @@ struct Guest<'a> {
     vcpus: Vec<Cell<NativeVcpu<'a>>, MAX_VCPUS>,
     notifications: Vec<Notification, MAX_VCPUS>,
     /// Threads of all vCPUs but the first.
-    hands: Vec<Hand, MAX_VCPUS>,
+    helpers: Vec<HelperThread, MAX_VCPUS>,
 }
 
 impl<'a> Guest<'a> {
@@ -177,7 +177,7 @@ impl<'a> Guest<'a> {
             vm: factory.vm(VM)?,
             vcpus: Vec::new(),
             notifications: Vec::new(),
-            hands: Vec::new(),
+            helpers: Vec::new(),
         };
         let stacks = windows(start, RangeKind::Private).next();
         for (index, &cpu) in plan.cpus.iter().enumerate() {
@@ -189,11 +189,13 @@ impl<'a> Guest<'a> {
                 let stack = stacks
                     .and_then(|window| window.part(further * VCPU_STACK, VCPU_STACK))
                     .ok_or(Status::NoQuota)?;
-                let time = start.cpu_time.map_or((TURN, 0), |time| (time.budget, time.period));
+                let time =
+                    start.cpu_time.map_or((TIME_SLICE, 0), |time| (time.budget, time.period));
                 let sched = factory.sched_context(slots + 3, start.priority, time.0, time.1)?;
-                let making = Making { factory, task: slot::TASK, slot: slots + 2, cpu, sched };
-                let hand = Hand::new(making, stack)?;
-                guest.hands.push(hand).map_err(|_| Status::Overflow)?;
+                let resources =
+                    ThreadResources { factory, task: slot::TASK, slot: slots + 2, cpu, sched };
+                let helper = HelperThread::new(resources, stack)?;
+                guest.helpers.push(helper).map_err(|_| Status::Overflow)?;
                 factory.notification(slots + 1)?
             };
             let vcpu = Vcpu::create(factory, slots, guest.vm, index as u32, notification)?;
@@ -233,7 +235,7 @@ fn run(
     (statistics, logged): (&Cell<Statistics>, &mut Once),
     devices: Option<&mut Devices>,
 ) -> Result<Outcome, u64> {
-    let Guest { vcpus, notifications, hands, .. } = guest;
+    let Guest { vcpus, notifications, helpers, .. } = guest;
     let layout =
         if devices.is_some() { vmm_machine::layout_with_pci() } else { vmm_machine::layout() };
     let count = vcpus.len() as u8;
@@ -256,7 +258,7 @@ fn run(
     }
     let config = PcConfig {
         vcpus: count,
-        clock: TscClock::new(start.clock.tsc_khz, time::tsc().wrapping_sub(CONTROL.behind())),
+        clock: TscClock::new(start.clock.tsc_khz, time::tsc().wrapping_sub(CONTROL.paused_ticks())),
         xcr0_mask: plan.xcr0_mask,
         start_unix: time::unix_seconds(&start.clock),
         kvmclock: plan.kvmclock,
@@ -266,12 +268,12 @@ fn run(
         pv_ipi: true,
         id: plan.id,
     };
-    let pc = Machine::with_functions(config, memory, host_cpuid, devices);
+    let pc = Board::with_functions(config, memory, host_cpuid, devices);
     pc.keep_logged(logged.clone());
     let drive = |index: usize| {
         let listeners = Listeners::new(plan);
-        let behind = CONTROL.behind();
-        let mut host = NativeHost { console, notifications, listeners, behind };
+        let paused_ticks = CONTROL.paused_ticks();
+        let mut host = NativeHost { console, notifications, listeners, paused_ticks };
         let mut cpu = pc.cpu(index);
         let mut vcpu = vcpus[index].lock();
         vcpu.start(index, context(index));
@@ -283,8 +285,8 @@ fn run(
             *sum += count;
         }
     };
-    let patience = time::ticks(start.clock.tsc_khz, PATIENCE);
-    let ran = together(hands, patience, &drive, || drive(0));
+    let timeout = time::ticks(start.clock.tsc_khz, STOP_TIMEOUT);
+    let ran = run_parallel(helpers, timeout, &drive, || drive(0));
     *logged = pc.logged();
     match ran {
         Ok(()) => Ok(pc.outcome().unwrap_or(Outcome::HostError(0))),
@@ -296,7 +298,7 @@ fn run(
 }
 
 /// Runs a vCPU until the VM ends.
-fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHost) -> Outcome {
+fn drive(pc: &Board, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHost) -> Outcome {
     let index = cpu.index();
     let notification = host.notifications[index];
     // Earlier orders concern the VM before its reset.
@@ -305,7 +307,7 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
         let mut events = match pc.run(cpu, vcpu, host) {
             StopReason::End(outcome) => {
                 if outcome == Outcome::TripleFault {
-                    describe(index, vcpu);
+                    log_vcpu_state(index, vcpu);
                 }
                 return outcome;
             }
@@ -314,7 +316,7 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
                 if host.console.flush_at() != FOREVER {
                     host.console.flush();
                 }
-                let deadline = deadline_tsc.saturating_add(host.behind);
+                let deadline = deadline_tsc.saturating_add(host.paused_ticks);
                 match CONTROL.idle(index, notification, deadline) {
                     Ok(events) => events,
                     Err(Status::Timeout) => continue,
@@ -325,13 +327,13 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
                 }
             }
         };
-        if events & ORDERS != 0 || seen != CONTROL.orders() {
+        if events & ROOT_EVENTS != 0 || seen != CONTROL.orders() {
             seen = CONTROL.orders();
             let notifications = host.notifications;
-            let mut driven = Driven { pc, cpu, vcpu, host };
+            let mut driven = RunningVcpu { pc, cpu, vcpu, host };
             events |= CONTROL.serve(index, events, notifications, context(index), &mut driven);
-            host.behind = CONTROL.behind();
-            vcpu.set_behind(host.behind);
+            host.paused_ticks = CONTROL.paused_ticks();
+            vcpu.set_paused_ticks(host.paused_ticks);
         }
         if events & event::CONSOLE != 0 {
             host.console.wake();
@@ -340,7 +342,7 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
             }
             pc.input(Some(cpu), host);
         }
-        for slot in host.listeners.called(events) {
+        for slot in host.listeners.notified(events) {
             pc.function_input(slot, Some(cpu), host);
         }
         for slot in host.listeners.changed(events) {
@@ -351,7 +353,7 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
 
 /// Logs the state of a vCPU after a triple fault or an error.
 #[cold]
-fn describe(index: usize, vcpu: &mut NativeVcpu) {
+fn log_vcpu_state(index: usize, vcpu: &mut NativeVcpu) {
     let [rip, rflags] = [Reg::Rip, Reg::Rflags].map(|register| vcpu.get(register));
     let rsp = vcpu.gpr(Gpr::Rsp);
     let [cr0, cr2, cr3, cr4] =
@@ -375,14 +377,14 @@ fn context(index: usize) -> SchedContext {
 }
 
 /// A VM and the vCPU that a thread runs.
-struct Driven<'d, 'm, 'v, 'h> {
-    pc: &'d Machine<'m>,
+struct RunningVcpu<'d, 'm, 'v, 'h> {
+    pc: &'d Board<'m>,
     cpu: &'d Cpu,
     vcpu: &'d mut NativeVcpu<'v>,
     host: &'d mut NativeHost<'h>,
 }
 
-impl control::Machine for Driven<'_, '_, '_, '_> {
+impl control::ControlledVm for RunningVcpu<'_, '_, '_, '_> {
     fn press_power_button(&mut self) {
         self.pc.press_power_button(self.host);
     }
@@ -391,8 +393,8 @@ impl control::Machine for Driven<'_, '_, '_, '_> {
         self.pc.outcome().is_some()
     }
 
-    fn share(&mut self) -> Share {
-        Share::new(self.vcpu, self.cpu.exits())
+    fn figures(&mut self) -> VcpuFigures {
+        VcpuFigures::new(self.vcpu, self.cpu.exits())
     }
 }
 

@@ -6,7 +6,7 @@
 #![forbid(unsafe_code)]
 
 use native_check::{Report, argument, number, same};
-use native_rt::manage::Root;
+use native_rt::manage::ManagementGate;
 use native_rt::{Notification, error, info, time};
 use proto::manage::{CREATE, DESTROY, PAUSE, RESTART, RESUME, Refusal, START, STOP, State};
 use proto::start::{Clock, Start, slot};
@@ -19,7 +19,7 @@ native_rt::entry!(main);
 fn main(start: &Start<'static>) -> u64 {
     let template = argument(start, 0).unwrap_or("template");
     let mut report = Report::default();
-    let manager = Manager { root: Root::new(), clock: start.clock };
+    let manager = Manager { root: ManagementGate::new(), clock: start.clock };
     let count = number(start, 1, 200);
     // First, so that it does not run meanwhile.
     if let Some(vm) = argument(start, 2) {
@@ -31,13 +31,13 @@ fn main(start: &Start<'static>) -> u64 {
 }
 
 struct Manager {
-    root: Root,
+    root: ManagementGate,
     clock: Clock,
 }
 
 impl Manager {
-    fn ask(&self, label: u64, what: &'static str) -> Result<(), &'static str> {
-        self.root.ask(label, NAME, "").map_err(|refusal| {
+    fn request(&self, label: u64, what: &'static str) -> Result<(), &'static str> {
+        self.root.request(label, NAME, "").map_err(|refusal| {
             error!("{what}: {}", refusal.text());
             what
         })
@@ -45,7 +45,7 @@ impl Manager {
 
     /// Checks that impossible requests are refused without effect.
     fn refusals(&self, template: &'static str) -> Result<(), &'static str> {
-        let ask = |label, name, second| self.root.ask(label, name, second);
+        let ask = |label, name, second| self.root.request(label, name, second);
         let before = self.root.memory();
         same("unknown", ask(START, NAME, ""), Err(Refusal::Unknown))?;
         same("template runs", ask(START, template, ""), Err(Refusal::NoVm))?;
@@ -65,10 +65,10 @@ impl Manager {
     fn cycles(&self, template: &str, count: u64) -> Result<(), &'static str> {
         let before = self.root.memory();
         for cycle in 0..count {
-            self.root.ask(CREATE, NAME, template).map_err(|_| "create")?;
-            self.ask(START, "start")?;
+            self.root.request(CREATE, NAME, template).map_err(|_| "create")?;
+            self.request(START, "start")?;
             self.wait_for_end(NAME)?;
-            self.ask(DESTROY, "destroy")?;
+            self.request(DESTROY, "destroy")?;
             if self.root.memory() != before {
                 info!("cycle {cycle}: {:?} instead of {before:?}", self.root.memory());
                 return Err("memory is gone");
@@ -85,7 +85,7 @@ impl Manager {
         self.wait_for_end(vm)?;
         let before = self.root.memory();
         for life in 0..count {
-            self.root.ask(START, vm, "").map_err(|_| "start again")?;
+            self.root.request(START, vm, "").map_err(|_| "start again")?;
             self.wait_for_end(vm)?;
             if self.root.memory() != before {
                 info!("life {life}: {:?} instead of {before:?}", self.root.memory());

@@ -18,7 +18,7 @@ const BLOCKS: usize = 256;
 const DEPTH: usize = 16;
 const SECTORS: u32 = (BUFFER / SECTOR) as u32;
 /// Time without any answer after which the check fails, in ns.
-const PATIENCE: u64 = 20_000_000_000;
+const ANSWER_TIMEOUT: u64 = 20_000_000_000;
 
 native_rt::entry!(main);
 
@@ -208,7 +208,7 @@ impl Check<'_> {
         if !self.client.sleep() {
             return Ok(());
         }
-        let deadline = time::after(&self.start.clock, PATIENCE);
+        let deadline = time::after(&self.start.clock, ANSWER_TIMEOUT);
         let events = Notification::at(slot::NOTIFICATION).wait(deadline);
         match events {
             Ok(events) if events & event::STOP != 0 => Err("stopped"),

@@ -34,7 +34,7 @@ const RECORD: usize = QUEUE_BYTES as usize / 8;
 const STATUS: usize = RECORD + 2;
 const DATA: usize = RECORD + 64;
 /// Time limit of a request: number of polls, and ns between them.
-const LOOKS: u32 = 100;
+const MAX_POLLS: u32 = 100;
 const PAUSE: u64 = 10_000_000;
 
 native_rt::entry!(main);
@@ -141,7 +141,7 @@ impl Disk {
             return false;
         }
         self.transport.notify(self.transport.doorbell(0), 0);
-        for _ in 0..LOOKS {
+        for _ in 0..MAX_POLLS {
             if self.queue.take().is_ok_and(|taken| taken.is_some()) {
                 return self.words[STATUS].load(Ordering::Acquire) as u8 == 0;
             }

@@ -4,13 +4,13 @@
 #![forbid(unsafe_code)]
 
 use native_check::{number, same};
-use native_rt::{Factory, Gate, Message, Serves, Space, Status, error, info, probe, time};
+use native_rt::{Factory, Gate, Message, ServerThread, Space, Status, error, info, probe, time};
 use proto::start::{MESSAGE_PAGE, Start, slot};
 
 const BATCHES: usize = 10;
 const BADGE: u64 = 7;
 /// Time slice of the server, in ns.
-const TURN: u64 = 10_000_000;
+const TIME_SLICE: u64 = 10_000_000;
 
 native_rt::entry!(main);
 
@@ -52,7 +52,7 @@ fn make_server(start: &Start, slot: u64, with_time: bool) -> Result<Gate, Status
     task.map(code, code.base(), abi::rights::READ | abi::rights::EXECUTE)?;
     let thread = factory.thread(slot + 1, task, start.cpu, MESSAGE_PAGE)?;
     if with_time {
-        let sched = factory.sched_context(slot + 2, start.priority, TURN, 0)?;
+        let sched = factory.sched_context(slot + 2, start.priority, TIME_SLICE, 0)?;
         thread.bind_sched(sched)?;
     }
     thread.start(entry, 0, 0)?;

@@ -13,10 +13,10 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use abi::ops::{SELF, UNMAP_SELF};
 use abi::{Item, ItemKind, Op, PAGE_SHIFT, PAGE_SIZE, USER_END};
 use native_check::{Random, Report, number};
-use native_rt::thread::{Making, Stack, restart, spawn};
+use native_rt::thread::{Stack, ThreadResources, restart, spawn};
 use native_rt::{
-    Factory, Notification, Page, SchedContext, Serves, Status, drop_capability, error, info, probe,
-    time,
+    Factory, Notification, Page, SchedContext, ServerThread, Status, drop_capability, error, info,
+    probe, time,
 };
 use proto::start::{MEMORY, STACK_TOP, START_PAGE, Start, slot};
 
@@ -31,7 +31,7 @@ const PRIVATE: core::ops::Range<u64> = MEMORY..MEMORY + (256 << 10);
 const OWN: [core::ops::Range<u64>; 2] = [0x1_0000..PRIVATE.start, PRIVATE.end..STACK_TOP];
 /// Interval of the monitor, and the worker's time slice, in ns.
 const LOOK: u64 = 30_000_000;
-const TURN: u64 = 5_000_000;
+const TIME_SLICE: u64 = 5_000_000;
 /// Number of undefined operations that are tried too.
 const BEYOND: u64 = 4;
 
@@ -67,9 +67,10 @@ fn watch(start: &Start, seed: u64) -> Result<u64, Status> {
     drop_capability(slot::SCHED)?;
     let factory = Factory::at(slot::FACTORY);
     let priority = start.priority;
-    let sched = factory.sched_context(SCHED, priority, TURN, 0)?;
-    let making = Making { factory, task: slot::TASK, slot: WORKER, cpu: start.cpu, sched };
-    let thread = spawn(making, &STACK, work, seed)?;
+    let sched = factory.sched_context(SCHED, priority, TIME_SLICE, 0)?;
+    let resources =
+        ThreadResources { factory, task: slot::TASK, slot: WORKER, cpu: start.cpu, sched };
+    let thread = spawn(resources, &STACK, work, seed)?;
     let notification = Notification::at(slot::NOTIFICATION);
     let (mut restarts, mut last) = (0, 0);
     while CALLS.load(Ordering::Relaxed) < WANTED.load(Ordering::Relaxed) {
@@ -79,7 +80,7 @@ fn watch(start: &Start, seed: u64) -> Result<u64, Status> {
         if calls == last {
             restarts += 1;
             // The worker may have changed its own scheduling context.
-            let _ = SchedContext::at(SCHED).set(priority, TURN, 0);
+            let _ = SchedContext::at(SCHED).set(priority, TIME_SLICE, 0);
             let _ = thread.bind_sched(sched);
             restart(thread, &STACK, work, seed.wrapping_add(restarts << 32))?;
         }
@@ -100,7 +101,7 @@ extern "C" fn work(seed: u64) -> ! {
         let mut arguments = [0; 6];
         arguments.fill_with(|| value(&mut random));
         shape(operation, &mut arguments, &mut random);
-        if is_suicide(operation, &arguments) {
+        if ends_test(operation, &arguments) {
             continue;
         }
         if random.below(64) == 0 {
@@ -174,7 +175,7 @@ fn shape(operation: u64, arguments: &mut [u64; 6], random: &mut Random) {
 
 /// Returns whether a call would only end the test: it unmaps the program's own pages or the first
 /// thread's resources, stops the first thread, or calls root as this task.
-fn is_suicide(operation: u64, arguments: &[u64; 6]) -> bool {
+fn ends_test(operation: u64, arguments: &[u64; 6]) -> bool {
     let [first, second, third, ..] = *arguments;
     match Op::from_code(operation) {
         Some(Op::GateCall) => first == slot::LOG || first == slot::CONTROL,

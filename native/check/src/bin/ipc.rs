@@ -9,11 +9,11 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use abi::{Item, Op, PAGE_SIZE, rights};
 use native_check::{Report, same};
 use native_rt::start::windows;
-use native_rt::thread::{Making, Stack, spawn};
+use native_rt::thread::{Stack, ThreadResources, spawn};
 use native_rt::{
-    Caller, Factory, Gate, Message, Notification, OwnThread, Page, SchedContext, Serves, Slots,
-    Space, Status, Window, accept_memory, copy_capability, drop_capability, probe, received_memory,
-    reply_wait, revoke_capability, time, wait,
+    Factory, Gate, Incoming, Message, Notification, OwnThread, Page, SchedContext, ServerThread,
+    Slots, Space, Status, Window, accept_memory, copy_capability, drop_capability, probe,
+    received_memory, reply_wait, revoke_capability, time, wait,
 };
 use proto::start::{MESSAGE_PAGE, RangeKind, Start, slot};
 
@@ -21,7 +21,7 @@ type Case = Result<(), &'static str>;
 
 const MILLISECOND: u64 = 1_000_000;
 /// Time slice of every thread here, in ns.
-const TURN: u64 = 10 * MILLISECOND;
+const TIME_SLICE: u64 = 10 * MILLISECOND;
 /// Base of a port range that this task does not own.
 const FOREIGN_PORT: u16 = 0x3f8;
 
@@ -32,7 +32,7 @@ fn main(start: &Start<'static>) -> u64 {
     // Below the highest priority that this task may assign, so that other threads can preempt this
     // one.
     let below = start.priority.saturating_sub(1);
-    if SchedContext::at(slot::SCHED).set(below, TURN, 0).is_err() {
+    if SchedContext::at(slot::SCHED).set(below, TIME_SLICE, 0).is_err() {
         report.case("own-priority", Err("cannot lower it"));
     }
     let mut tests =
@@ -87,7 +87,7 @@ fn ready<T>(what: &'static str, result: Result<T, Status>) -> Result<T, &'static
 
 impl Tests<'_> {
     fn slot(&mut self) -> Result<u64, &'static str> {
-        self.slots.take().ok_or("no slot left")
+        self.slots.allocate().ok_or("no slot left")
     }
 
     fn notification(&mut self) -> Result<Notification, &'static str> {
@@ -117,9 +117,14 @@ impl Tests<'_> {
         argument: u64,
     ) -> Result<OwnThread, &'static str> {
         let slot = self.slot()?;
-        let making =
-            Making { factory: self.factory, task: slot::TASK, slot, cpu: self.start.cpu, sched };
-        ready("start a thread", spawn(making, stack, body, argument))
+        let resources = ThreadResources {
+            factory: self.factory,
+            task: slot::TASK,
+            slot,
+            cpu: self.start.cpu,
+            sched,
+        };
+        ready("start a thread", spawn(resources, stack, body, argument))
     }
 
     /// Creates a server thread of this task with a higher priority than the first thread, and a
@@ -128,7 +133,7 @@ impl Tests<'_> {
         &mut self,
         stack: &'static Stack<BYTES>,
     ) -> Result<(OwnThread, Gate), &'static str> {
-        let sched = self.sched(self.above(), TURN, 0)?;
+        let sched = self.sched(self.above(), TIME_SLICE, 0)?;
         let slot = self.slot()?;
         let thread = self.thread(sched, stack, serve, slot)?;
         let slot = self.slot()?;
@@ -261,7 +266,7 @@ impl Tests<'_> {
         let at = self.slot()?;
         let thread =
             ready("make a thread", self.factory.thread(at, task, self.start.cpu, MESSAGE_PAGE))?;
-        let sched = self.sched(self.above(), TURN, 0)?;
+        let sched = self.sched(self.above(), TIME_SLICE, 0)?;
         ready("bind", thread.bind_sched(sched))?;
         ready("start", thread.start(entry, 0, 0))?;
         let at_gate = self.slot()?;
@@ -368,7 +373,7 @@ impl Tests<'_> {
         static CALLER: Stack<{ 16 << 10 }> = Stack::new();
         let (server, gate) = self.server(&SERVER)?;
         RESULT.store(u64::MAX, Ordering::Relaxed);
-        let sched = self.sched(self.above(), TURN, 0)?;
+        let sched = self.sched(self.above(), TIME_SLICE, 0)?;
         self.thread(sched, &CALLER, call_for_ever, gate.selector())?;
         same("the caller waits", RESULT.load(Ordering::Relaxed), u64::MAX)?;
         same("stop", server.stop(), Ok(()))?;
@@ -383,20 +388,20 @@ impl Tests<'_> {
     fn ceiling(&mut self) -> Case {
         let too_high = self.above() + 1;
         let at = self.slot()?;
-        let made = self.factory.sched_context(at, too_high, TURN, 0).map(drop);
+        let made = self.factory.sched_context(at, too_high, TIME_SLICE, 0).map(drop);
         same("made too high", made, Err(Status::BadRights))?;
         let split = self.factory.factory(at, 1, too_high, 0).map(drop);
         same("a factory for more", split, Err(Status::BadRights))?;
-        let sched = self.sched(self.above(), TURN, 0)?;
-        same("raised", sched.set(too_high, TURN, 0), Err(Status::BadRights))?;
-        same("lowered", sched.set(0, TURN, 0), Ok(()))
+        let sched = self.sched(self.above(), TIME_SLICE, 0)?;
+        same("raised", sched.set(too_high, TIME_SLICE, 0), Err(Status::BadRights))?;
+        same("lowered", sched.set(0, TIME_SLICE, 0), Ok(()))
     }
 
     fn priority(&mut self) -> Case {
         static STACK: Stack<{ 16 << 10 }> = Stack::new();
         let notification = self.notification()?;
         COUNT.store(0, Ordering::Relaxed);
-        let sched = self.sched(self.above(), TURN, 0)?;
+        let sched = self.sched(self.above(), TIME_SLICE, 0)?;
         self.thread(sched, &STACK, count_signals, notification.selector())?;
         for round in 1..=10 {
             same("signal", notification.signal(1), Ok(()))?;
@@ -444,8 +449,8 @@ extern "C" fn serve(slot: u64) -> ! {
     let mut next = wait();
     loop {
         next = match next {
-            Ok(Caller::Call(_, message)) if message.tag.label == HANG => sleep(),
-            Ok(Caller::Call(_, message)) => reply_wait(answer(slot, message)),
+            Ok(Incoming::Call(_, message)) if message.tag.label == HANG => sleep(),
+            Ok(Incoming::Call(_, message)) => reply_wait(answer(slot, message)),
             _ => wait(),
         };
     }

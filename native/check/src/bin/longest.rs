@@ -9,8 +9,8 @@ use abi::{Item, Op, PAGE_SHIFT, PAGE_SIZE, ops, rights};
 use native_check::Report;
 use native_rt::start::windows;
 use native_rt::{
-    Factory, Serves, Slots, Space, Status, Task, Thread, Window, drop_capability, info, probe,
-    revoke_capability, time,
+    Factory, ServerThread, Slots, Space, Status, Task, Thread, Window, drop_capability, info,
+    probe, revoke_capability, time,
 };
 use proto::start::{RangeKind, Start, slot};
 
@@ -26,11 +26,11 @@ const MESSAGES: u64 = 1 << 30;
 const WORDS: u64 = 1 << 31;
 /// Distance of mappings that need page tables of their own.
 const APART: u64 = 1 << 30;
-const TURN: u64 = 1_000_000;
+const TIME_SLICE: u64 = 1_000_000;
 const SECOND: u64 = 1_000_000_000;
 /// Slots of the other task: for the objects that its threads use, and for the threads themselves.
 const CALLED: u64 = 600;
-const KEPT: u64 = 2000;
+const THREADS: u64 = 2000;
 
 native_rt::entry!(main);
 
@@ -84,7 +84,7 @@ fn call(operation: Op, arguments: [u64; 4]) -> Result<(), Status> {
 
 impl Load<'_> {
     fn slot(&mut self) -> Result<u64, Status> {
-        self.slots.take().ok_or(Status::Overflow)
+        self.slots.allocate().ok_or(Status::Overflow)
     }
 
     fn page(&self, number: u64) -> Result<Window, Status> {
@@ -122,12 +122,12 @@ impl Load<'_> {
         let own = self.slot()?;
         self.factory.notification(own)?;
         for number in 0..CAPABILITIES {
-            task.give(own, number, rights::ALL)?;
+            task.delegate(own, number, rights::ALL)?;
         }
         revoke_capability(own)?;
         // A few per page, in all pages; then the task's end destroys all of the objects.
         for number in 0..CAPABILITIES / 128 {
-            task.give(own, number * 128, rights::ALL)?;
+            task.delegate(own, number * 128, rights::ALL)?;
         }
         drop_capability(slot)
     }
@@ -162,9 +162,9 @@ impl Load<'_> {
         let (slot, time) = (self.slot()?, self.slot()?);
         let message = MESSAGES + number * PAGE_SIZE;
         let thread = self.factory.thread(slot, crowd.task, self.start.cpu, message)?;
-        thread.bind_sched(self.factory.sched_context(time, priority, TURN, 0)?)?;
+        thread.bind_sched(self.factory.sched_context(time, priority, TIME_SLICE, 0)?)?;
         thread.start(crowd.entry, 0, there + number % 128 * 32)?;
-        self.grant(crowd, time, KEPT + 2 * number)?;
+        self.grant(crowd, time, THREADS + 2 * number)?;
         Ok(thread)
     }
 
@@ -172,7 +172,7 @@ impl Load<'_> {
     fn grant(&mut self, crowd: &Crowd, own: u64, slot: u64) -> Result<(), Status> {
         let item = Item { grant: true, ..Item::capability(rights::ALL) };
         call(Op::Delegate, [crowd.slot, item.pack(), own, slot])?;
-        self.slots.give(own);
+        self.slots.free(own);
         Ok(())
     }
 
@@ -197,7 +197,7 @@ impl Load<'_> {
         self.grant(&crowd, gate, CALLED)?;
         for number in 1..=CALLERS {
             let caller = self.thread(&crowd, number, [Op::GateCall as u64, CALLED, 0, 0], below)?;
-            self.grant(&crowd, caller.thread(), KEPT + 2 * number + 1)?;
+            self.grant(&crowd, caller.thread(), THREADS + 2 * number + 1)?;
         }
         self.rest(SECOND / 2)?;
         server.stop()?;
@@ -217,7 +217,7 @@ impl Load<'_> {
             self.grant(&crowd, own, CALLED + number)?;
             let words = [Op::NotificationWait as u64, CALLED + number, deadline, 0];
             let sleeper = self.thread(&crowd, number, words, below)?;
-            self.grant(&crowd, sleeper.thread(), KEPT + 2 * number + 1)?;
+            self.grant(&crowd, sleeper.thread(), THREADS + 2 * number + 1)?;
         }
         self.rest(SECOND + SECOND / 2)?;
         self.end(crowd)

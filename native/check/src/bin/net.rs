@@ -18,7 +18,7 @@ const TYPE: [u8; 2] = [0x88, 0xb5];
 const ARP: [u8; 2] = [8, 6];
 const ALL: Mac = [0xff; 6];
 /// Time to wait for an answer, in ns, before the frame is sent again; and the number of attempts.
-const PATIENCE: u64 = 300_000_000;
+const ANSWER_TIMEOUT: u64 = 300_000_000;
 const TRIES: u64 = 50;
 
 native_rt::entry!(main);
@@ -84,7 +84,7 @@ impl Card<'_> {
         if !sleeps {
             return Ok(());
         }
-        let deadline = time::after(&self.start.clock, PATIENCE);
+        let deadline = time::after(&self.start.clock, ANSWER_TIMEOUT);
         match Notification::at(slot::NOTIFICATION).wait(deadline) {
             Ok(events) if events & event::STOP != 0 => Err("stopped"),
             _ => Ok(()),

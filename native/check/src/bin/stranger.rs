@@ -17,12 +17,12 @@ fn main(start: &Start<'static>) -> u64 {
     let millis = text.trim().parse().unwrap_or(5_000);
     info!("looks for {millis} ms");
     let end = time::after(&start.clock, millis * 1_000_000);
-    report.case("stranger", look(start, end));
+    report.case("stranger", probe_slots(start, end));
     report.exit_code()
 }
 
 /// Tries every slot in which a session or channel would place a notification, until `end`.
-fn look(start: &Start<'static>, end: u64) -> Result<(), &'static str> {
+fn probe_slots(start: &Start<'static>, end: u64) -> Result<(), &'static str> {
     let own = Notification::at(slot::NOTIFICATION);
     loop {
         for at in slot::CHANNELS..slot::COUNT {

@@ -135,14 +135,14 @@ fn clients_are_numbered_before_they_come() {
     let mut rig = Rig::single();
     rig.0.multiplex();
     for (client, name) in [(STEWARD, "steward"), (LINUX, "linux"), (MICRO, "micro")] {
-        rig.0.expect(client, name);
+        rig.0.announce(client, name);
     }
     assert!(rig.line().contains("steward (1)"), "the first one is selected");
     rig.keys("\x1d3");
     assert!(rig.line().contains("micro (3)"));
     rig.0.open(MICRO, "micro");
     rig.0.open(LINUX, "linux");
-    rig.0.expect(LINUX, "linux");
+    rig.0.announce(LINUX, "linux");
     assert_eq!(rig.line(), "");
     rig.write(MICRO, "hello");
     assert_eq!(rig.line(), "hello");
@@ -375,8 +375,8 @@ fn keys_wait_for_who_has_yet_to_come() {
     let mut rig = Rig::single();
     rig.0.multiplex();
     rig.keys("li");
-    rig.0.expect(STEWARD, "steward");
-    rig.0.expect(LINUX, "linux");
+    rig.0.announce(STEWARD, "steward");
+    rig.0.announce(LINUX, "linux");
     rig.keys("st\r\x1d2ls\r");
     rig.0.open(STEWARD, "steward");
     rig.0.open(LINUX, "linux");
@@ -385,7 +385,7 @@ fn keys_wait_for_who_has_yet_to_come() {
     // As many as fit.
     rig.0.close(LINUX);
     rig.keys("nobody");
-    rig.0.expect(LINUX, "linux");
+    rig.0.announce(LINUX, "linux");
     (0..2 * INPUT).for_each(|_| rig.0.key(b'k'));
     rig.0.open(LINUX, "linux");
     let read = core::iter::from_fn(|| Some(rig.read(LINUX).len()).filter(|&length| length > 0));

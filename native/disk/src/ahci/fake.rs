@@ -11,7 +11,7 @@ const MILLISECOND: u64 = 1_000_000;
 
 /// Faults and delays of the disk.
 #[derive(Clone, Debug)]
-pub struct Nature {
+pub struct FakeConfig {
     /// The port's number.
     pub number: u32,
     /// NCQ is supported.
@@ -31,7 +31,7 @@ pub struct Nature {
     pub identify: u64,
 }
 
-impl Default for Nature {
+impl Default for FakeConfig {
     fn default() -> Self {
         Self {
             number: 2,
@@ -70,7 +70,7 @@ struct State {
     busy: bool,
     /// An error stopped the port; the disk has aborted queued commands until the link is reset.
     stopped: bool,
-    gave_up: bool,
+    needs_link_reset: bool,
     /// Commands in the order in which they end: slot, whether queued.
     pending: std::vec::Vec<u32>,
     /// Executed commands: ATA command and sector.
@@ -80,7 +80,7 @@ struct State {
 
 /// The controller as the driver accesses it.
 pub struct Fake<'m> {
-    nature: RefCell<Nature>,
+    config: RefCell<FakeConfig>,
     memory: &'m [AtomicU64],
     state: RefCell<State>,
 }
@@ -90,20 +90,20 @@ pub fn memory() -> std::vec::Vec<AtomicU64> {
 }
 
 impl<'m> Fake<'m> {
-    pub fn new(nature: Nature, memory: &'m [AtomicU64]) -> Self {
-        let link_from = nature.link * MILLISECOND;
-        let ready_from = link_from + nature.ready * MILLISECOND;
+    pub fn new(config: FakeConfig, memory: &'m [AtomicU64]) -> Self {
+        let link_from = config.link * MILLISECOND;
+        let ready_from = link_from + config.ready * MILLISECOND;
         let state = State { link_from, ready_from, ..State::default() };
-        Self { nature: RefCell::new(nature), memory, state: RefCell::new(state) }
+        Self { config: RefCell::new(config), memory, state: RefCell::new(state) }
     }
 
     /// Changes faults and delays.
-    pub fn change(&self, nature: Nature) {
-        *self.nature.borrow_mut() = nature;
+    pub fn change(&self, config: FakeConfig) {
+        *self.config.borrow_mut() = config;
     }
 
-    fn nature(&self) -> Ref<'_, Nature> {
-        self.nature.borrow()
+    fn config(&self) -> Ref<'_, FakeConfig> {
+        self.config.borrow()
     }
 
     /// Lets the next command end now.
@@ -150,7 +150,7 @@ impl<'m> Fake<'m> {
         let bit = 1 << slot;
         let queued = state.queued & bit != 0;
         let (command, sector) = self.fis(slot);
-        if matches!(command, ata::FLUSH | ata::MANAGE_DATA) || !self.nature().bad.contains(&sector)
+        if matches!(command, ata::FLUSH | ata::MANAGE_DATA) || !self.config().bad.contains(&sector)
         {
             state.done.push((command, sector));
             state.issue &= !bit;
@@ -160,16 +160,16 @@ impl<'m> Fake<'m> {
         }
         state.interrupts |= 1 << 30;
         state.stopped = true;
-        state.busy = self.nature().stays_busy;
-        state.gave_up = queued;
-        if !queued && self.nature().clears_failed {
+        state.busy = self.config().stays_busy;
+        state.needs_link_reset = queued;
+        if !queued && self.config().clears_failed {
             state.issue &= !bit;
         }
         state.pending.clear();
     }
 
     /// Applies events that are due at this time, or between two accesses.
-    fn pass(&self, state: &mut State) {
+    fn advance(&self, state: &mut State) {
         if state.identify_at.is_some_and(|at| state.now >= at) {
             state.identify_at = None;
             self.identity();
@@ -192,7 +192,7 @@ impl<'m> Fake<'m> {
             cell.fetch_or(value << (16 * (word % 4)), Ordering::Relaxed);
         };
         set(83, 1 << 10);
-        set(76, u64::from(self.nature().queues) << 8);
+        set(76, u64::from(self.config().queues) << 8);
         set(75, 31);
         set(100, 4096);
         set(169, 1);
@@ -206,7 +206,7 @@ impl<'m> Fake<'m> {
             state.issue |= slots;
             return;
         }
-        assert!(!state.gave_up, "a command before the link was reset");
+        assert!(!state.needs_link_reset, "a command before the link was reset");
         let queued = state.queued & slots;
         assert!(queued == 0 || queued == slots, "queued and plain commands together");
         let busy = state.pending.iter().fold(0u32, |sum, slot| sum | 1 << slot);
@@ -221,7 +221,7 @@ impl<'m> Fake<'m> {
             assert_eq!(is_queued, queued != 0, "command {command:#x}");
             match command {
                 ata::IDENTIFY => {
-                    state.identify_at = Some(state.now + self.nature().identify * MILLISECOND);
+                    state.identify_at = Some(state.now + self.config().identify * MILLISECOND);
                 }
                 _ => state.pending.push(slot),
             }
@@ -235,7 +235,7 @@ impl<'m> Fake<'m> {
             assert!(!self.is_busy(state), "the port is started while the disk is busy");
         }
         if value & port::START == 0 && state.command & port::START != 0 {
-            state.running_until = state.now + self.nature().stop * MILLISECOND;
+            state.running_until = state.now + self.config().stop * MILLISECOND;
             (state.issue, state.queued, state.stopped) = (0, 0, false);
             state.pending.clear();
         }
@@ -250,9 +250,9 @@ impl<'m> Fake<'m> {
             state.link_from = u64::MAX;
         } else if was == port::LINK_RESET {
             assert!(state.now >= state.link_reset_at + MILLISECOND, "a reset that nobody sees");
-            state.link_from = state.now + self.nature().link * MILLISECOND;
-            state.ready_from = state.link_from + self.nature().ready * MILLISECOND;
-            (state.busy, state.gave_up) = (false, false);
+            state.link_from = state.now + self.config().link * MILLISECOND;
+            state.ready_from = state.link_from + self.config().ready * MILLISECOND;
+            (state.busy, state.needs_link_reset) = (false, false);
             state.resets_of_link += 1;
             // The link was lost, as in every reset.
             state.interrupts |= 1 << 22;
@@ -273,16 +273,16 @@ impl Controller for &Fake<'_> {
 
     fn read(&self, register: u64) -> u32 {
         let state = &mut *self.state.borrow_mut();
-        self.pass(state);
+        self.advance(state);
         let Some(offset) = register.checked_sub(PORT) else {
             return match register {
-                host::CAPABILITIES => 0x1f << 8 | u32::from(self.nature().queues) << 30,
+                host::CAPABILITIES => 0x1f << 8 | u32::from(self.config().queues) << 30,
                 host::CONTROL => state.control | u32::from(state.now < state.reset_until),
                 host::PORTS => 0b111111,
                 _ => 0,
             };
         };
-        if offset / PORT_LENGTH != u64::from(self.nature().number) {
+        if offset / PORT_LENGTH != u64::from(self.config().number) {
             return 0;
         }
         let present = state.link_from != u64::MAX;
@@ -320,17 +320,17 @@ impl Controller for &Fake<'_> {
 
     fn write(&self, register: u64, value: u32) {
         let state = &mut *self.state.borrow_mut();
-        self.pass(state);
+        self.advance(state);
         let Some(offset) = register.checked_sub(PORT) else {
             if register == host::CONTROL {
                 state.control = value & !host::RESET;
                 if value & host::RESET != 0 {
-                    state.reset_until = state.now + self.nature().reset * MILLISECOND;
+                    state.reset_until = state.now + self.config().reset * MILLISECOND;
                 }
             }
             return;
         };
-        if offset / PORT_LENGTH != u64::from(self.nature().number) {
+        if offset / PORT_LENGTH != u64::from(self.config().number) {
             return;
         }
         match offset % PORT_LENGTH {

@@ -81,24 +81,24 @@ impl Layout {
 
 /// Calls `emit` with every frame that `frame` results in, in order. Returns `false` if the frame is
 /// malformed, or a result would be too long.
-pub fn finish(frame: &mut [u8], offload: &Offload, mut emit: impl FnMut(&[u8])) -> bool {
+pub fn apply_offload(frame: &mut [u8], offload: &Offload, mut emit: impl FnMut(&[u8])) -> bool {
     match offload.segments & !segments::ECN {
         segments::NONE => {
-            if offload.flags & NEEDS_SUM != 0 && !make_sum(frame, offload) {
+            if offload.flags & NEEDS_SUM != 0 && !fill_checksum(frame, offload) {
                 return false;
             }
             emit(frame);
             true
         }
         kind @ (segments::TCP4 | segments::TCP6) => {
-            cut(frame, kind == segments::TCP4, offload.segment, &mut emit).is_some()
+            segment_tcp(frame, kind == segments::TCP4, offload.segment, &mut emit).is_some()
         }
         _ => false,
     }
 }
 
 /// Completes a checksum; the sender has stored the sum of the pseudo-header in the checksum field.
-fn make_sum(frame: &mut [u8], offload: &Offload) -> bool {
+fn fill_checksum(frame: &mut [u8], offload: &Offload) -> bool {
     let start = usize::from(offload.sum_start);
     let place = start + usize::from(offload.sum_offset);
     if start >= frame.len() || place + 2 > frame.len() {
@@ -113,7 +113,12 @@ fn make_sum(frame: &mut [u8], offload: &Offload) -> bool {
     true
 }
 
-fn cut(frame: &[u8], is_v4: bool, segment: u16, emit: &mut impl FnMut(&[u8])) -> Option<()> {
+fn segment_tcp(
+    frame: &[u8],
+    is_v4: bool,
+    segment: u16,
+    emit: &mut impl FnMut(&[u8]),
+) -> Option<()> {
     let layout = Layout::of(frame, is_v4)?;
     let Layout { network, transport, payload, .. } = layout;
     if segment < MIN_SEGMENT || payload + usize::from(segment) > MAX_OUT {
@@ -185,7 +190,7 @@ mod tests {
 
     fn finished(mut frame: Vec<u8>, offload: Offload) -> Option<Vec<Vec<u8>>> {
         let mut out = Vec::new();
-        finish(&mut frame, &offload, |frame| out.push(frame.to_vec())).then_some(out)
+        apply_offload(&mut frame, &offload, |frame| out.push(frame.to_vec())).then_some(out)
     }
 
     /// The sum over the covered bytes, checksum included, is 0.
@@ -276,7 +281,7 @@ mod tests {
             }
             let offload = Offload { segments: kinds, segment, flags, sum_start, sum_offset, header: 0 };
             let mut count = 0;
-            finish(&mut frame, &offload, |_| count += 1);
+            apply_offload(&mut frame, &offload, |_| count += 1);
             prop_assert!(count <= 3000 / usize::from(MIN_SEGMENT) + 1);
         }
     }
