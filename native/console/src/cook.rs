@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_comes_lines_are_plain() {
+    fn any_input_gives_plain_lines() {
         let mut random = 1_u32;
         let mut input = Vec::new();
         for _ in 0..100_000 {

@@ -39,11 +39,11 @@ native_rt::entry!(main);
 #[cfg_attr(test, allow(dead_code, reason = "needs the kernel"))]
 fn main(start: &Start<'static>) -> u64 {
     let Role::Console { port, multiplex } = start.role else {
-        error!("started as something else than a console");
+        error!("the start page does not describe a console server");
         return code::BAD_CONFIG;
     };
     let Some(ports) = Ports::new(port, 8) else {
-        error!("no serial port at {port:#x}");
+        error!("port {port:#x} is no known serial port");
         return code::BAD_CONFIG;
     };
     let irq = Irq::at(slot::DEVICE);

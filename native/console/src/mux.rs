@@ -221,7 +221,7 @@ impl Mux {
         if !self.shared {
             self.selected = client;
         } else if client == self.selected && again {
-            self.print(format_args!("{name} is here again"));
+            self.print(format_args!("{name} is connected again"));
         }
     }
 
@@ -242,7 +242,7 @@ impl Mux {
         (self.clients[client].state, self.clients[client].ended) = (ClientState::Ended, true);
         if client == self.selected && self.shared {
             let name = self.clients[client].name.clone();
-            self.print(format_args!("{name} has ended; Ctrl-] ? shows who is here"));
+            self.print(format_args!("{name} has ended; Ctrl-] ? lists the clients"));
         } else if client == self.selected {
             let other = self.clients.iter().position(|other| other.state == ClientState::Open);
             self.selected = other.unwrap_or(client);
@@ -403,7 +403,7 @@ impl Mux {
             if hidden_lines != 0 {
                 let name = self.clients[index].name.clone();
                 let mut line = Line(&mut self.output, owner);
-                let _ = write!(line, "[{name}] ({hidden_lines} lines are not shown)\r\n");
+                let _ = write!(line, "[{name}] ({hidden_lines} lines dropped)\r\n");
             }
             put_prefixed_line(&mut self.output, owner, &self.clients[index]);
         }
@@ -501,7 +501,7 @@ impl Mux {
             b'a' => self.toggle_all(),
             b's' => self.show_history(),
             b'?' | b'h' => self.show_clients(),
-            _ => self.print(format_args!("no such command; Ctrl-] ? shows them")),
+            _ => self.print(format_args!("unknown command; Ctrl-] ? lists the commands")),
         }
     }
 
@@ -524,7 +524,7 @@ impl Mux {
             }
             _ => {
                 self.keys = Keys::Pass;
-                self.print(format_args!("nothing chosen"));
+                self.print(format_args!("selection cancelled"));
             }
         }
     }
@@ -550,9 +550,9 @@ impl Mux {
         match exact.or(only.filter(|_| !several)) {
             Some(index) => self.select(index),
             None => {
-                let what = if several { "several clients are" } else { "no client is" };
+                let what = if several { "several clients match" } else { "no client matches" };
                 // Only printable characters are collected.
-                self.print(format_args!("{what} called {name:?}"));
+                self.print(format_args!("{what} {name:?}"));
             }
         }
     }
@@ -612,7 +612,7 @@ impl Mux {
         self.wake_waiters();
         (self.partial, self.at_start) = (false, false);
         let name = self.clients[self.selected].name.clone();
-        self.print(format_args!("all that is kept of {name}:"));
+        self.print(format_args!("output history of {name}:"));
         self.show_last(HISTORY, HISTORY);
     }
 
@@ -626,8 +626,8 @@ impl Mux {
         }
         self.partial = false;
         match self.all {
-            true => self.print(format_args!("lines of all clients; Ctrl-] a for one again")),
-            false => self.print(format_args!("output of one client")),
+            true => self.print(format_args!("showing all clients; Ctrl-] a shows one")),
+            false => self.print(format_args!("showing one client")),
         }
     }
 
@@ -665,12 +665,12 @@ impl Mux {
 }
 
 const HELP: &[&str] = &[
-    "Ctrl-] 0..9      show this client and type to it",
-    "Ctrl-] n, p      the next one, the one before",
-    "Ctrl-] : NAME    the one of this name or number; the start of the name will do",
-    "Ctrl-] a         show lines of all clients, or of one again",
-    "Ctrl-] s         show all that is kept of this client",
-    "Ctrl-] Ctrl-]    type Ctrl-]",
+    "Ctrl-] 0..9      show this client and send it the keys",
+    "Ctrl-] n, p      show the next or the previous client",
+    "Ctrl-] : NAME    show the client with this name, start of a name, or number",
+    "Ctrl-] a         show all clients, or one again",
+    "Ctrl-] s         show the output history of this client",
+    "Ctrl-] Ctrl-]    send Ctrl-] to the client",
 ];
 
 /// Writes a client's line after its prefix.

@@ -541,7 +541,7 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         self.write(port::LINK_CONTROL, control);
         match self.is_linked() {
             true => Ok(()),
-            false => Err(DeviceError("the link does not come up again")),
+            false => Err(DeviceError("the link stays down after a reset")),
         }
     }
 }

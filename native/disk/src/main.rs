@@ -39,12 +39,12 @@ native_rt::entry!(main);
 /// Runs the server; returns the exit code of a failure.
 fn main(start: &Start<'static>) -> u64 {
     let Role::Disk(plan) = &start.role else {
-        error!("started as something else than a disk server");
+        error!("the start page does not describe a disk server");
         return code::BAD_CONFIG;
     };
     let (Some(configuration), Some(dma)) = (memory::configuration(start), memory::dma(start))
     else {
-        error!("there is no device");
+        error!("the start page has no device");
         return code::BAD_CONFIG;
     };
     let irq = Irq::at(slot::DEVICE);
@@ -60,7 +60,7 @@ fn main(start: &Start<'static>) -> u64 {
             match virtio::VirtioDisk::new(configuration, bar, words, physical) {
                 Ok(disk) => serve(start, plan, disk, dma),
                 Err(error) => {
-                    error!("the disk cannot be set up: {error:?}");
+                    error!("cannot set up the disk: {error:?}");
                     code::INTERNAL
                 }
             }
@@ -74,7 +74,7 @@ fn main(start: &Start<'static>) -> u64 {
             match ahci::AhciDisk::new(controller, port, words, physical) {
                 Ok(disk) => serve(start, plan, disk, dma),
                 Err(error) => {
-                    error!("the disk cannot be set up: {error:?}");
+                    error!("cannot set up the disk: {error:?}");
                     code::INTERNAL
                 }
             }
@@ -148,7 +148,9 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
     let geometry = disk.geometry();
     let ScanResult { partitions, refused } = find_partitions(&mut disk, dma);
     for number in refused {
-        warn!("partition {number} overlaps another one or a partition table: it is not served");
+        warn!(
+            "partition {number} is not served: it overlaps another partition or a partition table"
+        );
     }
     info!(
         "{} MiB, {} partitions, {} requests at once",
@@ -173,7 +175,7 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
             Ok((extent, info)) => Session::new(memory.words(), memory.window().length(), info)
                 .map(|session| (session, extent, memory.physical(), client.signal)),
             Err(error) => {
-                warn!("client {number} gets no disk: {error:?}");
+                warn!("cannot serve client {number}: {error:?}");
                 None
             }
         };
@@ -189,7 +191,7 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
             return code::INTERNAL;
         }
         if !wait() {
-            error!("cannot wait");
+            error!("cannot wait for events");
             return code::INTERNAL;
         }
     }

@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn what_overlaps_is_not_served() {
+    fn overlapping_partitions_are_not_served() {
         let split = |found: ScanResult| -> (std::vec::Vec<u8>, std::vec::Vec<u8>) {
             let served = found.partitions.iter().map(|partition| partition.number).collect();
             (served, found.refused.iter().copied().collect())

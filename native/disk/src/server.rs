@@ -219,7 +219,7 @@ impl<'m, D: Disk> BlockServer<'m, D> {
     fn complete(&mut self, number: usize, status: Status) -> Result<(), DeviceError> {
         let place = self.in_flight.get_mut(number).and_then(Option::take);
         let InFlight { client, id, is_flush } =
-            place.ok_or(DeviceError("completed what was not under way"))?;
+            place.ok_or(DeviceError("the device completed a command that was not in flight"))?;
         self.flush_failed |= is_flush && status != Status::Ok;
         // A flush that was in flight beside the failed one has lost the same data.
         let status = if is_flush && self.flush_failed { Status::Failed } else { status };

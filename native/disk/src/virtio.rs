@@ -180,7 +180,10 @@ impl Disk for VirtioDisk<'_> {
         if let Some(number) = self.ended.iter().position(Option::is_some) {
             return Ok(self.ended[number].take().map(|status| (number, status)));
         }
-        let taken = self.queue.take().map_err(|_| DeviceError("used what it was not offered"))?;
+        let taken = self
+            .queue
+            .take()
+            .map_err(|_| DeviceError("the device used a chain that was not offered"))?;
         let Some((first, _)) = taken else { return Ok(None) };
         let number = usize::from(first / DESCRIPTORS);
         let word = &self.memory[RECORDS + RECORD * number + STATUS];

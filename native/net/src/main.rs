@@ -219,7 +219,7 @@ fn connect(start: &Start, plan: &NetServer) -> Result<Option<Uplink>, u64> {
     }
     let (Some(configuration), Some(dma)) = (memory::configuration(start), memory::dma(start))
     else {
-        error!("there is no device");
+        error!("the start page has no device");
         return Err(code::BAD_CONFIG);
     };
     let bit = event::INTERRUPT.trailing_zeros();
@@ -229,7 +229,7 @@ fn connect(start: &Start, plan: &NetServer) -> Result<Option<Uplink>, u64> {
     }
     let bar = |number| memory::registers(start, number);
     Uplink::new(configuration, bar, dma).map(Some).map_err(|error| {
-        error!("the network card cannot be set up: {error:?}");
+        error!("cannot set up the network card: {error:?}");
         code::INTERNAL
     })
 }
@@ -237,7 +237,7 @@ fn connect(start: &Start, plan: &NetServer) -> Result<Option<Uplink>, u64> {
 /// Runs the server; returns the exit code of a failure.
 fn main(start: &Start<'static>) -> u64 {
     let Role::Net(plan) = &start.role else {
-        error!("started as something else than a switch");
+        error!("the start page does not describe a switch");
         return code::BAD_CONFIG;
     };
     let uplink = match connect(start, plan) {
@@ -249,7 +249,7 @@ fn main(start: &Start<'static>) -> u64 {
         let info = Info { mac: port.mac };
         let window = memory.window();
         let Some(session) = Port::new(memory.words(), window.length(), info) else {
-            error!("a session is too short");
+            error!("the memory of a session is missing or too short");
             return code::BAD_CONFIG;
         };
         // There are at most as many sessions as places.
@@ -262,7 +262,7 @@ fn main(start: &Start<'static>) -> u64 {
     loop {
         match server.serve() {
             Err(UplinkError) => {
-                error!("the network card used what it was not offered");
+                error!("the network card used a chain that was not offered");
                 return code::INTERNAL;
             }
             Ok(progress) => {
@@ -272,7 +272,7 @@ fn main(start: &Start<'static>) -> u64 {
             }
         }
         if let Err(status) = Notification::at(slot::NOTIFICATION).wait(FOREVER) {
-            error!("cannot wait: {status:?}");
+            error!("cannot wait for events: {status:?}");
             return code::INTERNAL;
         }
         // The interrupt is a message (MSI), which needs no acknowledgement at the device. Without a

@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_not_passed_on() {
+    fn malformed_frames_are_dropped() {
         let offload = Offload { segments: segments::TCP4, segment: 1000, ..Offload::default() };
         let refused = |change: fn(&mut Vec<u8>)| {
             let mut frame = tcp4(2000, 0);

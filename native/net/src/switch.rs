@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_uses_addresses_of_others() {
+    fn addresses_of_other_clients_are_rejected() {
         let switch = &mut switch(true);
         assert_eq!(
             decide(switch, SwitchEnd::Port(0), mac(1), mac(2)),
@@ -334,7 +334,7 @@ mod tests {
         assert_eq!(taken(&mut bucket, SECOND / 100), 100);
         assert_eq!(taken(&mut bucket, SECOND / 100), 0);
         assert_eq!(taken(&mut bucket, 100 * SECOND), 1000, "no more than its depth");
-        assert_eq!(taken(&mut bucket, 0), 0, "time that goes back gains nothing");
+        assert_eq!(taken(&mut bucket, 0), 0, "a clock that goes back refills nothing");
         let mut slow = Bucket::new(1, 0);
         assert!(slow.take(MAX_FRAME, 0));
         let sent = (0..=20 * SECOND).step_by(1000_000).filter(|&now| slow.take(1, now)).count();

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_comes_back() {
+    fn freed_frames_are_joined() {
         let mut frames = frames();
         let all = frames.count();
         let mut taken: Vec<Run, 64> = Vec::new();

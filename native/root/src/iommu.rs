@@ -99,11 +99,14 @@ impl Iommu {
                 .zip(memory.allocate(owner, 3))
                 .map(|(registers, pages)| Unit { registers, pages, tail: 0, answer: 0, head: 0 });
             let Some(unit) = unit.filter(|_| !units.is_full()) else {
-                warn!("an IOMMU at {:#x} stays off: its devices may access all memory", iommu.base);
+                warn!(
+                    "cannot enable the IOMMU at {:#x}: its devices can access all memory",
+                    iommu.base
+                );
                 continue;
             };
             unit.enable(devices);
-            info!("IOMMU at {:#x}: devices may access what their servers have", iommu.base);
+            info!("IOMMU at {:#x}: devices are limited to the memory of their servers", iommu.base);
             // There is room for as many.
             let _ = (bases.push(iommu.base), units.push(unit));
         }
@@ -259,7 +262,7 @@ impl Unit {
         self.registers.write64(register::COMMAND_TAIL, self.tail);
         let done = (0..MAX_POLLS).any(|_| read(self.pages, Self::ANSWER) == self.answer);
         if !done {
-            warn!("an IOMMU does not answer");
+            warn!("an IOMMU did not complete a command in time");
         }
     }
 
@@ -267,7 +270,7 @@ impl Unit {
     fn next_event(&mut self) -> Option<[u64; 2]> {
         if self.registers.read64(register::EVENT_TAIL) % PAGE_SIZE == self.head {
             if self.registers.read64(register::STATUS) & status::EVENT_OVERFLOW != 0 {
-                warn!("IOMMU: events were lost");
+                warn!("IOMMU: event log overflow");
                 self.restart_log();
             }
             return None;

@@ -54,7 +54,7 @@ fn main(boot: Boot) -> ! {
     native_rt::start::on_root_panic(EXIT_PORT, EXIT_BASE + code::INTERNAL as u8);
     assert!(
         boot.info.magic == BOOT_MAGIC && boot.info.abi_version == abi::ABI_VERSION,
-        "the kernel speaks another version of the interface"
+        "the kernel has another version of the system-call interface"
     );
     let (tsc, unix_seconds) = clock::read_wall_clock();
     let clock = Clock { tsc_khz: boot.info.tsc_khz, tsc, unix_seconds };
@@ -66,7 +66,7 @@ fn main(boot: Boot) -> ! {
     let header = Header::parse(header, boot.info.bundle_length).expect("the bundle is damaged");
     let file = header.find(SYSTEM_NAME).expect("the bundle has no system description");
     let bytes = &boot.bundle[file.offset as usize..][..file.length as usize];
-    let system = System::decode(bytes).expect("the system description cannot be read");
+    let system = System::decode(bytes).expect("cannot decode the system description");
     let thread = native_rt::OwnThread::at(slot::THREAD);
     Manager::new(&boot, header, &system, clock, thread).run()
 }
@@ -79,9 +79,7 @@ fn leave(on_qemu: bool, outcome: u64) -> ! {
     if on_qemu && let Some(port) = Ports::new(EXIT_PORT, 1) {
         port.write(0, EXIT_BASE.wrapping_add(outcome.min(code::RESET) as u8));
     }
-    info!(
-        "the system has ended with code {outcome}: nothing runs any more, switch the machine off"
-    );
+    info!("the system has ended with code {outcome}: the machine can be switched off");
     loop {
         // A notification without a signaller: root sleeps for ever.
         let _ = native_rt::Notification::at(manager::NOTIFICATION).wait(abi::FOREVER);

@@ -157,7 +157,7 @@ impl Manager<'_> {
         }
         let number = FIRST_VM + self.instances.add(name, plan)?;
         self.records[number] = UNKNOWN;
-        info!("vm {name} created after {template}");
+        info!("vm {name} created from template {template}");
         Ok(number)
     }
 

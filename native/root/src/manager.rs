@@ -153,7 +153,7 @@ impl<'a> Manager<'a> {
     ) -> Self {
         let alarm = create_alarm(thread);
         if let Err(status) = alarm {
-            warn!("no alarm clock, so nothing is restarted: {status:?}");
+            warn!("cannot start the alarm: no child will be restarted: {status:?}");
         }
         let slots = Slots::new(FIRST_FREE);
         let mut memory = Memory::new(boot);
@@ -255,7 +255,7 @@ impl<'a> Manager<'a> {
             }
             Some(Err(error)) => {
                 let (kind, name) = (Self::kind(number), self.name(number));
-                error!("{kind} {name} cannot be started: {error:?}");
+                error!("cannot start {kind} {name}: {error:?}");
                 self.records[number].ended = Some(code::BAD_CONFIG);
                 self.resources.memory.free_all(number);
                 self.remove_name(number);
@@ -594,7 +594,7 @@ impl<'a> Manager<'a> {
         if count != 0 {
             let (kind, name) = (Self::kind(number), self.name(number));
             warn!(
-                "{kind} {name}: {count} lines are not shown, beyond {} at once or {} a second",
+                "{kind} {name}: {count} lines dropped, beyond {} at once or {} per second",
                 lines::BURST,
                 lines::RATE
             );
@@ -660,7 +660,7 @@ impl<'a> Manager<'a> {
             record.restarts = restarts;
             record.all_restarts = record.all_restarts.saturating_add(1);
             record.restart = time::after(&self.clock, delay);
-            info!("{kind} {name} starts again in {} ms", delay / 1_000_000);
+            info!("{kind} {name} restarts in {} ms", delay / 1_000_000);
         } else if self.records[number].restart == FOREVER {
             self.wake_clients(number);
         }

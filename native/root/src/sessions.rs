@@ -131,7 +131,7 @@ impl Sessions {
     }
 
     /// Connects a child to its side of its sessions: maps their memory, and delegates each side's
-    /// notification to the other one. `vm`: the child is this VM, otherwise a server.
+    /// notification to the peer. `vm`: the child is this VM, otherwise a server.
     fn connect(
         &mut self,
         number: usize,
@@ -306,7 +306,7 @@ impl Sessions {
         if !function.enable(&bars, address, data as u32) {
             return Err(StartError::Device);
         }
-        native_rt::info!("server has PCI function {}", function.address);
+        native_rt::info!("server drives PCI function {}", function.address);
         Ok(function.address)
     }
 
@@ -317,12 +317,9 @@ impl Sessions {
         {
             // The log reports the device's own state.
             if function.disable() {
-                native_rt::info!("PCI function {} is off", function.address);
+                native_rt::info!("PCI function {} is disabled", function.address);
             } else {
-                native_rt::error!(
-                    "PCI function {} does not let itself be turned off",
-                    function.address
-                );
+                native_rt::error!("cannot disable PCI function {}", function.address);
             }
             if let Some(iommu) = &mut self.iommu {
                 iommu.deny(number, function.address);

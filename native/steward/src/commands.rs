@@ -54,19 +54,19 @@ macro_rules! commands {
 
 /// All commands.
 pub const COMMANDS: &[Command] = commands! {
-    "help" "[COMMAND]" [Command] 1 "shows what there is to say";
-    "list" "" [] 0 "shows servers, programs, virtual machines and templates";
-    "start" "VM" [Stopped] 0 "starts a virtual machine that does not run";
-    "stop" "VM" [Running] 0 "presses its power button: the guest shuts down if it listens";
-    "kill" "VM" [Running] 0 "ends it at once";
-    "pause" "VM" [Running] 0 "stops its virtual CPUs and its time";
-    "resume" "VM" [Paused] 0 "lets it go on after a pause";
-    "restart" "VM" [Running] 0 "ends it at once and starts it anew";
-    "create" "NAME TEMPLATE" [Free Template] 0 "makes a virtual machine after a template";
-    "destroy" "VM" [Vm] 0 "ends it at once and forgets it";
-    "top" "[ROUNDS]" [Free] 1 "shows time, exits and memory of each, second by second";
-    "memory" "" [] 0 "shows the memory that is left";
-    "shutdown" "" [] 0 "stops all virtual machines, then ends itself";
+    "help" "[COMMAND]" [Command] 1 "lists the commands, or describes one";
+    "list" "" [] 0 "lists servers, programs, VMs and templates";
+    "start" "VM" [Stopped] 0 "starts a stopped VM";
+    "stop" "VM" [Running] 0 "presses the ACPI power button: the guest decides how it reacts";
+    "kill" "VM" [Running] 0 "ends a VM immediately";
+    "pause" "VM" [Running] 0 "stops its vCPUs and its clock";
+    "resume" "VM" [Paused] 0 "resumes a paused VM";
+    "restart" "VM" [Running] 0 "ends a VM immediately and starts it again";
+    "create" "NAME TEMPLATE" [Free Template] 0 "creates a VM from a template";
+    "destroy" "VM" [Vm] 0 "ends a VM immediately and removes it";
+    "top" "[ROUNDS]" [Free] 1 "shows CPU time, exits and memory of the VMs each second";
+    "memory" "" [] 0 "shows free memory";
+    "shutdown" "" [] 0 "shuts down all VMs, then the shell";
 };
 
 /// Returns the command of this name.

@@ -55,7 +55,7 @@ fn main(start: &Start<'static>) -> u64 {
         clock: start.clock,
         editor: Editor::new("steward> "),
     };
-    steward.print(format_args!("This is the steward of this system; `help` shows what to say."));
+    steward.print(format_args!("Operator shell of this system; `help` lists the commands."));
     steward.serve()
 }
 
@@ -82,7 +82,7 @@ impl Shell {
                 return code::OK;
             }
             if self.screen.is_gone() {
-                error!("the console is gone");
+                error!("the console server has ended");
                 return code::INTERNAL;
             }
             if events & event::CONSOLE != 0 && self.read() == Next::End {
@@ -157,7 +157,7 @@ impl Shell {
         let result = match commands::parse(line) {
             None => Ok(()),
             Some(Err(SyntaxError::Unknown(name))) => {
-                self.print(format_args!("there is no command {name:?}; `help` shows all"));
+                self.print(format_args!("unknown command {name:?}; `help` lists all"));
                 Ok(())
             }
             Some(Err(SyntaxError::Usage(command))) => {
@@ -217,7 +217,7 @@ impl Shell {
             self.print(format_args!("  {name} {usage:<space$} {help}"));
         }
         self.print(format_args!(
-            "Tab completes, arrow keys bring lines back. Ctrl-] ? is the console's help."
+            "Tab completes, arrow keys select earlier lines, Ctrl-] ? shows the console's help."
         ));
         Ok(())
     }
@@ -316,13 +316,15 @@ impl Shell {
             for (_, name) in &alive {
                 let _ = match round {
                     0 => {
-                        self.print(format_args!("{name} is asked to shut down"));
+                        self.print(format_args!("{name}: shutdown requested"));
                         // A VM that has just ended needs no request.
                         let _ = self.root.request(manage::RESUME, name, "");
                         self.root.request(manage::STOP, name, "")
                     }
                     SHUTDOWN_SECONDS => {
-                        self.print(format_args!("{name} does not, and is ended"));
+                        self.print(format_args!(
+                            "{name}: no shutdown within {SHUTDOWN_SECONDS} s, killed"
+                        ));
                         self.root.request(manage::KILL, name, "")
                     }
                     _ => Ok(()),
@@ -332,6 +334,6 @@ impl Shell {
                 self.sleep(SECOND);
             }
         }
-        self.print(format_args!("the steward leaves"));
+        self.print(format_args!("the operator shell ends"));
     }
 }

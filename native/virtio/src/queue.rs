@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn chains_there_and_back() {
+    fn chains_are_offered_and_taken_back() {
         let memory = memory();
         let mut queue = Queue::new(&memory, 0x10_0000, 8).unwrap();
         assert_eq!(queue.addresses(), [0x10_0000, 0x10_0800, 0x10_0a00]);

@@ -169,7 +169,7 @@ impl Console {
     pub fn wake(&self) {
         let session = &mut *self.session.lock();
         if session.lost && !session.open() {
-            warn!("the console does not come back");
+            warn!("the console server has ended for good; output is discarded");
             (session.gate, session.lost) = (None, false);
         }
         session.may_read = true;

@@ -49,9 +49,13 @@ pub enum DeviceSetupError {
 impl fmt::Display for DeviceSetupError {
     fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
         match self {
-            Self::TooMany => write!(to, "there are too many"),
-            Self::NoSession(number) => write!(to, "no memory for session {number}"),
-            Self::NoChannel(number) => write!(to, "no memory for channel {number}"),
+            Self::TooMany => write!(to, "more devices than slots"),
+            Self::NoSession(number) => {
+                write!(to, "the memory of session {number} is missing or too short")
+            }
+            Self::NoChannel(number) => {
+                write!(to, "the memory of channel {number} is missing or too short")
+            }
             Self::NoAnswer(number) => write!(to, "the server of session {number} does not answer"),
         }
     }

@@ -69,7 +69,7 @@ native_rt::entry!(main);
 /// Runs the VM; returns its exit code.
 fn main(start: &Start<'static>) -> u64 {
     let Role::Vmm(plan) = &start.role else {
-        error!("started as something else than a VMM");
+        error!("the start page does not describe a VMM");
         return code::BAD_CONFIG;
     };
     // Devices use stack memory, for which root reserves space by their number.
@@ -91,7 +91,7 @@ fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
     match opened.and_then(|()| devices::open_console(&mut devices, plan)) {
         Ok(()) => serve(start, plan, Some(&mut devices)),
         Err(problem) => {
-            error!("the devices cannot be connected: {problem}");
+            error!("cannot connect the devices: {problem}");
             code::INTERNAL
         }
     }
@@ -100,13 +100,13 @@ fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
 /// Runs the VM with these devices, if any; returns its exit code.
 fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) -> u64 {
     if !(1..=MAX_VCPUS).contains(&plan.cpus.len()) {
-        error!("{} virtual CPUs; this version runs 1 to {MAX_VCPUS}", plan.cpus.len());
+        error!("{} vCPUs requested; the limit is 1 to {MAX_VCPUS}", plan.cpus.len());
         return code::BAD_CONFIG;
     }
     let layout = vmm_machine::layout();
     let ranges = vmm_boot::ram_ranges(plan.memory, layout.hole_start);
     let Some(memory) = guest_memory(start, ranges) else {
-        error!("guest memory is not {} bytes", plan.memory);
+        error!("the start page does not describe {} bytes of guest memory", plan.memory);
         return code::BAD_CONFIG;
     };
     let console = &CONSOLE;
@@ -114,7 +114,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
     let mut guest = match Guest::new(start, plan, console) {
         Ok(made) => made,
         Err(status) => {
-            error!("the kernel makes no guest: {status:?}");
+            error!("cannot create the VM: {status:?}");
             return code::INTERNAL;
         }
     };
@@ -249,7 +249,7 @@ fn run(
     match vmm_boot::load(memory, &config) {
         Ok(state) => vmm_machine::registers::set(&mut *vcpus[0].lock(), &state),
         Err(error) => {
-            error!("the guest cannot be loaded: {error:?}");
+            error!("cannot load the guest: {error:?}");
             return Err(code::BAD_CONFIG);
         }
     }
@@ -291,7 +291,7 @@ fn run(
     match ran {
         Ok(()) => Ok(pc.outcome().unwrap_or(Outcome::HostError(0))),
         Err(status) => {
-            error!("a virtual CPU's thread does not start: {status:?}");
+            error!("cannot start the thread of a vCPU: {status:?}");
             Err(code::INTERNAL)
         }
     }
@@ -321,7 +321,7 @@ fn drive(pc: &Board, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHost
                     Ok(events) => events,
                     Err(Status::Timeout) => continue,
                     Err(status) => {
-                        error!("cannot wait: {status:?}");
+                        error!("cannot wait for events: {status:?}");
                         return Outcome::HostError(status as u64);
                     }
                 }
@@ -358,7 +358,7 @@ fn log_vcpu_state(index: usize, vcpu: &mut NativeVcpu) {
     let rsp = vcpu.gpr(Gpr::Rsp);
     let [cr0, cr2, cr3, cr4] =
         [Reg::Cr0, Reg::Cr2, Reg::Cr3, Reg::Cr4].map(|register| vcpu.get(register));
-    error!("virtual CPU {index} gave up: rip {rip:#x} rsp {rsp:#x} rflags {rflags:#x}");
+    error!("vCPU {index} failed: rip {rip:#x} rsp {rsp:#x} rflags {rflags:#x}");
     error!("  cr0 {cr0:#x} cr2 {cr2:#x} cr3 {cr3:#x} cr4 {cr4:#x}");
     let [cs, ss, idtr] = [Seg::Cs, Seg::Ss, Seg::Idtr].map(|segment| vcpu.segment(segment));
     error!(
@@ -403,7 +403,7 @@ fn release_files(start: &Start) {
     for kind in [RangeKind::Kernel, RangeKind::Initrd] {
         for window in windows(start, kind) {
             if let Err(status) = window.release() {
-                warn!("a file cannot be given up: {status:?}");
+                warn!("cannot unmap a file: {status:?}");
             }
         }
     }
@@ -422,7 +422,7 @@ fn exit_code(outcome: Outcome) -> u64 {
         Outcome::TripleFault => code::GUEST_FAULT,
         Outcome::Reset => code::RESET,
         Outcome::HostError(what) => {
-            error!("the virtual CPU cannot run: {what:#x}");
+            error!("cannot run the vCPU: {what:#x}");
             code::INTERNAL
         }
     }

@@ -71,7 +71,7 @@ impl Manager {
             self.request(DESTROY, "destroy")?;
             if self.root.memory() != before {
                 info!("cycle {cycle}: {:?} instead of {before:?}", self.root.memory());
-                return Err("memory is gone");
+                return Err("memory leaked");
             }
         }
         info!("{count} cycles: {before:?}");
@@ -89,7 +89,7 @@ impl Manager {
             self.wait_for_end(vm)?;
             if self.root.memory() != before {
                 info!("life {life}: {:?} instead of {before:?}", self.root.memory());
-                return Err("memory is gone");
+                return Err("memory leaked");
             }
         }
         info!("{count} lives: {before:?}");

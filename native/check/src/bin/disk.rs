@@ -51,7 +51,7 @@ fn main(start: &Start<'static>) -> u64 {
 }
 
 fn check(start: &Start<'static>) -> Result<(), &'static str> {
-    let Role::Vmm(plan) = &start.role else { return Err("not in place of a VMM") };
+    let Role::Vmm(plan) = &start.role else { return Err("the start page does not describe a VMM") };
     let mut words = plan.command_line.split_ascii_whitespace();
     let mut number = || words.next().and_then(|word| word.parse().ok());
     let (count, seed) = (number().unwrap_or(1000), number().unwrap_or(1));

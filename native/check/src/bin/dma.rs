@@ -83,7 +83,7 @@ impl Disk {
         let memory = dma(start).ok_or("no memory for the disk")?;
         let space = configuration(start).ok_or("no disk")?;
         let (transport, _) = Transport::new(space, |number| registers(start, number), 0)
-            .map_err(|_| "the disk cannot be set up")?;
+            .map_err(|_| "cannot set up the disk")?;
         let (words, physical) = (memory.words(), memory.physical());
         let queue = Queue::new(words, physical, transport.queue_size(0)).ok_or("no queue")?;
         transport.set_queue(0, &queue).map_err(|_| "no queue")?;

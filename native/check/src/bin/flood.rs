@@ -70,7 +70,7 @@ fn flood(kind: usize, pages: u64, rounds: u64) -> Result<u64, &'static str> {
         }
         if !matches!(end, Ok(()) | Err(Status::NoQuota | Status::Unsupported)) {
             error!("{end:?} after {count}");
-            return Err("something else than the quota ended it");
+            return Err("creation failed for another reason than the quota");
         }
         if *first.get_or_insert(count) != count {
             error!("round {round}: {count}");

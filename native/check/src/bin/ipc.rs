@@ -365,7 +365,7 @@ impl Tests<'_> {
         // The memory is gone from this task: it cannot be shared again.
         Page::current().set_memory(0, window, rights::READ, false);
         let again = gate.call(Message::new(SHARE, [0; 4]).with_items(1));
-        if again.is_ok() { Err("granted memory is still ours") } else { Ok(()) }
+        if again.is_ok() { Err("granted memory is still mapped") } else { Ok(()) }
     }
 
     fn abort(&mut self) -> Case {

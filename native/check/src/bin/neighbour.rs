@@ -33,7 +33,7 @@ fn main(start: &Start<'static>) -> u64 {
         }
         mismatches += probe::check_registers(rounds ^ expected, LOOPS);
         if let Some(aux) = probe::tsc_aux().filter(|&aux| aux != 0) {
-            error!("round {rounds}: TSC_AUX of others: {aux:#x}");
+            error!("round {rounds}: foreign TSC_AUX: {aux:#x}");
             mismatches += 1;
         }
     }

@@ -50,7 +50,7 @@ fn main(start: &Start<'static>) -> u64 {
 }
 
 fn card<'s>(start: &'s Start<'static>) -> Result<Card<'s>, &'static str> {
-    let Role::Vmm(plan) = &start.role else { return Err("not in place of a VMM") };
+    let Role::Vmm(plan) = &start.role else { return Err("the start page does not describe a VMM") };
     let net = plan.attachments.iter().zip(sessions(start));
     let net = net.into_iter().find(|(attachment, _)| attachment.service == Service::Net);
     let (&attachment, memory) = net.ok_or("no network card")?;
@@ -234,7 +234,7 @@ impl Card<'_> {
                 }
             }
         }
-        Err("no answer from outside")
+        Err("no answer from the external network")
     }
 
     fn spoof(&mut self) -> Result<(), &'static str> {
@@ -247,7 +247,7 @@ impl Card<'_> {
             self.wait()?;
             while let Some((head, ..)) = self.receive() {
                 if head[12..14] == TYPE && head[16..18] == [0xff, 0xff] {
-                    return Err("a frame from another's address was passed on");
+                    return Err("a frame with a spoofed address was forwarded");
                 }
             }
         }

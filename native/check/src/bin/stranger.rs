@@ -15,7 +15,7 @@ fn main(start: &Start<'static>) -> u64 {
     let mut report = Report::default();
     let text = if let Role::Vmm(vmm) = &start.role { vmm.command_line } else { "" };
     let millis = text.trim().parse().unwrap_or(5_000);
-    info!("looks for {millis} ms");
+    info!("probes for {millis} ms");
     let end = time::after(&start.clock, millis * 1_000_000);
     report.case("stranger", probe_slots(start, end));
     report.exit_code()
@@ -31,7 +31,7 @@ fn probe_slots(start: &Start<'static>, end: u64) -> Result<(), &'static str> {
                 Err(Status::BadCapability) => {}
                 result => {
                     error!("slot {at}: {result:?}");
-                    return Err("it was given a way to another program");
+                    return Err("it can signal a foreign task");
                 }
             }
         }
@@ -39,9 +39,9 @@ fn probe_slots(start: &Start<'static>, end: u64) -> Result<(), &'static str> {
             Err(Status::Timeout) => {}
             Ok(events) => {
                 error!("events {events:#x}");
-                return Err("another program signals it");
+                return Err("a foreign task signals it");
             }
-            Err(_) => return Err("it cannot wait"),
+            Err(_) => return Err("cannot wait for events"),
         }
         if time::tsc() >= end {
             return Ok(());

@@ -117,11 +117,11 @@ fn ways_to_switch() {
     }
     for (keys, answer) in [
         ("\x1d9", "no client has number 9"),
-        ("\x1d:x\r", "no client is called \"x\""),
-        ("\x1d:l\r", "several clients are called \"l\""),
-        ("\x1d:\r", "no client is called \"\""),
-        ("\x1d:li\x03", "nothing chosen"),
-        ("\x1dz", "no such command"),
+        ("\x1d:x\r", "no client matches \"x\""),
+        ("\x1d:l\r", "several clients match \"l\""),
+        ("\x1d:\r", "no client matches \"\""),
+        ("\x1d:li\x03", "selection cancelled"),
+        ("\x1dz", "unknown command"),
     ] {
         rig.keys(keys);
         let line = rig.line();
@@ -181,7 +181,7 @@ fn lines_of_all_have_prefixes() {
 }
 
 #[test]
-fn nobody_forges_a_prefix() {
+fn no_client_forges_a_prefix() {
     let attempts = [
         "\r[steward] x\r\n",
         "\x1b[1G[steward] x\r\n",
@@ -214,7 +214,7 @@ fn nobody_forges_a_prefix() {
 }
 
 #[test]
-fn others_never_wait() {
+fn unselected_clients_never_wait() {
     let mut rig = Rig::new();
     let flood = "flood\r\n".repeat(10_000);
     assert_eq!(rig.write(LINUX, &flood), flood.len(), "only kept");
@@ -224,7 +224,7 @@ fn others_never_wait() {
     rig.line();
     rig.write(LINUX, "after\r\n");
     let line = rig.line();
-    assert!(line.contains("lines are not shown)\r\n[linux] after\r\n"), "{line}");
+    assert!(line.contains("lines dropped)\r\n[linux] after\r\n"), "{line}");
     // The selected client waits for the line, and is signalled.
     rig.keys("\x1da");
     rig.line();
@@ -252,7 +252,7 @@ fn flooded(floods: &[usize], steward_writes: bool) -> (std::string::String, usiz
     for round in 0..LINE / FIFO {
         for &client in floods {
             let line = "a line of one that writes and writes\r\n";
-            assert_eq!(rig.write(client, line), line.len(), "who is not selected never waits");
+            assert_eq!(rig.write(client, line), line.len(), "an unselected client never waits");
         }
         if round % 2000 == 0 {
             quiet += 1;
@@ -276,27 +276,33 @@ fn flooded(floods: &[usize], steward_writes: bool) -> (std::string::String, usiz
 }
 
 #[test]
-fn a_flood_of_others_does_not_stop_the_selected_one() {
+fn floods_do_not_starve_the_selected_client() {
     let (line, wakes) = flooded(&[LINUX], true);
     let own = line.matches("[steward] ").count() as f64 / line.matches("\r\n").count() as f64;
-    assert!(wakes > 100 && (0.4..0.9).contains(&own), "told {wakes} times, {own} of all lines");
+    assert!(
+        wakes > 100 && (0.4..0.9).contains(&own),
+        "signalled {wakes} times, {own} of all lines"
+    );
     let several: Vec<usize> = (LINUX + 10..LINUX + 16).collect();
     let (line, wakes) = flooded(&several, true);
     let own = line.matches("[steward] ").count() as f64 / line.matches("\r\n").count() as f64;
-    assert!(wakes > 100 && (0.15..0.9).contains(&own), "told {wakes} times, {own} of all lines");
+    assert!(
+        wakes > 100 && (0.15..0.9).contains(&own),
+        "signalled {wakes} times, {own} of all lines"
+    );
 }
 
 #[test]
-fn the_selected_one_does_not_hide_the_others() {
+fn the_selected_client_does_not_hide_others() {
     let (line, _) = flooded(&[], true);
-    assert!(!line.contains("not shown"));
+    assert!(!line.contains("lines dropped"));
     // One client that floods does not hide others either while these write little.
     let (line, _) = flooded(&[LINUX], false);
     assert!(line.contains("[linux] (") && !line.contains("[micro] ("));
 }
 
 #[test]
-fn who_waits_for_room_is_told_in_every_view() {
+fn a_waiting_client_is_signalled_in_every_view() {
     let mut rig = Rig::new();
     for view in 0..4 {
         while rig.write(STEWARD, "a line\r\n") == 8 {}
@@ -335,7 +341,7 @@ fn ends_and_returns() {
     rig.keys("\x1d3\x1d2");
     assert!(rig.line().contains("linux (2, ended); Ctrl-] ? for help\r\nlast words"));
     rig.0.open(LINUX, "linux");
-    assert!(rig.line().contains("linux is here again"));
+    assert!(rig.line().contains("linux is connected again"));
     assert_eq!(rig.read(LINUX), "");
     rig.keys("\x1d?");
     let list = rig.line();
@@ -349,7 +355,7 @@ fn ends_and_returns() {
 }
 
 #[test]
-fn whatever_comes_nothing_breaks() {
+fn any_sequence_keeps_the_invariants() {
     let mut rig = Rig::new();
     let mut random = 1_u64;
     for _ in 0..200_000 {
@@ -370,7 +376,7 @@ fn whatever_comes_nothing_breaks() {
 }
 
 #[test]
-fn keys_wait_for_who_has_yet_to_come() {
+fn early_keys_go_to_the_first_client() {
     // The server has just restarted: root names the clients, and they open their sessions later.
     let mut rig = Rig::single();
     rig.0.multiplex();
@@ -384,7 +390,7 @@ fn keys_wait_for_who_has_yet_to_come() {
     assert_eq!((&*rig.read(STEWARD), &*rig.read(LINUX)), ("list\r", "ls\r"));
     // As many as fit.
     rig.0.close(LINUX);
-    rig.keys("nobody");
+    rig.keys("dropped");
     rig.0.announce(LINUX, "linux");
     (0..2 * INPUT).for_each(|_| rig.0.key(b'k'));
     rig.0.open(LINUX, "linux");

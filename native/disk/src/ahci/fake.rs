@@ -212,7 +212,7 @@ impl<'m> Fake<'m> {
         let busy = state.pending.iter().fold(0u32, |sum, slot| sum | 1 << slot);
         assert!(
             queued != 0 || busy == 0 && slots.is_power_of_two(),
-            "a plain command beside others"
+            "a plain command beside other commands"
         );
         state.issue |= slots;
         for slot in (0..32).filter(|slot| slots >> slot & 1 != 0) {
@@ -249,7 +249,10 @@ impl<'m> Fake<'m> {
             state.link_reset_at = state.now;
             state.link_from = u64::MAX;
         } else if was == port::LINK_RESET {
-            assert!(state.now >= state.link_reset_at + MILLISECOND, "a reset that nobody sees");
+            assert!(
+                state.now >= state.link_reset_at + MILLISECOND,
+                "a reset too short for the device"
+            );
             state.link_from = state.now + self.config().link * MILLISECOND;
             state.ready_from = state.link_from + self.config().ready * MILLISECOND;
             (state.busy, state.needs_link_reset) = (false, false);

@@ -107,7 +107,7 @@ fn a_port_that_hangs_is_the_end() {
     let bad = FakeConfig { bad: [7].into(), ..FakeConfig::default() };
     for (later, message) in [
         (FakeConfig { stop: 600, ..bad.clone() }, "the port does not stop"),
-        (FakeConfig { link: 2200, ..bad.clone() }, "the link does not come up again"),
+        (FakeConfig { link: 2200, ..bad.clone() }, "the link stays down after a reset"),
         (FakeConfig { ready: 40_000, ..bad.clone() }, "the disk stays busy after an error"),
     ] {
         let memory = memory();
