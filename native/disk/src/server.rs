@@ -163,11 +163,11 @@ impl<'m, D: Disk> BlockServer<'m, D> {
                 self.disk.flush_doorbell();
                 progress = true;
             }
-            for (number, client) in self.clients.iter_mut().enumerate() {
+            for (index, client) in self.clients.iter_mut().enumerate() {
                 if let Some(client) = client
                     && client.session.take_signal()
                 {
-                    signal(number, client.signal);
+                    signal(index, client.signal);
                 }
             }
             // With all places in use, the next completion wakes the server.

@@ -83,16 +83,16 @@ impl NetworkServer {
     fn serve(&mut self) -> Result<bool, UplinkError> {
         let now = time::nanos(self.tsc_khz, time::tsc());
         let mut progress = false;
-        for number in 0..self.clients.len() {
+        for index in 0..self.clients.len() {
             for _ in 0..MAX_BATCH {
-                let client = &mut self.clients[number];
+                let client = &mut self.clients[index];
                 let Some(frame) = client.port.receive() else { break };
                 progress = true;
                 let Frame { offset, length, offload } = frame;
                 let window = client.window;
                 let data = Data { window, offset, length, header: [0; HEADER], offload };
-                self.forward(SwitchEnd::Port(number), data, now)?;
-                self.clients[number].port.done();
+                self.forward(SwitchEnd::Port(index), data, now)?;
+                self.clients[index].port.done();
             }
         }
         for _ in 0..MAX_BATCH {
@@ -125,9 +125,9 @@ impl NetworkServer {
             Verdict::Drop(_) => Ok(()),
             Verdict::To(to) => self.deliver(to, &data),
             Verdict::Flood => {
-                for number in 0..self.clients.len() {
-                    if self.switch.reaches(from, SwitchEnd::Port(number)) {
-                        self.deliver(SwitchEnd::Port(number), &data)?;
+                for index in 0..self.clients.len() {
+                    if self.switch.reaches(from, SwitchEnd::Port(index)) {
+                        self.deliver(SwitchEnd::Port(index), &data)?;
                     }
                 }
                 if self.switch.reaches(from, SwitchEnd::Uplink) {
@@ -140,8 +140,8 @@ impl NetworkServer {
 
     fn deliver(&mut self, to: SwitchEnd, data: &Data) -> Result<(), UplinkError> {
         let whole = match to {
-            SwitchEnd::Port(number) => {
-                let Some(client) = self.clients.get_mut(number) else { return Ok(()) };
+            SwitchEnd::Port(index) => {
+                let Some(client) = self.clients.get_mut(index) else { return Ok(()) };
                 accepts(client.port.takes(), &data.offload)
             }
             SwitchEnd::Uplink => {
@@ -180,8 +180,8 @@ impl NetworkServer {
         fill: impl FnOnce(Window, u64) -> bool,
     ) -> Result<(), UplinkError> {
         match to {
-            SwitchEnd::Port(number) => {
-                let Some(client) = self.clients.get_mut(number) else { return Ok(()) };
+            SwitchEnd::Port(index) => {
+                let Some(client) = self.clients.get_mut(index) else { return Ok(()) };
                 if let Some(offset) = client.port.place(length)
                     && fill(client.window, offset)
                 {
@@ -201,12 +201,12 @@ impl NetworkServer {
     /// frame is already waiting.
     fn sleep(&mut self) -> bool {
         let mut idle = true;
-        for (number, client) in self.clients.iter_mut().enumerate() {
+        for (index, client) in self.clients.iter_mut().enumerate() {
             client.port.poll();
             idle &= client.port.sleep();
             if client.port.take_signal() {
                 // A client that has ended gets a new session when it restarts.
-                let _ = Notification::at(slot::SESSIONS + number as u64).signal(client.signal);
+                let _ = Notification::at(slot::SESSIONS + index as u64).signal(client.signal);
             }
         }
         idle

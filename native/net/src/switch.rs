@@ -182,8 +182,8 @@ impl Switch {
     ) -> Verdict {
         let (destination, source) = addresses(header);
         match from {
-            SwitchEnd::Port(number) => {
-                let Some(port) = self.ports.get_mut(number) else {
+            SwitchEnd::Port(index) => {
+                let Some(port) = self.ports.get_mut(index) else {
                     return Verdict::Drop(Reason::Unknown);
                 };
                 if port.mac != source {

@@ -50,13 +50,13 @@ impl fmt::Display for DeviceSetupError {
     fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
         match self {
             Self::TooMany => write!(to, "more devices than slots"),
-            Self::NoSession(number) => {
-                write!(to, "the memory of session {number} is missing or too short")
+            Self::NoSession(index) => {
+                write!(to, "the memory of session {index} is missing or too short")
             }
-            Self::NoChannel(number) => {
-                write!(to, "the memory of channel {number} is missing or too short")
+            Self::NoChannel(index) => {
+                write!(to, "the memory of channel {index} is missing or too short")
             }
-            Self::NoAnswer(number) => write!(to, "the server of session {number} does not answer"),
+            Self::NoAnswer(index) => write!(to, "the server of session {index} does not answer"),
         }
     }
 }
@@ -151,20 +151,20 @@ pub fn open<const N: usize>(
     let own = Notification::at(slot::NOTIFICATION);
     // Other events that arrived meanwhile.
     let mut events = 0;
-    for (number, attachment) in plan.attachments.iter().enumerate() {
-        let session = memory.next().ok_or(DeviceSetupError::NoSession(number))?;
-        let notification = Notification::at(slot::SESSIONS + number as u64);
+    for (index, attachment) in plan.attachments.iter().enumerate() {
+        let session = memory.next().ok_or(DeviceSetupError::NoSession(index))?;
+        let notification = Notification::at(slot::SESSIONS + index as u64);
         let server = ServerSide { notification, signal: attachment.signal };
         let endpoint = match attachment.service {
             Service::Disk => DiskSession::new(session, server).map(HostEndpoint::Disk),
             Service::Net => NetSession::new(session, server).map(HostEndpoint::Net),
         };
-        let mut endpoint = endpoint.ok_or(DeviceSetupError::NoSession(number))?;
+        let mut endpoint = endpoint.ok_or(DeviceSetupError::NoSession(index))?;
         let device = loop {
             if let Some(device) = endpoint.poll_model() {
                 break device;
             }
-            events |= own.wait(deadline).map_err(|_| DeviceSetupError::NoAnswer(number))?;
+            events |= own.wait(deadline).map_err(|_| DeviceSetupError::NoAnswer(index))?;
         };
         devices.add(device, endpoint).map_err(|_| DeviceSetupError::TooMany)?;
     }
@@ -185,10 +185,10 @@ pub fn open_channels<const N: usize>(
     plan: &Vmm,
 ) -> Result<(), DeviceSetupError> {
     let mut memory = channels(start);
-    for (number, end) in plan.channels.iter().enumerate() {
-        let memory = memory.next().ok_or(DeviceSetupError::NoChannel(number))?;
-        let created = ChannelEnd::new(number, end, memory, (start.name, plan.id));
-        let (info, peer) = created.ok_or(DeviceSetupError::NoChannel(number))?;
+    for (index, end) in plan.channels.iter().enumerate() {
+        let memory = memory.next().ok_or(DeviceSetupError::NoChannel(index))?;
+        let created = ChannelEnd::new(index, end, memory, (start.name, plan.id));
+        let (info, peer) = created.ok_or(DeviceSetupError::NoChannel(index))?;
         let added = devices.add(Model::Channel(info), HostEndpoint::Channel(peer));
         added.map_err(|_| DeviceSetupError::TooMany)?;
     }
@@ -243,13 +243,13 @@ impl Listeners {
     pub fn notified(self, events: u64) -> impl Iterator<Item = usize> {
         let sessions = (0..self.attachments).filter(move |&n| events & event::session(n) != 0);
         let channels = (0..self.channels).filter(move |&n| events & event::channel(n) != 0);
-        sessions.chain(channels.map(move |number| self.attachments + 1 + number))
+        sessions.chain(channels.map(move |index| self.attachments + 1 + index))
     }
 
     /// Slots of the devices whose host side has changed.
     pub fn changed(self, events: u64) -> impl Iterator<Item = usize> {
         let channels = if events & event::CHANNELS != 0 { self.channels } else { 0 };
-        (0..channels).map(move |number| self.attachments + 1 + number)
+        (0..channels).map(move |index| self.attachments + 1 + index)
     }
 }
 
